@@ -1,0 +1,54 @@
+"""Advantages out of the rewards of one group: what makes a sample better than its siblings.
+
+Invariant: only the group's own rewards enter, so an advantage is final as soon as its group is complete, and a group
+whose rewards are all equal gets exactly 0, never a rounding error divided by a small number.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncflow.errors import AsyncFlowError, ManifestError
+
+AdvantageName = Literal["grpo", "dr-grpo", "rloo"]
+
+_STD_FLOOR = 1e-6
+
+
+def group_advantages(rewards: NDArray[np.floating], *, name: AdvantageName = "grpo") -> NDArray[np.float32]:
+    """Give one advantage for each reward of a group, float32[G] for rewards [G].
+
+    ``grpo``: (R - mean) / (std + 1e-6) with the unbiased std (DeepSeekMath, arXiv 2402.03300); ``dr-grpo``: R - mean
+    (arXiv 2503.20783); ``rloo``: R minus the mean of the others = G/(G-1) (R - mean) (arXiv 2402.14740).
+    Raises ManifestError for a group of one or an unknown name, AsyncFlowError for a reward that is not finite.
+    """
+    values = np.asarray(rewards, dtype=np.float64)
+    if values.ndim != 1 or values.size < 2:
+        raise ManifestError(
+            f"a group of shape {values.shape} has no sibling to be compared with",
+            where="spec.algorithm.groupSize",
+            hint="Use a group size of at least 2.",
+        )
+    if not np.isfinite(values).all():
+        raise AsyncFlowError(
+            f"rewards {values.tolist()} are not all finite",
+            where="advantage",
+            hint="Make the reward function return finite numbers.",
+        )
+    if name not in get_args(AdvantageName):
+        raise ManifestError(
+            f"unknown advantage {name!r}",
+            where="spec.algorithm",
+            hint=f"Use one of {', '.join(get_args(AdvantageName))}.",
+        )
+    if not np.ptp(values):
+        return np.zeros(values.size, dtype=np.float32)
+    centred: NDArray[np.float64] = values - values.mean()
+    if name == "grpo":
+        centred /= values.std(ddof=1) + _STD_FLOOR
+    elif name == "rloo":
+        centred *= values.size / (values.size - 1)
+    return centred.astype(np.float32)

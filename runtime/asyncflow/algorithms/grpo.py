@@ -1,0 +1,86 @@
+"""The loss of the group-relative family (GRPO, Dr. GRPO, RLOO differ in advantage and aggregation only), whole.
+
+    loss = sum_t weight_t * ( clip(ratio_t, A) + kl * KL_t - entropy * H_t ) / divisor
+
+Invariant: a token's term needs its own sequence and nothing else of the batch, so samples may be trained as they stream
+in; a sample that is ``silent`` contributes exactly nothing to the gradient and may be left out of the computation, but
+not out of the divisor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncflow.algorithms.aggregation import Aggregation
+from asyncflow.algorithms.kl import KlName, kl_penalty
+from asyncflow.algorithms.losses import Clip, PolicyTerms, ppo_clip
+from asyncflow.errors import NotYetError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+OldName = Literal["behaviour", "recompute"]
+
+
+class TokenLoss(NamedTuple):
+    """The loss of N tokens: ``total`` [N] is what is weighted and summed; the rest is for the metrics."""
+
+    total: Tensor
+    policy: PolicyTerms
+    kl: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoLoss:
+    """A loss, as the job describes it.
+
+    old: the denominator of the ratio: ``behaviour`` = the log-probs of the engine that sampled, ``recompute`` = the
+    trainer's own at the start of the step, which with one optimizer step for each D_k is the policy itself (ratio 1).
+    kl: weight of the divergence from θ_0; entropy: weight of the entropy bonus; 0 switches either off.
+    """
+
+    clip: Clip = field(default_factory=Clip)
+    aggregation: Aggregation = field(default_factory=Aggregation)
+    old: OldName = "behaviour"
+    kl: float = 0.0
+    kl_name: KlName = "k3+"
+    entropy: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.old not in ("behaviour", "recompute"):
+            raise NotYetError(
+                f"old: {self.old} does not work yet", where="spec.algorithm.old", hint="Use behaviour or recompute."
+            )
+
+    def silent(self, advantages: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """Say of each sample, advantages [n], whether its gradient is exactly 0: bool[n]."""
+        only_policy = self.kl == 0 and self.entropy == 0
+        return np.equal(advantages, 0) & only_policy
+
+    def tokens(
+        self,
+        logprobs: Tensor,
+        *,
+        behaviour: Tensor,
+        advantages: Tensor,
+        reference: Tensor | None,
+        entropy: Tensor | None,
+    ) -> TokenLoss:
+        """Give the loss of N tokens, each argument [N]: the policy's, the engine's and the reference's log-probs.
+
+        ``advantages`` is that of each token's sample. ``reference`` may be None where ``kl`` is 0, and ``entropy``,
+        of the policy's distribution at that token, where its weight is 0.
+        """
+        old = behaviour if self.old == "behaviour" else logprobs.detach()
+        policy = ppo_clip(logprobs, old, advantages, self.clip)
+        total, divergence = policy.loss, None
+        if reference is not None:
+            divergence = kl_penalty(logprobs, reference, self.kl_name)
+            total = total + self.kl * divergence
+        if entropy is not None:
+            total = total - self.entropy * entropy
+        return TokenLoss(total, policy, divergence)

@@ -1,0 +1,142 @@
+"""Everything that is wrong with the data of a manifest, in one pass.
+
+Shapes are pydantic's to check; then each model's rules. Where a shape is wrong, the rules that look elsewhere are
+still checked, so that a manifest is mended in one go. Invariant: no problem is reported that follows from another.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from operator import attrgetter
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from asyncflow.api.base import COLLECT, Spec
+from asyncflow.api.paths import fields, model_at, model_of, place_of
+from asyncflow.api.problems import MISSING, Place, Problem
+
+M = TypeVar("M", bound=Spec)
+
+_WANTED = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "a text",
+    "model": "a mapping",
+    "dict": "a mapping",
+    "tuple": "a list",
+    "list": "a list",
+}
+_LIMITS = {
+    "greater_than_equal": ("is too small", "Give at least {ge}"),
+    "greater_than": ("is too small", "Give more than {gt}"),
+    "less_than_equal": ("is too large", "Give at most {le}"),
+    "less_than": ("is too large", "Give less than {lt}"),
+    "literal_error": ("is not one of the choices", "Give {expected}"),
+    "string_pattern_mismatch": ("does not have the right form", "It must match {pattern}"),
+    "string_too_long": ("is too long", "Give at most {max_length} characters"),
+    "string_too_short": ("is too short", "Give at least {min_length} characters"),
+    "too_long": ("has too many entries", "Give at most {max_length}"),
+    "too_short": ("has too few entries", "Give at least {min_length}"),
+    "quantity": ("is not an amount", "Write e.g. 512Mi, 4Gi, 500m or 2"),
+    "finite_number": ("is not finite", "Give a number"),
+}
+_FOLLOWS = ("default_factory_not_called",)
+
+
+def inspect(model: type[M], data: Any) -> tuple[M | None, list[Problem]]:
+    """Build ``model`` from ``data``. Gives the object, None where its shape is wrong, and every problem found."""
+    built, errors = _build(model, data)
+    if built is not None:
+        return built, list(broken(built))
+    wrong = [tuple(error["loc"]) for error in errors]
+    problems = [_problem(model, error) for error in errors if error["type"] not in _FOLLOWS]
+    problems.extend(_broken_in(model, _without(data, wrong), at=(), unknown=wrong))
+    return None, problems
+
+
+def broken(model: Spec, *, at: Place = (), unknown: Sequence[Place] = ()) -> Iterator[Problem]:
+    """Give a problem for each rule that ``model``, found ``at``, breaks and that reads nothing unknown."""
+    for rule in model.rules:
+        reads = [(*at, *place_of(read)) for read in rule.reads]
+        if not any(_touches(place, unknown) for place in reads) and not rule.ok(model):
+            yield Problem(
+                place=reads[0],
+                value=_plain(attrgetter(rule.reads[0])(model)),
+                reason=rule.why,
+                fix=rule.fix,
+            )
+    for name, info in type(model).model_fields.items():
+        value = getattr(model, name)
+        place = (*at, info.alias or name)
+        if isinstance(value, Spec):
+            yield from broken(value, at=place, unknown=unknown)
+        elif isinstance(value, tuple):
+            for index, item in enumerate(value):
+                if isinstance(item, Spec):
+                    yield from broken(item, at=(*place, index), unknown=unknown)
+
+
+def _broken_in(model: type[Spec], data: Any, *, at: Place, unknown: Sequence[Place]) -> Iterator[Problem]:
+    built, _ = _build(model, data)
+    if built is not None:
+        yield from broken(built, at=at, unknown=unknown)
+    elif isinstance(data, dict):
+        for name, annotation in fields(model).items():
+            part = model_of(annotation)
+            if part is not None and name in data:
+                yield from _broken_in(part, data[name], at=(*at, name), unknown=unknown)
+
+
+def _build(model: type[M], data: Any) -> tuple[M | None, list[Any]]:
+    try:
+        return model.model_validate_json(json.dumps(data), strict=True, by_name=False, context=COLLECT), []
+    except ValidationError as error:
+        return None, error.errors(include_url=False)
+
+
+def _problem(model: type[Spec], error: Any) -> Problem:
+    place: Place = tuple(step for step in error["loc"] if step != "[key]")
+    kind: str = error["type"]
+    value = error["input"]
+    if kind == "missing":
+        return Problem(place=place, reason="is missing", fix="Add it")
+    if kind == "extra_forbidden":
+        return Problem(place=place, value=value, reason="unknown field", fix=_meant(model, place))
+    if kind in _LIMITS:
+        reason, fix = _LIMITS[kind]
+        return Problem(place=place, value=value, reason=reason, fix=fix.format(**error.get("ctx", {})))
+    wanted = _WANTED.get(kind.split("_")[0], error["msg"])
+    return Problem(place=place, value=value, reason=f"is not {wanted}", fix=f"Give {wanted}")
+
+
+def _meant(model: type[Spec], place: Place) -> str:
+    parent = model_at(model, place[:-1])
+    known = sorted(fields(parent)) if parent else []
+    close = get_close_matches(str(place[-1]), known, n=1, cutoff=0.6)
+    return f"Did you mean {close[0]}?" if close else f"Known here: {', '.join(known)}"
+
+
+def _touches(place: Place, unknown: Sequence[Place]) -> bool:
+    return any(place[: len(other)] == other or other[: len(place)] == place for other in unknown)
+
+
+def _without(data: Any, wrong: Sequence[Place]) -> Any:
+    kept = copy.deepcopy(data)
+    for place in wrong:
+        here = kept
+        for step in place[:-1]:
+            here = here.get(step) if isinstance(here, dict) else None
+        if isinstance(here, dict) and place:
+            here.pop(place[-1], None)
+    return kept
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Spec):
+        return value.model_dump(mode="json", exclude_defaults=True)
+    return MISSING if value is None else value

@@ -1,0 +1,140 @@
+"""What outlives a process: ledger and checkpoints, restart budgets, time limits.
+
+Invariant: every wait and every restart that a job may do is bounded by a number in here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from asyncflow.api.base import Name, Rule, Spec
+from asyncflow.api.quantity import Quantity
+
+
+class ClaimSpec(Spec):
+    """A PersistentVolumeClaim: an existing one by name, or one to be made, of a size. On one machine: a folder."""
+
+    name: Name | None = None
+    """An existing claim."""
+    size: Quantity | None = None
+    """Bytes of a claim that is made for the job."""
+    storage_class: Name | None = None
+    """Storage class of a claim that is made. Absent: the cluster's default."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            reads=("name", "size"),
+            ok=lambda claim: (claim.name is None) != (claim.size is None),
+            cel="has(self.name) != has(self.size)",
+            why="a claim either exists (name) or is made (size)",
+            fix="Give exactly one of name and size",
+        ),
+        Rule(
+            reads=("storage_class", "size"),
+            ok=lambda claim: claim.storage_class is None or claim.size is not None,
+            cel="!has(self.storageClass) || has(self.size)",
+            why="an existing claim has its storage class already",
+            fix="Leave storageClass out, or give size instead of name",
+        ),
+    )
+
+
+class LedgerSpec(Spec):
+    """The ledger: every transition of every sample."""
+
+    sync: Literal["process", "interval", "always"] = "process"
+    """What an acknowledged record survives: the process, the node up to a short interval, or the node."""
+    claim: ClaimSpec | None = None
+    """Where it lies on Kubernetes. Absent: with the controller's pod, and lost with it."""
+
+
+class CheckpointsSpec(Spec):
+    """Checkpoints: weights, optimizer, position in the data. Samples commit with them."""
+
+    every: Annotated[int, Field(ge=1, le=1_000_000)] = 10
+    """Optimizer steps between checkpoints."""
+    keep: Annotated[int, Field(ge=1, le=1000)] = 2
+    """Checkpoints that are kept."""
+    claim: ClaimSpec | None = None
+    """Where they lie on Kubernetes."""
+    access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] = "ReadWriteOnce"
+    """ReadWriteOnce: rank 0 writes. ReadWriteMany: every rank writes its part."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            reads=("access_mode", "claim"),
+            ok=lambda checkpoints: checkpoints.access_mode == "ReadWriteOnce" or checkpoints.claim is not None,
+            cel="self.accessMode == 'ReadWriteOnce' || has(self.claim)",
+            why="without a claim there is no volume that several pods could write",
+            fix="Give a claim, or leave accessMode at ReadWriteOnce",
+        ),
+    )
+
+
+class StorageSpec(Spec):
+    """Durable storage."""
+
+    ledger: LedgerSpec = Field(default_factory=LedgerSpec)
+    """The ledger."""
+    checkpoints: CheckpointsSpec = Field(default_factory=CheckpointsSpec)
+    """The checkpoints."""
+
+
+class RestartSpec(Spec):
+    """A role's restart budget."""
+
+    max_restarts: Annotated[int, Field(ge=0, le=100_000)] = 10
+    """Restarts within the window; one more fails the job. For a gang one counts once."""
+    window_seconds: Annotated[float, Field(gt=0, le=31_536_000)] = 3600.0
+    """Seconds after which a restart is forgotten."""
+    backoff_seconds: Annotated[float, Field(ge=0, le=3600)] = 1.0
+    """Seconds before a restart, doubled by each failure in a row, up to 30."""
+
+
+class FailurePolicySpec(Spec):
+    """Restart budgets of the roles."""
+
+    driver: RestartSpec = RestartSpec(max_restarts=10)
+    """Of the driver."""
+    controller: RestartSpec = RestartSpec(max_restarts=10)
+    """Of the queue's controllers."""
+    storage: RestartSpec = RestartSpec(max_restarts=10)
+    """Of the storage units, together."""
+    rollout: RestartSpec = RestartSpec(max_restarts=20)
+    """Of the rollouts, together; each is replaced alone."""
+    trainer: RestartSpec = RestartSpec(max_restarts=3)
+    """Of the trainer; a lost rank restarts the gang from its checkpoint."""
+
+
+class LimitsSpec(Spec):
+    """Time limits of a job."""
+
+    active_deadline_seconds: Annotated[int, Field(ge=1, le=31_536_000)] | None = None
+    """Seconds after which a job that has not finished fails. Absent: none."""
+    ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] | None = None
+    """Seconds after which a finished job is deleted. Absent: never."""
+    start_seconds: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+    """Seconds that a role may take from start to ready."""
+    stall_seconds: Annotated[float, Field(gt=0, le=86_400)] = 1800.0
+    """Seconds without a step after which the job counts as stalled, and says what it waits for."""
+    stop_seconds: Annotated[float, Field(gt=0, le=3600)] = 8.0
+    """Seconds that roles have to end in order before they are killed."""
+    keep_on_failure: bool = True
+    """Whether the pods of a failed job stay until its TTL, so that their logs can be read."""
+
+
+class ElasticitySpec(Spec):
+    """The built-in policy that scales rollouts between minReplicas and maxReplicas."""
+
+    enabled: bool = False
+    """Whether the policy acts. A foreign owner of ``replicas`` switches it off."""
+    dry_run: bool = False
+    """Whether to only show in status what the policy would do."""
+    target_trainer_wait_share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of its time that the trainer may wait for samples before rollouts are added."""
+    max_queued_steps: Annotated[float, Field(gt=0, le=1000)] = 2.0
+    """Finished samples in the queue, in optimizer steps, above which rollouts are taken away."""
+    stabilization_seconds: Annotated[float, Field(ge=0, le=86_400)] = 60.0
+    """Seconds for which a wish must last before it is followed."""

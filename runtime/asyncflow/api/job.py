@@ -1,0 +1,191 @@
+"""RLJob: one manifest for a whole training run, on one machine and on Kubernetes.
+
+Invariant: nothing that a run does depends on anything but this manifest and the files it names. What no substrate can
+run is refused here, by rules that the CRD repeats; what is only planned is listed in ``asyncflow.api.later``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, StringConstraints
+
+from asyncflow.api.base import API_VERSION, Frozen, Rule, Spec
+from asyncflow.api.durability import ElasticitySpec, FailurePolicySpec, LimitsSpec, StorageSpec
+from asyncflow.api.learning import AlgorithmSpec, DataSpec, EvaluationSpec, ModelSpec, RewardSpec, SamplingSpec
+from asyncflow.api.metadata import ObjectMeta
+from asyncflow.api.placement import DriverSpec, SchedulingSpec, TemplateSpec
+from asyncflow.api.queue import JobQueueSpec
+from asyncflow.api.schedule import ScheduleSpec
+from asyncflow.api.status import JobStatus
+from asyncflow.api.weights import JobWeightsSpec
+from asyncflow.api.workers import AuxiliarySpec, RolloutSpec, TrainerSpec
+
+BYTES_PER_PROMPT_TOKEN = 4
+BYTES_PER_RESPONSE_TOKEN = 16
+"""Of a response token: its id (int32), log-prob (float32) and weight version (int64)."""
+
+
+class RLJobSpec(Spec):
+    """What is trained, how, and with how much of what."""
+
+    model: ModelSpec
+    """The model."""
+    data: DataSpec
+    """The prompts."""
+    reward: RewardSpec
+    """The judge."""
+    algorithm: AlgorithmSpec
+    """The algorithm."""
+    sampling: SamplingSpec
+    """How responses are sampled."""
+    schedule: ScheduleSpec = Field(default_factory=ScheduleSpec)
+    """How generation and training overlap."""
+    rollout: RolloutSpec = Field(default_factory=RolloutSpec)
+    """The rollouts."""
+    trainer: TrainerSpec = Field(default_factory=TrainerSpec)
+    """The trainer."""
+    reference: AuxiliarySpec | None = None
+    """Reference models of their own. Absent: the trainer computes them."""
+    critic: AuxiliarySpec | None = None
+    """Value models, for algorithms that have one."""
+    driver: DriverSpec = Field(default_factory=DriverSpec)
+    """Place of the driver."""
+    template: TemplateSpec = Field(default_factory=TemplateSpec)
+    """Additions to all pods of the job."""
+    transfer_queue: JobQueueSpec = Field(default_factory=JobQueueSpec)
+    """The queue of samples."""
+    weight_sync: JobWeightsSpec = Field(default_factory=JobWeightsSpec)
+    """The versions of weights."""
+    storage: StorageSpec = Field(default_factory=StorageSpec)
+    """What outlives processes."""
+    evaluation: EvaluationSpec | None = None
+    """Evaluation on held-out prompts. Absent: none."""
+    elasticity: ElasticitySpec = Field(default_factory=ElasticitySpec)
+    """Built-in scaling of rollouts."""
+    failure_policy: FailurePolicySpec = Field(default_factory=FailurePolicySpec)
+    """Restart budgets."""
+    limits: LimitsSpec = Field(default_factory=LimitsSpec)
+    """Time limits."""
+    scheduling: SchedulingSpec = Field(default_factory=SchedulingSpec)
+    """How the gang gets its place."""
+    suspend: bool = False
+    """Whether to checkpoint and release all processes; false again resumes."""
+    managed_by: Annotated[str, StringConstraints(pattern=r"^[a-z0-9.-]+/[a-z0-9.-]+$", max_length=253)] | None = None
+    """Controller that manages the job instead of this operator, as ``domain/name``."""
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of one sample, prompt and response together."""
+        return self.sampling.max_prompt_tokens + self.sampling.max_tokens
+
+    @property
+    def bytes_of_interval(self) -> int:
+        """Most bytes of samples between two checkpoints, with the step in training and the one generated ahead."""
+        row = (
+            BYTES_PER_PROMPT_TOKEN * self.sampling.max_prompt_tokens
+            + BYTES_PER_RESPONSE_TOKEN * self.sampling.max_tokens
+        )
+        samples = self.algorithm.prompts_per_step * self.algorithm.group_size
+        return row * samples * (self.storage.checkpoints.every + 2)
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            reads=("evaluation", "data.eval"),
+            ok=lambda job: job.evaluation is None or job.data.eval is not None,
+            cel="!has(self.evaluation) || has(self.data.eval)",
+            why="there are no prompts to evaluate on",
+            fix="Give data.eval, or leave evaluation out",
+        ),
+        Rule(
+            reads=("trainer.backend.tokens_per_micro_batch", "sampling.max_prompt_tokens", "sampling.max_tokens"),
+            ok=lambda job: job.trainer.backend.tokens_per_micro_batch >= job.longest,
+            cel="self.trainer.backend.tokensPerMicroBatch >= self.sampling.maxPromptTokens + self.sampling.maxTokens",
+            why="the longest sample does not fit into a micro-batch, and samples are never cut",
+            fix="Give at least sampling.maxPromptTokens + sampling.maxTokens",
+        ),
+        Rule(
+            reads=(
+                "transfer_queue.bytes_per_unit",
+                "transfer_queue.storage_units",
+                "storage.checkpoints.every",
+                "sampling.max_prompt_tokens",
+                "sampling.max_tokens",
+                "algorithm.prompts_per_step",
+                "algorithm.group_size",
+            ),
+            ok=lambda job: (
+                job.transfer_queue.name is not None
+                or job.transfer_queue.bytes_per_unit.bytes * job.transfer_queue.storage_units >= job.bytes_of_interval
+            ),
+            cel="has(self.transferQueue.name) || quantity(string(self.transferQueue.bytesPerUnit)).asApproximateFloat()"
+            " * double(self.transferQueue.storageUnits) >= "
+            f"double({BYTES_PER_PROMPT_TOKEN} * self.sampling.maxPromptTokens"
+            f" + {BYTES_PER_RESPONSE_TOKEN} * self.sampling.maxTokens)"
+            " * double(self.algorithm.promptsPerStep * self.algorithm.groupSize)"
+            " * double(self.storage.checkpoints.every + 2)",
+            why="the units cannot hold the samples of one checkpoint interval, which stay until it commits",
+            fix="Give storageUnits * bytesPerUnit >= (4 maxPromptTokens + 16 maxTokens) * promptsPerStep * groupSize"
+            " * (checkpoints.every + 2), or checkpoint more often",
+        ),
+        Rule(
+            reads=("elasticity.enabled", "rollout.min_replicas", "rollout.max_replicas", "rollout.replicas"),
+            ok=lambda job: not job.elasticity.enabled or job.rollout.min_replicas < job.rollout.max_replicas,
+            cel="!self.elasticity.enabled || (has(self.rollout.minReplicas) ? self.rollout.minReplicas : 1)"
+            " < (has(self.rollout.maxReplicas) ? self.rollout.maxReplicas : self.rollout.replicas)",
+            why="minReplicas equals maxReplicas: there is nothing to scale",
+            fix="Give rollout.minReplicas < rollout.maxReplicas",
+        ),
+        Rule(
+            reads=("algorithm.old", "schedule.mode"),
+            ok=lambda job: job.algorithm.old != "lagged" or job.schedule.mode == "periodic",
+            cel="self.algorithm.old != 'lagged' || self.schedule.mode == 'periodic'",
+            why="log-probs one step behind belong to periodic asynchrony",
+            fix="Give schedule.mode: periodic, or algorithm.old: behaviour",
+        ),
+        Rule(
+            reads=("reference", "algorithm.kl.coefficient"),
+            ok=lambda job: job.reference is None or job.algorithm.kl.coefficient > 0,
+            cel="!has(self.reference) || self.algorithm.kl.coefficient > 0.0",
+            why="a reference model is only used by the KL penalty, whose coefficient is 0",
+            fix="Give algorithm.kl.coefficient, or leave reference out",
+        ),
+    )
+    frozen_fields: ClassVar[tuple[Frozen, ...]] = (
+        Frozen(reads="model.source", why="checkpoints and published versions belong to the old model"),
+        Frozen(reads="data.train.source", why="the ledger counts serials of the old data"),
+        Frozen(reads="data.train.seed", why="the ledger counts serials of the old order"),
+        Frozen(reads="schedule.mode", why="samples on their way carry versions of the old schedule"),
+        Frozen(reads="schedule.update", why="samples on their way carry versions of the old schedule"),
+        Frozen(reads="schedule.swap_at", why="samples on their way carry versions of the old schedule"),
+        Frozen(reads="trainer.backend.name", why="checkpoints belong to the old back end"),
+        Frozen(reads="storage.ledger.sync", why="the ledger's promise covers its whole life"),
+        Frozen(reads="managed_by", why="two controllers would both think that the job is theirs"),
+        Frozen(reads="transfer_queue.name", why="samples do not move between queues"),
+        Frozen(reads="weight_sync.name", why="versions do not move between catalogues"),
+    )
+
+
+class RLJob(Spec):
+    """A training run."""
+
+    api_version: Literal["asyncflow.dev/v1alpha1"] = API_VERSION
+    """asyncflow.dev/v1alpha1."""
+    kind: Literal["RLJob"] = "RLJob"
+    """RLJob."""
+    metadata: ObjectMeta
+    """Name, namespace, labels, annotations."""
+    spec: RLJobSpec
+    """What is wanted."""
+    status: JobStatus | None = None
+    """What was observed; written by the operator."""
+
+    @property
+    def name(self) -> str:
+        """The job's name."""
+        return self.metadata.name
+
+    @property
+    def partition(self) -> str:
+        """The job's partition of the queue: its UID, or on one machine its name."""
+        return self.metadata.uid or self.metadata.name

@@ -1,0 +1,76 @@
+"""What the contract names and this version does not do.
+
+Invariant: whoever makes one of these work deletes its line here; until then ``validate`` refuses it with "not yet".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from asyncflow.api.base import Spec
+from asyncflow.api.paths import place_of
+from asyncflow.api.problems import Problem
+
+
+@dataclass(frozen=True)
+class _Later:
+    """The attribute at ``path`` must not be ``planned``, where ``when`` holds; ``instead`` is what works now."""
+
+    path: str
+    planned: Callable[[Any], bool]
+    instead: str
+    when: Callable[[Any], bool] | None = None
+
+
+def _is(*values: object) -> Callable[[Any], bool]:
+    return lambda value: value in values
+
+
+def _given(value: object) -> bool:
+    return value is not None
+
+
+def _several(value: int) -> bool:
+    return value > 1
+
+
+_PLANNED: dict[str, tuple[_Later, ...]] = {
+    "RLJob": (
+        _Later("algorithm.name", _is("ppo", "dapo", "pf-ppo", "dpo"), "grpo"),
+        _Later("algorithm.old", _is("lagged"), "behaviour or recompute"),
+        _Later("schedule.update", _is("staggered"), "sync or delayed"),
+        _Later("schedule.swap_at", _is("token"), "quota or sequence"),
+        _Later("schedule.sync_every", _several, "1", when=lambda spec: spec.schedule.swap_at == "quota"),
+        _Later("schedule.require_batches", _several, "0 or 1"),
+        _Later("rollout.engine.name", _is("vllm"), "transformers or simulated"),
+        _Later("trainer.backend.name", _is("mindspeed", "simulated"), "torch or counting"),
+        _Later("reference", _given, "nothing: the trainer computes the reference itself"),
+        _Later("critic", _given, "nothing"),
+        _Later("transfer_queue.backend", _is("mooncake", "redis"), "memory"),
+        _Later("transfer_queue.name", _given, "nothing: the job makes its own queue"),
+        _Later("weight_sync.transport", _is("mooncake", "nccl", "hccl"), "host"),
+        _Later("weight_sync.name", _given, "nothing: the job keeps its own versions"),
+        _Later("elasticity.enabled", _is(True), "false, and rollout.replicas"),
+        _Later("elasticity.dry_run", _is(True), "false"),
+        _Later("scheduling.gang", _is("volcano", "kueue"), "none"),
+    ),
+    "TransferQueue": (_Later("backend", _is("mooncake", "redis"), "memory"),),
+    "WeightSync": (_Later("transport", _is("mooncake", "nccl", "hccl"), "host"),),
+}
+
+
+def planned(kind: str, spec: Spec) -> Iterator[Problem]:
+    """Give a problem for everything that ``spec`` of an object of ``kind`` asks for and that does not work yet."""
+    for later in _PLANNED[kind]:
+        value = attrgetter(later.path)(spec)
+        if later.planned(value) and (later.when is None or later.when(spec)):
+            yield Problem(
+                place=("spec", *place_of(later.path)),
+                value=value.model_dump(exclude_defaults=True) if isinstance(value, Spec) else value,
+                reason="not yet: it is planned, and this version does not do it",
+                fix=f"What works is {later.instead}",
+                later=True,
+            )

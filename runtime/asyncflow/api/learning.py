@@ -1,0 +1,253 @@
+"""What is learned: model, data, reward, algorithm, sampling, evaluation.
+
+Invariant: nothing here says where or when anything runs; two jobs that agree in these fields and in the versions that
+made their samples compute the same gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, StringConstraints
+
+from asyncflow.api.base import Frozen, Options, PluginName, Rule, Seed, Source, Spec, Steps, Text
+
+StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Dtype = Literal["float32", "bfloat16", "float16"]
+MODULE_FUNCTION = r"^([a-z][a-z0-9_]*|[A-Za-z_][A-Za-z0-9_]*([.][A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*)$"
+
+
+class ModelSpec(Spec):
+    """The model that is trained."""
+
+    source: Source
+    """Where it comes from: ``tiny://NAME``, a Hugging Face folder, ``hf://ORG/NAME`` (local cache), ``pvc://CLAIM/PATH``."""
+    dtype: Dtype | None = None
+    """Dtype in which the weights are published and served. Absent: that of the source."""
+
+
+class TrainDataSpec(Spec):
+    """Where training prompts come from."""
+
+    source: Source
+    """``gym://DATASET`` (reasoning-gym), ``tiny://TASK``, or ``jsonl://PATH``."""
+    config: Options = Field(default_factory=dict)
+    """Settings of the source, e.g. the difficulty of a generated task."""
+    seed: Seed = 0
+    """Seed of the order, and of generated prompts."""
+    template: Text | None = None
+    """Text of a prompt with ``{question}`` where the question goes. Absent: the question itself."""
+    chat: bool = False
+    """Whether to apply the tokenizer's chat template."""
+    system: Text | None = None
+    """System message; needs ``chat``."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            reads=("system", "chat"),
+            ok=lambda data: data.system is None or data.chat,
+            cel="!has(self.system) || self.chat",
+            why="a system message exists only in a chat",
+            fix="Set chat: true, or put the text into template",
+        ),
+        Rule(
+            reads=("template",),
+            ok=lambda data: data.template is None or "{question}" in data.template,
+            cel="!has(self.template) || self.template.contains('{question}')",
+            why="the template does not say where the question goes",
+            fix="Write {question} into it",
+        ),
+    )
+
+
+class EvalDataSpec(TrainDataSpec):
+    """Where held-out prompts come from; they never occur in training."""
+
+    size: Annotated[int, Field(ge=1, le=1_000_000)] = 512
+    """Number of held-out prompts in one evaluation."""
+
+
+class DataSpec(Spec):
+    """Prompts for training and for evaluation."""
+
+    train: TrainDataSpec
+    """Training prompts."""
+    eval: EvalDataSpec | None = None
+    """Held-out prompts; needed where ``evaluation`` is set."""
+
+
+class WorkersSpec(Spec):
+    """Size of a process pool that grows while a member is stuck."""
+
+    min: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Processes that are always there, per rollout."""
+    max: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Most processes, per rollout."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            reads=("min", "max"),
+            ok=lambda pool: pool.min <= pool.max,
+            cel="self.min <= self.max",
+            why="min is above max",
+            fix="Give 1 <= min <= max",
+        ),
+    )
+
+
+class RewardSpec(Spec):
+    """How a response is judged. The code is somebody else's: it runs in processes that can be killed."""
+
+    function: Annotated[str, StringConstraints(pattern=MODULE_FUNCTION, max_length=256)]
+    """``task`` (the source's own check), ``gym``, ``math_verify``, or ``module:function`` of your own."""
+    extractor: PluginName = "text"
+    """How the answer is found in a response: ``text`` (all of it), ``last_number``, ``boxed``."""
+    timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
+    """Seconds that one response may take to judge."""
+    on_timeout: Literal["zero", "drop"] = "zero"
+    """What becomes of a response whose judge was too slow: reward 0 and a flag, or dropped and counted."""
+    workers: WorkersSpec = Field(default_factory=WorkersSpec)
+    """Size of the pool."""
+    config: Options = Field(default_factory=dict)
+    """Settings that the function is given."""
+
+
+class ClipSpec(Spec):
+    """Clipping of the probability ratio to [1 - low, 1 + high]."""
+
+    low: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """How far below 1 the ratio still has a gradient."""
+    high: Annotated[float, Field(ge=0, le=100)] = 0.28
+    """How far above 1 the ratio still has a gradient (clip-higher where above ``low``)."""
+    dual: Annotated[float, Field(gt=1, le=100)] | None = None
+    """Bound c of dual clipping for negative advantages. Absent: off."""
+
+
+class KlSpec(Spec):
+    """Penalty for leaving the reference model."""
+
+    coefficient: Annotated[float, Field(ge=0, le=100)] = 0.0
+    """Weight of the penalty in the loss; 0 needs no reference model."""
+    estimator: Literal["k1", "k2", "k3", "k3+"] = "k3+"
+    """Estimator of the divergence; ``k3+`` has the value of k3 and the gradient of k2."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            reads=("estimator", "coefficient"),
+            ok=lambda kl: kl.coefficient == 0 or kl.estimator != "k1",
+            cel="self.coefficient == 0.0 || self.estimator != 'k1'",
+            why="the gradient of k1 has mean zero: as a loss it is noise",
+            fix="Take k2 or k3+, or coefficient 0",
+        ),
+    )
+
+
+class AlgorithmSpec(Spec):
+    """The learning algorithm. Optimizer step k takes promptsPerStep groups of groupSize samples."""
+
+    name: Literal["grpo", "ppo", "dapo", "pf-ppo", "dpo"] = "grpo"
+    """The algorithm."""
+    group_size: Annotated[int, Field(ge=1, le=4096)] = 8
+    """Samples of one prompt."""
+    prompts_per_step: Annotated[int, Field(ge=1, le=1_000_000)] = 16
+    """Prompts of one optimizer step."""
+    steps: Annotated[int, Field(ge=1, le=10_000_000)]
+    """Optimizer steps of the run."""
+    learning_rate: Annotated[float, Field(gt=0, le=10)] = 1e-6
+    """Learning rate of AdamW after the warm-up."""
+    warmup_steps: Steps = 0
+    """Steps over which the learning rate rises from 0."""
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """Decoupled weight decay of AdamW."""
+    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], ...], Field(min_length=2, max_length=2)] = (0.9, 0.999)
+    """Decay rates of AdamW's two moments."""
+    epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-8
+    """Term of AdamW's denominator."""
+    max_grad_norm: Annotated[float, Field(ge=0, le=1e6)] = 1.0
+    """Norm to which the gradient is clipped; 0 is off."""
+    clip: ClipSpec = Field(default_factory=ClipSpec)
+    """Clipping of the probability ratio."""
+    aggregation: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
+    ] = "token-mean"
+    """How token losses become one loss; divisors are counts over the whole step and all ranks."""
+    advantage: Literal["grpo", "dr-grpo", "rloo"] = "grpo"
+    """Advantage within a group: (R - mean) / std, R - mean, or leave-one-out."""
+    kl: KlSpec = Field(default_factory=KlSpec)
+    """Penalty for leaving the reference model."""
+    old: Literal["behaviour", "recompute", "lagged"] = "behaviour"
+    """Denominator of the ratio: log-probs of the sampler, of the trainer before the step, or of one step behind."""
+    filter_zero_variance: Literal["keep", "drop"] = "keep"
+    """What becomes of groups whose rewards are all equal; dropped ones are counted and refilled."""
+    seed: Seed = 0
+    """Seed of everything random: sampling is keyed by (seed, prompt, sample, position)."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            reads=("group_size", "name"),
+            ok=lambda algorithm: algorithm.name != "grpo" or algorithm.group_size >= 2,
+            cel="self.name != 'grpo' || self.groupSize >= 2",
+            why="the advantage is relative to the other samples of the group, and a group of 1 has none",
+            fix="Give a groupSize of at least 2",
+        ),
+        Rule(
+            reads=("warmup_steps", "steps"),
+            ok=lambda algorithm: algorithm.warmup_steps <= algorithm.steps,
+            cel="self.warmupSteps <= self.steps",
+            why="the warm-up is longer than the run",
+            fix="Give warmupSteps <= steps",
+        ),
+    )
+    frozen_fields: ClassVar[tuple[Frozen, ...]] = (
+        Frozen(reads="name", why="samples on their way belong to the old algorithm"),
+        Frozen(reads="group_size", why="the ledger counts samples by groups of the old size"),
+        Frozen(reads="prompts_per_step", why="every prompt carries the step that it belongs to"),
+        Frozen(reads="seed", why="random numbers are keyed by it"),
+    )
+
+
+class SamplingSpec(Spec):
+    """How responses are sampled in training."""
+
+    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """Divisor of the logits, in the engine and in the trainer's log-probs."""
+    max_tokens: Annotated[int, Field(ge=1, le=1_048_576)]
+    """Most tokens of a response."""
+    max_prompt_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 512
+    """Most tokens of a prompt; a longer one is refused by the driver, with its serial."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus; 1 is off."""
+    top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Most probable tokens that are kept; 0 is off."""
+    stop: Annotated[tuple[StopText, ...], Field(max_length=16)] = ()
+    """Tokens, as text, that end a response as the end-of-sequence token does."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            reads=("top_p",),
+            ok=lambda sampling: sampling.top_p == 1,
+            cel="self.topP == 1.0",
+            why="the trainer cannot repeat a truncated distribution: the kept set is not stored",
+            fix="Leave topP at 1",
+        ),
+        Rule(
+            reads=("top_k",),
+            ok=lambda sampling: sampling.top_k == 0,
+            cel="self.topK == 0",
+            why="the trainer cannot repeat a truncated distribution: the kept set is not stored",
+            fix="Leave topK at 0",
+        ),
+    )
+
+
+class EvaluationSpec(Spec):
+    """Evaluation on held-out prompts, pinned to a version: at θ_0, at the end, and in between every so often."""
+
+    every: Steps = 10
+    """Optimizer steps between evaluations; 0 leaves only the first and the last."""
+    samples: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Samples of each prompt for pass@1."""
+    greedy: bool = True
+    """Whether to evaluate greedy decoding too."""
+    temperature: Annotated[float, Field(gt=0, le=10)] | None = None
+    """Temperature of pass@1. Absent: that of ``sampling``."""

@@ -1,0 +1,128 @@
+"""From a file to a checked object: the only way in which a manifest enters the program.
+
+Invariant: what ``load`` returns keeps every rule and asks for nothing that this version does not do; what it refuses
+costs one ManifestError with every problem, and has changed nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+from asyncflow.api.base import API_VERSION
+from asyncflow.api.check import inspect
+from asyncflow.api.document import MAX_BYTES, Document, dump, parse
+from asyncflow.api.job import RLJob
+from asyncflow.api.later import planned
+from asyncflow.api.overrides import apply
+from asyncflow.api.problems import MISSING, Place, Problem, refusal
+from asyncflow.api.queue import TransferQueue
+from asyncflow.api.weights import WeightSync
+from asyncflow.errors import ManifestError
+
+Manifest = RLJob | TransferQueue | WeightSync
+KINDS: dict[str, type[RLJob] | type[TransferQueue] | type[WeightSync]] = {
+    "RLJob": RLJob,
+    "TransferQueue": TransferQueue,
+    "WeightSync": WeightSync,
+}
+
+
+def load(source: Path | str | IO[Any], overrides: Sequence[str] = ()) -> Manifest:
+    """Read and check the manifest in a file (path) or stream. Raises ManifestError; NotYetError for what is planned."""
+    name = str(source) if isinstance(source, (str, Path)) else str(getattr(source, "name", "manifest"))
+    document = parse(_text(source, name), source=name)
+    kind = _kind(document, name)
+    apply(document, overrides)
+    built, problems = inspect(KINDS[kind], document.data)
+    if built is not None and not problems:
+        problems = list(planned(kind, built.spec))
+    if built is None or problems:
+        raise refusal(sorted(_located(problems, document), key=lambda problem: problem.line), source=name)
+    return built
+
+
+def load_job(source: Path | str | IO[Any], overrides: Sequence[str] = ()) -> RLJob:
+    """Read and check a job. Raises ManifestError where it is wrong, or of another kind."""
+    manifest = load(source, overrides)
+    if not isinstance(manifest, RLJob):
+        raise ManifestError(f"kind = {manifest.kind!r}: not a job", where=str(source), hint="Give an RLJob")
+    return manifest
+
+
+def to_yaml(manifest: Manifest) -> str:
+    """Write an object as the manifest that ``load`` reads back as the same."""
+    return dump(manifest.model_dump(mode="json", by_alias=True, exclude_none=True))
+
+
+def check_files(job: RLJob, base: Path) -> None:
+    """Refuse a job that names files which are not there; relative paths start at ``base``, the manifest's folder.
+
+    Only what lies on this machine is looked at: model folders and JSONL files. Raises ManifestError.
+    """
+    found = [_lacks(place, source, base, folder) for place, source, folder in _named(job)]
+    if problems := [problem for problem in found if problem is not None]:
+        raise refusal(problems, source=job.name)
+
+
+def _named(job: RLJob) -> Iterable[tuple[Place, str, bool]]:
+    yield ("spec", "model", "source"), job.spec.model.source, True
+    yield ("spec", "data", "train", "source"), job.spec.data.train.source, False
+    if job.spec.data.eval is not None:
+        yield ("spec", "data", "eval", "source"), job.spec.data.eval.source, False
+
+
+def _lacks(place: Place, source: str, base: Path, folder: bool) -> Problem | None:
+    scheme, separator, rest = source.partition("://")
+    if separator and scheme != "jsonl":
+        return None
+    file = base / urlsplit(f"file:{rest if separator else source}").path
+    needed = file / "config.json" if folder else file
+    if needed.is_file():
+        return None
+    reason = f"there is no file {needed}"
+    return Problem(place=place, value=source, reason=reason, fix="Give a path that starts at the manifest's folder")
+
+
+def _text(source: Path | str | IO[Any], name: str) -> str:
+    try:
+        if isinstance(source, (str, Path)):
+            with Path(source).open("rb") as file:
+                raw = file.read(MAX_BYTES + 1)
+        else:
+            raw = source.read(MAX_BYTES + 1)
+        text = raw.decode("utf-8-sig") if isinstance(raw, bytes) else str(raw)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ManifestError(f"cannot be read: {reason}", where=name, hint="Give the path of a manifest") from error
+    except UnicodeDecodeError as error:
+        raise ManifestError("not UTF-8 text", where=name, hint="Give the path of a manifest") from error
+    if len(raw) > MAX_BYTES:
+        raise ManifestError(f"larger than {MAX_BYTES} bytes", where=name, hint="A manifest is not that large")
+    return text
+
+
+def _kind(document: Document, name: str) -> str:
+    if not isinstance(document.data, dict):
+        raise ManifestError("not a mapping", where=name, hint=f"Begin with apiVersion: {API_VERSION} and kind: RLJob")
+    wrong = [
+        Problem(
+            place=(key,),
+            value=document.data.get(key, MISSING),
+            reason="is not one of ours",
+            fix=f"Give {' or '.join(ours)}",
+        )
+        for key, ours in (("apiVersion", (API_VERSION,)), ("kind", tuple(KINDS)))
+        if document.data.get(key) not in ours
+    ]
+    if wrong:
+        raise refusal(_located(wrong, document), source=name)
+    kind: str = document.data["kind"]
+    return kind
+
+
+def _located(problems: Iterable[Problem], document: Document) -> list[Problem]:
+    return [replace(problem, line=document.line(problem.place)) for problem in problems]

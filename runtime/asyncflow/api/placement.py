@@ -1,0 +1,123 @@
+"""What a process runs on: accelerator, resources, pod template, and the scheduler's settings.
+
+Invariant: an accelerator count is one that the hardware can give; the table of facts is ``asyncflow.api.accelerators``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, StringConstraints
+
+from asyncflow.api.accelerators import PROFILES, counted
+from asyncflow.api.base import Annotations, Labels, Name, Options, Rule, Spec, keyed_by
+from asyncflow.api.quantity import Quantity
+
+ProfileName = Literal["cpu", "nvidia", "ascend-a2", "ascend-a3", "ascend-a5"]
+
+
+class AcceleratorSpec(Spec):
+    """Accelerators of one process."""
+
+    profile: ProfileName = "cpu"
+    """Row of the table of facts: resource name, legal counts, mounts, environment, ports."""
+    count: Annotated[int, Field(ge=0, le=64)] = 0
+    """Devices of one process; 0 exactly on CPU."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            reads=("count", "profile"),
+            ok=lambda accelerator: accelerator.count in PROFILES[accelerator.profile].legal_counts,
+            cel=f"self.count in { {name: list(facts.legal_counts) for name, facts in PROFILES.items()} }[self.profile]",
+            why="the hardware does not give a process so many devices",
+            fix="Give " + "; ".join(f"{name}: {counted(facts.legal_counts)}" for name, facts in PROFILES.items()),
+        ),
+    )
+
+
+class ResourcesSpec(Spec):
+    """CPU and memory of one process: requests, and for memory the limit too. Absent: the cluster's default."""
+
+    cpu: Quantity | None = None
+    """Cores. Absent: ``threads``."""
+    memory: Quantity | None = None
+    """Bytes."""
+    shared_memory: Quantity | None = None
+    """Bytes of /dev/shm."""
+
+
+class EnvSpec(Spec):
+    """An environment variable."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
+    """Its name; ASYNCFLOW_* is ours."""
+    value: Annotated[str, StringConstraints(max_length=4096)] = ""
+    """Its value."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            reads=("name",),
+            ok=lambda variable: not variable.name.startswith("ASYNCFLOW_"),
+            cel="!self.name.startsWith('ASYNCFLOW_')",
+            why="ASYNCFLOW_ variables are ours",
+            fix="Take another name",
+        ),
+    )
+
+
+class TemplateSpec(Spec):
+    """What pods have beside what the plan gives them. On one machine only ``env`` counts."""
+
+    labels: Labels = Field(default_factory=dict)
+    """Labels of the pods."""
+    annotations: Annotations = Field(default_factory=dict)
+    """Annotations of the pods."""
+    image: Annotated[str, StringConstraints(min_length=1, max_length=512)] | None = None
+    """Image; absent: that of the accelerator profile."""
+    env: Annotated[tuple[EnvSpec, ...], Field(max_length=128, json_schema_extra=keyed_by("name"))] = ()
+    """Environment variables."""
+    pod_spec: Options = Field(default_factory=dict)
+    """Fields of a PodSpec, e.g. nodeSelector, tolerations, affinity, imagePullSecrets; merged over ours."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            reads=("labels",),
+            ok=lambda template: not any(key.startswith("asyncflow.dev/") for key in template.labels),
+            cel="!has(self.labels) || self.labels.all(key, !key.startsWith('asyncflow.dev/'))",
+            why="labels under asyncflow.dev/ are ours",
+            fix="Take another prefix",
+        ),
+        Rule(
+            reads=("env",),
+            ok=lambda template: len({variable.name for variable in template.env}) == len(template.env),
+            cel="!has(self.env) || self.env.all(a, self.env.exists_one(b, b.name == a.name))",
+            why="one variable is set twice",
+            fix="Keep one of them",
+        ),
+    )
+
+
+class DriverSpec(Spec):
+    """Place of the driver."""
+
+    resources: ResourcesSpec = Field(default_factory=ResourcesSpec)
+    """CPU and memory."""
+
+
+class SchedulingSpec(Spec):
+    """How the gang (trainer, storage and the least number of rollouts) gets its place."""
+
+    gang: Literal["none", "volcano", "kueue"] = "none"
+    """Who places the gang as a whole."""
+    queue: Name | None = None
+    """Queue of that scheduler; needs a gang scheduler."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            reads=("queue", "gang"),
+            ok=lambda scheduling: scheduling.queue is None or scheduling.gang != "none",
+            cel="!has(self.queue) || self.gang != 'none'",
+            why="the default scheduler has no queues",
+            fix="Set gang to volcano or kueue, or leave queue out",
+        ),
+    )

@@ -1,0 +1,107 @@
+"""TransferQueue: the streaming table, as part of a job and as a resource of its own.
+
+Invariant: a job's queue and a queue of its own have the same fields; what differs is who owns the pods.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, StringConstraints
+
+from asyncflow.api.base import API_VERSION, Frozen, Name, Rule, Spec
+from asyncflow.api.conditions import Conditions
+from asyncflow.api.durability import LedgerSpec
+from asyncflow.api.metadata import ObjectMeta
+from asyncflow.api.placement import ResourcesSpec, TemplateSpec
+from asyncflow.api.quantity import Quantity
+
+
+class QueueSpec(Spec):
+    """Controllers and storage units."""
+
+    backend: Literal["memory", "mooncake", "redis"] = "memory"
+    """Where the cells lie."""
+    storage_units: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Storage units; each is a process of its own."""
+    bytes_per_unit: Quantity = Quantity("256Mi")
+    """Bytes of cells that one unit may hold; a put at the limit waits."""
+    lease_seconds: Annotated[float, Field(gt=0, le=86_400)] = 60.0
+    """Seconds of a lease whose task does not say otherwise."""
+    resources: ResourcesSpec = Field(default_factory=ResourcesSpec)
+    """CPU and memory of one storage unit."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            reads=("bytes_per_unit",),
+            ok=lambda queue: queue.bytes_per_unit.bytes >= 1 << 20,
+            cel="quantity(string(self.bytesPerUnit)).compareTo(quantity('1Mi')) >= 0",
+            why="a unit of less than 1Mi holds next to nothing",
+            fix="Give bytes with a unit, e.g. 256Mi",
+        ),
+        Rule(
+            reads=("resources.memory", "bytes_per_unit"),
+            ok=lambda queue: (
+                queue.resources.memory is None or queue.resources.memory.amount >= queue.bytes_per_unit.amount
+            ),
+            cel="!has(self.resources.memory) || quantity(string(self.resources.memory))"
+            ".compareTo(quantity(string(self.bytesPerUnit))) >= 0",
+            why="the process may use less memory than the cells that it may hold",
+            fix="Give resources.memory of at least bytesPerUnit",
+        ),
+    )
+    frozen_fields: ClassVar[tuple[Frozen, ...]] = (Frozen(reads="backend", why="cells do not move between back ends"),)
+
+
+class JobQueueSpec(QueueSpec):
+    """The queue of a job: one of its own, or an existing TransferQueue by name."""
+
+    name: Name | None = None
+    """An existing TransferQueue in the job's namespace, whose settings then count. Absent: the job makes its own."""
+
+
+class StandaloneQueueSpec(QueueSpec):
+    """A queue that outlives jobs."""
+
+    ledger: LedgerSpec = Field(default_factory=LedgerSpec)
+    """The ledger."""
+    template: TemplateSpec = Field(default_factory=TemplateSpec)
+    """Additions to the pods."""
+
+
+class QueueStatus(Spec):
+    """What the operator observed of a TransferQueue."""
+
+    observed_generation: Annotated[int, Field(ge=0)] = 0
+    """Generation of the spec that this status speaks of."""
+    conditions: Conditions = ()
+    """Ready, Progressing, Degraded."""
+    address: Annotated[str, StringConstraints(max_length=256)] | None = None
+    """Address that clients dial."""
+    ready_units: Annotated[int, Field(ge=0)] = 0
+    """Storage units that are ready."""
+    selector: Annotated[str, StringConstraints(max_length=512)] = ""
+    """Label selector of the storage units, for /scale."""
+    rows: Annotated[int, Field(ge=0)] = 0
+    """Live rows."""
+    bytes: Annotated[int, Field(ge=0)] = 0
+    """Bytes held."""
+    limit: Annotated[int, Field(ge=0)] = 0
+    """Bytes that may be held."""
+    partitions: Annotated[int, Field(ge=0)] = 0
+    """Jobs that use it."""
+
+
+class TransferQueue(Spec):
+    """A streaming two-dimensional table: rows are samples, columns are fields, tasks are consumers."""
+
+    api_version: Literal["asyncflow.dev/v1alpha1"] = API_VERSION
+    """asyncflow.dev/v1alpha1."""
+    kind: Literal["TransferQueue"] = "TransferQueue"
+    """TransferQueue."""
+    metadata: ObjectMeta
+    """Name, namespace, labels, annotations."""
+    spec: StandaloneQueueSpec = Field(default_factory=StandaloneQueueSpec)
+    """What is wanted."""
+    status: QueueStatus | None = None
+    """What was observed; written by the operator."""

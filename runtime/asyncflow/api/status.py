@@ -1,0 +1,178 @@
+"""Status: what the driver's ``GET /v1/status`` answers, and what the operator writes into an RLJob.
+
+Invariant: both are bounded, and the operator's is made of the driver's: no figure has two definitions. Times are
+RFC 3339 in UTC, durations seconds, lags optimizer steps.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, StringConstraints
+
+from asyncflow.api.base import Spec
+from asyncflow.api.conditions import Conditions, Time
+
+Phase = Literal["Pending", "Starting", "Running", "Suspending", "Suspended", "Succeeded", "Failed"]
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Line = Annotated[str, StringConstraints(max_length=1024)]
+WorkerId = Annotated[str, StringConstraints(max_length=128)]
+
+
+class Wire(Spec):
+    """Base of what the driver answers: a reader passes over fields that a newer driver added."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class Lag(Wire):
+    """Lag (k-1) - v of the samples of the last step."""
+
+    start: float = 0.0
+    """Largest, counted on a sample's oldest token."""
+    end: float = 0.0
+    """Largest, counted on a sample's newest token."""
+    mean: float = 0.0
+    """Mean over tokens."""
+
+
+class QueueDepth(Wire):
+    """The queue."""
+
+    ready: Count = 0
+    """Samples that are finished and wait for the trainer."""
+    leased: Count = 0
+    """Samples in generation."""
+    staged: Count = 0
+    """Samples trained on and not yet in a checkpoint."""
+    bytes: Count = 0
+    """Bytes held."""
+    limit: Count = 0
+    """Bytes that may be held."""
+
+
+class RolloutState(Wire):
+    """One rollout."""
+
+    id: WorkerId
+    """Worker id."""
+    index: Count = 0
+    """Index of the role."""
+    state: Literal["starting", "ready", "lagging", "draining", "lost"] = "starting"
+    """``ready`` once it has caught up."""
+    version: Count = 0
+    """Step of the version that it serves."""
+    inflight: Count = 0
+    """Sequences in generation."""
+
+
+class CheckpointState(Wire):
+    """The newest checkpoint."""
+
+    step: Count = 0
+    """Its optimizer step."""
+    at: Time = ""
+    """When it was complete."""
+
+
+class DriverStatus(Wire):
+    """Answer of ``GET /v1/status``."""
+
+    attempt: Count = 0
+    """The trainer's attempt."""
+    phase: Phase = "Starting"
+    """Where the job stands."""
+    step: Count = 0
+    """Optimizer steps done."""
+    steps: Count = 0
+    """Optimizer steps of the run."""
+    reward: float | None = None
+    """Mean reward of the last step's samples."""
+    eval: float | None = None
+    """pass@1 of the last evaluation."""
+    eval_greedy: float | None = None
+    """Greedy accuracy of the last evaluation."""
+    tokens_per_second: Annotated[float, Field(ge=0)] = 0.0
+    """Tokens trained in a second, prompts and responses, over the last steps."""
+    eta_seconds: Annotated[float, Field(ge=0)] | None = None
+    """Seconds to the end at this rate."""
+    last_step_at: Time | None = None
+    """When the last step was done."""
+    step_p95: Annotated[float, Field(ge=0)] | None = None
+    """95th percentile of the seconds between steps."""
+    lag: Lag = Field(default_factory=Lag)
+    """Lag of the last step's samples."""
+    version: Count = 0
+    """Step of the newest published version."""
+    queue: QueueDepth = Field(default_factory=QueueDepth)
+    """The queue."""
+    trainer_wait_share: Share = 0.0
+    """Share of its time that the trainer waited for samples."""
+    idle_share: Annotated[dict[str, float], Field(max_length=16)] = Field(default_factory=dict)
+    """By role: share of their time in which instances did nothing."""
+    rollouts: Annotated[tuple[RolloutState, ...], Field(max_length=10_000)] = ()
+    """The rollouts."""
+    checkpoint: CheckpointState | None = None
+    """The newest checkpoint."""
+    waiting_for: Line = ""
+    """What the job waits for, in one sentence; empty while it makes progress."""
+    desired_rollouts: Count | None = None
+    """Rollouts that the built-in policy would have."""
+
+
+class JobStatus(Spec):
+    """What the operator observed of an RLJob."""
+
+    observed_generation: Count = 0
+    """Generation of the spec that this status speaks of."""
+    conditions: Conditions = ()
+    """Ready, Progressing, Stalled, WhyPending, Complete, Failed, Suspended, ElasticityActive."""
+    phase: Phase = "Pending"
+    """Where the job stands."""
+    attempt: Count = 0
+    """The trainer's attempt; it only grows, and fences writers of older ones."""
+    start_time: Time | None = None
+    """When the first pod was made."""
+    completion_time: Time | None = None
+    """When the job finished."""
+    step: Count = 0
+    """Optimizer steps done."""
+    steps: Count = 0
+    """Optimizer steps of the run."""
+    progress: Annotated[str, StringConstraints(max_length=32)] = ""
+    """``step/steps``."""
+    reward: float | None = None
+    """Mean reward of the last step's samples."""
+    eval: float | None = None
+    """pass@1 of the last evaluation."""
+    tokens_per_second: Annotated[float, Field(ge=0)] | None = None
+    """Tokens trained in a second."""
+    lag: float | None = None
+    """Largest lag of the last step's samples, counted on their oldest token."""
+    version: Count | None = None
+    """Step of the newest published version."""
+    queue_depth: Count | None = None
+    """Samples that wait for the trainer."""
+    eta: Annotated[str, StringConstraints(max_length=32)] = ""
+    """Time to the end, e.g. ``2h13m``."""
+    last_step_at: Time | None = None
+    """When the last step was done."""
+    checkpoint_step: Count | None = None
+    """Step of the newest checkpoint."""
+    waiting_for: Line = ""
+    """What the job waits for, in one sentence."""
+    replicas: Count = 0
+    """Rollouts that exist, for /scale."""
+    ready_rollouts: Count = 0
+    """Rollouts that have caught up."""
+    desired_replicas: Count | None = None
+    """Rollouts that the built-in policy wants."""
+    selector: Annotated[str, StringConstraints(max_length=512)] = ""
+    """Label selector of the rollouts, for /scale."""
+    restarts: Annotated[dict[str, Count], Field(max_length=16)] = Field(default_factory=dict)
+    """By role: restarts within the window."""
+    images: Annotated[dict[str, Annotated[str, StringConstraints(max_length=512)]], Field(max_length=16)] = Field(
+        default_factory=dict
+    )
+    """By role: image, pinned when the job was created."""

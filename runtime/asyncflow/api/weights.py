@@ -1,0 +1,79 @@
+"""WeightSync: how versions of weights reach those who need them, as part of a job and as a resource of its own.
+
+Invariant: a WeightSync owns no pods and serves one job; its status is bounded however many rollouts there are.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, StringConstraints
+
+from asyncflow.api.base import API_VERSION, Frozen, Name, Spec
+from asyncflow.api.conditions import Conditions
+from asyncflow.api.metadata import ObjectMeta
+
+
+class WeightsSpec(Spec):
+    """Transport of weights."""
+
+    transport: Literal["host", "mooncake", "nccl", "hccl"] = "host"
+    """``host``: pulled over the network into host memory, from any peer that has them."""
+
+    frozen_fields: ClassVar[tuple[Frozen, ...]] = (
+        Frozen(reads="transport", why="holders and receivers agree on it when they start"),
+    )
+
+
+class JobWeightsSpec(WeightsSpec):
+    """The weight versions of a job: of its own, or of an existing WeightSync by name."""
+
+    name: Name | None = None
+    """An existing WeightSync in the job's namespace. Absent: the job makes its own."""
+
+
+class Laggard(Spec):
+    """A rollout that is behind."""
+
+    id: Annotated[str, StringConstraints(max_length=128)]
+    """Its worker id."""
+    version: Annotated[int, Field(ge=0)]
+    """Step of the version that it serves."""
+    lag: Annotated[int, Field(ge=0)]
+    """Versions behind the newest."""
+
+
+class WeightsStatus(Spec):
+    """What the operator observed of a WeightSync."""
+
+    observed_generation: Annotated[int, Field(ge=0)] = 0
+    """Generation of the spec that this status speaks of."""
+    conditions: Conditions = ()
+    """Ready, Lagging."""
+    version: Annotated[int, Field(ge=0)] = 0
+    """Step of the newest published version."""
+    attempt: Annotated[int, Field(ge=0)] = 0
+    """Trainer attempt that made it."""
+    lag: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=16)] = ()
+    """Histogram: entry i counts the rollouts that are i versions behind; the last entry, those further behind."""
+    laggards: Annotated[tuple[Laggard, ...], Field(max_length=10)] = ()
+    """The ten rollouts that are furthest behind."""
+    bytes: Annotated[int, Field(ge=0)] = 0
+    """Bytes of one version."""
+    transfer_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """Median duration of the newest version's transfers."""
+
+
+class WeightSync(Spec):
+    """The weight versions of one job."""
+
+    api_version: Literal["asyncflow.dev/v1alpha1"] = API_VERSION
+    """asyncflow.dev/v1alpha1."""
+    kind: Literal["WeightSync"] = "WeightSync"
+    """WeightSync."""
+    metadata: ObjectMeta
+    """Name, namespace, labels, annotations."""
+    spec: WeightsSpec = Field(default_factory=WeightsSpec)
+    """What is wanted."""
+    status: WeightsStatus | None = None
+    """What was observed; written by the operator."""

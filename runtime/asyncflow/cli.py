@@ -1,0 +1,146 @@
+"""The command line. Every command imports what it needs when it runs, so that ``asyncflow --help`` is quick.
+
+Invariant: what a person got wrong ends with exit status 2 and one message, what failed with 1, what was interrupted
+with 130; a traceback is a bug of ours.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from asyncflow.errors import AsyncFlowError, ManifestError
+
+USAGE = 2
+FAILED = 1
+INTERRUPTED = 130
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_FILE = click.argument("file", type=click.Path(path_type=Path))
+_DIRECTORY = click.Path(path_type=Path)
+
+
+def _overrides(command: Command) -> Command:
+    return click.option(
+        "--set", "overrides", multiple=True, metavar="PATH=VALUE", help="Change a value, e.g. algorithm.steps=5."
+    )(command)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="asyncflow", message="%(prog)s %(version)s")
+def app() -> None:
+    """Asynchronous reinforcement learning of language models."""
+
+
+@app.command()
+@_FILE
+@click.option("--output", type=_DIRECTORY, help="Folder of the run; runs/NAME by default.")
+@_overrides
+@click.option("--resume", is_flag=True, help="Continue the run in the folder.")
+@click.option("--fresh", is_flag=True, help="Begin anew; a run in the folder is moved aside to FOLDER.N.")
+def run(file: Path, output: Path | None, overrides: tuple[str, ...], resume: bool, fresh: bool) -> int:
+    """Run a job on this machine."""
+    from asyncflow.commands import run as command
+
+    if resume and fresh:
+        raise ManifestError("--resume and --fresh exclude each other", hint="Give one of them")
+    return command.run(file, output=output, overrides=overrides, resume=resume, fresh=fresh)
+
+
+@app.command()
+@_FILE
+@_overrides
+def validate(file: Path, overrides: tuple[str, ...]) -> None:
+    """Check a manifest; nothing is started."""
+    from asyncflow.commands import inspect
+
+    inspect.validate(file, overrides)
+
+
+@app.command()
+@_FILE
+@_overrides
+def plan(file: Path, overrides: tuple[str, ...]) -> None:
+    """Show the roles of a job and what flows between them."""
+    from asyncflow.commands import inspect
+
+    inspect.plan(file, overrides)
+
+
+@app.command()
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+def audit(directory: Path) -> int:
+    """Account for every sample of a run; exit status 1 where one was lost or trained twice."""
+    from asyncflow.commands import inspect
+
+    return inspect.audit(directory)
+
+
+@app.command()
+@click.option("--check", is_flag=True, help="Write nothing; exit status 1 where a file is not what it should be.")
+@click.option("--directory", type=_DIRECTORY, default=Path("crds"), show_default=True, help="Where the files are.")
+def crds(check: bool, directory: Path) -> int:
+    """Write the CustomResourceDefinitions."""
+    from asyncflow.commands import inspect
+
+    return inspect.crds(directory, check=check)
+
+
+@app.command()
+@click.argument("name")
+@click.option("--job", type=_DIRECTORY, required=True, help="The job's manifest.")
+@click.option("--driver", required=True, metavar="ADDRESS", help="Address of the driver, e.g. tcp://10.0.0.7:5571.")
+@click.option("--index", type=click.IntRange(min=0), required=True, help="Which replica, or rank.")
+@click.option("--attempt", type=click.IntRange(min=0), required=True, help="Grows with every restart.")
+@click.option("--workdir", type=_DIRECTORY, required=True, help="Folder of the run.")
+@click.option("--http-port", type=click.IntRange(0, 65535), default=0, help="Port of /metrics; 0 is any.")
+def role(name: str, job: Path, driver: str, index: int, attempt: int, workdir: Path, http_port: int) -> int:
+    """Be one process of a job. Substrates call this."""
+    from asyncflow.commands import role as command
+
+    return command.run(name, job=job, driver=driver, index=index, attempt=attempt, workdir=workdir, http_port=http_port)
+
+
+@app.group()
+def model() -> None:
+    """Models as files."""
+
+
+@model.command(name="import")
+@click.argument("package", metavar="PACKAGE_OR_PATH")
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+def import_(package: str, directory: Path) -> None:
+    """Turn a package's model file into a Hugging Face folder."""
+    from asyncflow.commands import inspect
+
+    inspect.import_model(package, directory)
+
+
+def invoke(arguments: Sequence[str]) -> int:
+    """Run one command line and give its exit status; what went wrong is told on stderr in one message."""
+    try:
+        result = app.main(args=list(arguments), prog_name="asyncflow", standalone_mode=False)
+    except click.ClickException as error:
+        return _refuse(error.format_message(), error.exit_code)
+    except ManifestError as error:
+        return _refuse(str(error), USAGE)
+    except AsyncFlowError as error:
+        return _refuse(str(error), FAILED)
+    except (KeyboardInterrupt, click.Abort):
+        return INTERRUPTED
+    return result if isinstance(result, int) else 0
+
+
+def main() -> None:
+    """Run the command line of this process."""
+    sys.exit(invoke(sys.argv[1:]))
+
+
+def _refuse(message: str, status: int) -> int:
+    click.echo(f"error: {message}", err=True)
+    return status

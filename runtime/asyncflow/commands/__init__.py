@@ -1,0 +1,1 @@
+"""The bodies of the commands of ``cli``; each is imported when it runs."""

@@ -1,0 +1,83 @@
+"""The commands that look and tell: validate, plan, audit, crds, and the import of a model.
+
+Invariant: none of them starts a process; only ``crds`` and ``model import`` write, and only where they are told to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from asyncflow.errors import ManifestError
+
+_WIDTH = 160
+"""Columns where there is no terminal whose width could be asked for."""
+
+
+def validate(file: Path, overrides: Sequence[str]) -> None:
+    """Say that a manifest is good. Raises ManifestError where it is not."""
+    from asyncflow.commands.manifest import checked
+
+    manifest = checked(file, overrides)
+    click.echo(f"{file}: {manifest.kind} {manifest.metadata.name} is valid")
+
+
+def plan(file: Path, overrides: Sequence[str]) -> None:
+    """Print the tables of a job's plan."""
+    from asyncflow.commands.manifest import resolved_job
+    from asyncflow.plan.job import plan as make_plan
+    from asyncflow.plan.table import tables
+
+    job = resolved_job(file, overrides)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDTH
+    for described in tables(job, make_plan(job)):
+        table = Table(title=described.title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        for column in described.columns:
+            table.add_column(column, header_style="dim")
+        for row in described.rows:
+            table.add_row(*row)
+        console.print(table)
+        console.print()
+
+
+def audit(directory: Path) -> int:
+    """Print the account of all samples; 1 where one was lost or trained twice."""
+    from asyncflow.queue.audit import audit_ledger
+
+    ledger = directory / "ledger"
+    if not ledger.is_dir():
+        raise ManifestError("there is no ledger", where=str(ledger), hint="Give the folder of a run")
+    report = audit_ledger(ledger)
+    for name in ("dispatched", "trained", "filtered", "dropped", "unfinished", "lost", "duplicated"):
+        click.echo(f"{name:<12}{getattr(report, name):>12}")
+    return 1 if report.lost or report.duplicated else 0
+
+
+def crds(directory: Path, *, check: bool) -> int:
+    """Write the CRDs, or say which files are not what they should be."""
+    from asyncflow.api import crd
+
+    if not check:
+        for path in crd.write(directory):
+            click.echo(str(path))
+        return 0
+    problems = crd.check(directory)
+    for problem in problems:
+        click.echo(problem, err=True)
+    if problems:
+        click.echo("Run asyncflow crds", err=True)
+    return 1 if problems else 0
+
+
+def import_model(package: str, directory: Path) -> None:
+    """Make a Hugging Face folder of a model file."""
+    from asyncflow.models.importing import import_model as make
+
+    make(package, directory)
+    click.echo(f"{directory}: ready; give it as model.source")

@@ -1,0 +1,143 @@
+"""A prompt source: random access to checkable tasks, split once and for all into training and held-out.
+
+Invariants: ``source.prompt(serial)`` is a pure function of (source, config, seed, purpose, serial), so that a restarted
+driver gives the same prompts again; no question is ever both in a training and in a held-out source (``held_out`` looks
+at nothing but the question's text); a held-out source never repeats a question.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from asyncflow.errors import ManifestError
+
+Purpose = Literal["train", "eval"]
+
+HELD_OUT_SHARE = 0.25
+"""The share of all questions that is kept for evaluation."""
+
+_TRIES = 10_000
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """One task: what is asked, the right answer and what its checker needs; everything in it is JSON.
+
+    question: the text by which the task is told from others; messages: the conversation to send instead of it, where
+    the source has one; task: the name of the checker's task.
+    """
+
+    question: str
+    answer: Any = None
+    task: str = ""
+    meta: dict[str, Any] = {}
+    messages: tuple[Message, ...] = ()
+
+    def packed(self) -> bytes:
+        """Give the prompt as bytes, for a uint8 cell of the queue."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> Prompt:
+        """Make again the prompt that ``packed`` gave. Raises msgspec.DecodeError where it is none."""
+        return msgspec.msgpack.decode(data, type=cls)
+
+
+class PromptSource(Protocol):
+    """Tasks by serial number."""
+
+    @property
+    def size(self) -> int | None:
+        """How many different serials there are; None where the source is endless."""
+
+    def prompt(self, serial: int) -> Prompt:
+        """Give task ``serial`` >= 0; a finite training source starts again after its end, in another order.
+
+        Raises IndexError past the end of a held-out source, ManifestError where the source has too few tasks.
+        """
+
+
+def held_out(question: str) -> bool:
+    """Whether the question belongs to evaluation, by a hash of its text with whitespace normalised."""
+    return digest("held-out", " ".join(question.split())) < HELD_OUT_SHARE * 2**63
+
+
+def digest(*parts: str | int) -> int:
+    """A 63-bit number from the parts, the same on every machine."""
+    text = "\x1f".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+
+
+class GeneratedSource:
+    """Tasks made by a generator: endless for training, ``size`` different ones for evaluation.
+
+    generate: gives the task for any index in [0, indices), a pure function; name: for messages; seed: tells sources
+    with one generator apart.
+    """
+
+    def __init__(
+        self,
+        generate: Callable[[int], Prompt],
+        *,
+        name: str,
+        indices: int,
+        seed: int,
+        purpose: Purpose,
+        size: int | None = None,
+    ) -> None:
+        self._generate = generate
+        self._name = name
+        self._indices = indices
+        self._seed = seed
+        self._purpose = purpose
+        self._known: list[Prompt] = []
+        self._walk = self._distinct()
+        self.size = size if purpose == "eval" else None
+
+    def prompt(self, serial: int) -> Prompt:
+        """Give task ``serial``."""
+        if self._purpose == "train":
+            return self._first_of_class(serial)
+        if self.size is not None and serial >= self.size:
+            raise IndexError(f"{self._name} has {self.size} held-out prompts, not {serial + 1}")
+        while len(self._known) <= serial:
+            self._known.append(next(self._walk))
+        return self._known[serial]
+
+    def _first_of_class(self, serial: int) -> Prompt:
+        for attempt in range(_TRIES):
+            prompt = self._generate(digest(self._purpose, self._seed, serial, attempt) % self._indices)
+            if held_out(prompt.question) == (self._purpose == "eval"):
+                return prompt
+        raise self._exhausted(0)
+
+    def _distinct(self) -> Iterator[Prompt]:
+        seen: set[str] = set()
+        repeats = 0
+        for draw in range(2**62):
+            prompt = self._first_of_class(draw)
+            if prompt.question not in seen:
+                seen.add(prompt.question)
+                repeats = 0
+                yield prompt
+            repeats += 1
+            if repeats > _TRIES:
+                raise self._exhausted(len(seen))
+
+    def _exhausted(self, found: int) -> ManifestError:
+        kind = "training" if self._purpose == "train" else "held-out"
+        return ManifestError(
+            f"{self._name} gives only {found} different {kind} prompts with this config",
+            where=f"data.{self._purpose}",
+            hint="widen its config, or ask for fewer in `size`",
+        )

@@ -1,0 +1,105 @@
+"""Prompts of a JSONL file: ``jsonl://PATH?prompt=FIELD&answer=FIELD``, one task a line.
+
+Invariants: a file is split by ``held_out`` like every source, unless its config says ``split: whole``; a training
+source goes through the file in a new keyed order each epoch, so that any serial can be had without those before it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncflow.data.base import Message, Prompt, Purpose, digest, held_out
+from asyncflow.errors import ManifestError
+
+
+class JsonlSource:
+    """The tasks of one file, held in memory."""
+
+    def __init__(self, prompts: list[Prompt], *, name: str, seed: int, purpose: Purpose, size: int | None) -> None:
+        self._prompts = prompts[:size]
+        self._name = name
+        self._seed = seed
+        self._cycles = purpose == "train"
+        self._orders: dict[int, list[int]] = {}
+        self.size = len(self._prompts)
+
+    def prompt(self, serial: int) -> Prompt:
+        """Give task ``serial``."""
+        epoch, place = divmod(serial, self.size)
+        if epoch and not self._cycles:
+            raise IndexError(f"{self._name} has {self.size} held-out prompts, not {serial + 1}")
+        return self._prompts[self._order(epoch)[place]]
+
+    def _order(self, epoch: int) -> list[int]:
+        if epoch not in self._orders:
+            keyed = sorted(range(len(self._prompts)), key=lambda line: digest(self._seed, epoch, line))
+            self._orders = {epoch: keyed}
+        return self._orders[epoch]
+
+
+def open_jsonl(
+    path: Path,
+    *,
+    prompt_field: str,
+    answer_field: str,
+    config: Mapping[str, Any],
+    seed: int,
+    purpose: Purpose,
+    size: int | None,
+    where: str,
+) -> JsonlSource:
+    """Read the file. Raises ManifestError with path and line where it cannot be used.
+
+    prompt_field: a text, or a list of {role, content}; answer_field: any JSON. The other fields of a line are the
+    task's ``meta``. config: ``split``: ``hash`` (the default) or ``whole``; of equal questions the first is kept.
+    """
+    split = config.get("split", "hash")
+    unknown = sorted(set(config) - {"split"})
+    if unknown or split not in ("hash", "whole"):
+        raise ManifestError(
+            f"config {dict(config)} is not understood", where=where, hint="it may hold `split: hash` or `split: whole`"
+        )
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ManifestError(f"cannot be read: {error}", where=str(path), hint=f"{where} names it") from error
+    read: dict[str, Prompt] = {}
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            prompt = _prompt(line, prompt_field, answer_field, where=f"{path}:{number}")
+            read.setdefault(prompt.question, prompt)
+    prompts = [p for p in read.values() if split == "whole" or held_out(p.question) == (purpose == "eval")]
+    if len(prompts) < (size or 1):
+        raise ManifestError(
+            f"has {len(prompts)} {'training' if purpose == 'train' else 'held-out'} prompts, not {size or 1}",
+            where=str(path),
+            hint="a file is split by hash; with a file for each purpose, set `split: whole` in both configs",
+        )
+    return JsonlSource(prompts, name=str(path), seed=seed, purpose=purpose, size=size)
+
+
+def _prompt(line: str, prompt_field: str, answer_field: str, *, where: str) -> Prompt:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise ManifestError(f"is not JSON: {error}", where=where) from error
+    if not isinstance(fields, dict) or prompt_field not in fields:
+        raise ManifestError(
+            f"has no field {prompt_field!r}", where=where, hint="name it: jsonl://PATH?prompt=FIELD&answer=FIELD"
+        )
+    asked = fields.pop(prompt_field)
+    answer = fields.pop(answer_field, None)
+    if isinstance(asked, str):
+        return Prompt(question=asked, answer=answer, task="jsonl", meta=fields)
+    try:
+        messages = msgspec.convert(asked, tuple[Message, ...])
+    except msgspec.ValidationError as error:
+        raise ManifestError(
+            f"{prompt_field!r} is neither a text nor a list of messages: {error}", where=where
+        ) from error
+    return Prompt(question=json.dumps(asked), answer=answer, task="jsonl", meta=fields, messages=messages)

@@ -1,0 +1,79 @@
+"""How a task becomes the token ids that a model is asked: template, system prompt, chat template.
+
+Invariant: the ids are a pure function of (prompt, format, tokenizer), for training and held-out prompts alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from asyncflow.data.base import Message, Prompt, PromptSource
+from asyncflow.errors import ManifestError
+from asyncflow.models.tokenizer import Tokenizer
+
+QUESTION = "{question}"
+
+
+class PromptFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a question is put.
+
+    template: the text around ``{question}``, the only placeholder; system: a system message, for chat only;
+    chat: whether the model's chat template is applied (instruct models) or the text is given as it is (base models).
+    """
+
+    template: str = QUESTION
+    system: str = ""
+    chat: bool = False
+
+    def messages(self, prompt: Prompt) -> tuple[Message, ...]:
+        """Give the conversation that asks ``prompt``."""
+        system = (Message(role="system", content=self.system),) if self.system else ()
+        if prompt.messages:
+            return system + prompt.messages
+        return (*system, Message(role="user", content=self.text(prompt)))
+
+    def text(self, prompt: Prompt) -> str:
+        """Give the question inside the template."""
+        return self.template.replace(QUESTION, prompt.question)
+
+
+def split_config(config: Mapping[str, Any], *, where: str) -> tuple[PromptFormat, dict[str, Any]]:
+    """Part a source's config into the prompt format and what is left for the source itself.
+
+    Raises ManifestError where a format key has the wrong type, or the template has no ``{question}``.
+    """
+    keys = set(PromptFormat.__struct_fields__)
+    try:
+        form = msgspec.convert({key: value for key, value in config.items() if key in keys}, PromptFormat)
+    except msgspec.ValidationError as error:
+        raise ManifestError(str(error), where=where, hint="template and system are texts, chat is a boolean") from error
+    if QUESTION not in form.template:
+        raise ManifestError(
+            f"{form.template!r} has no {QUESTION}", where=f"{where}.template", hint=f"write {QUESTION} in it"
+        )
+    if form.system and not form.chat:
+        raise ManifestError("a system prompt needs `chat: true`", where=f"{where}.system", hint="set chat, or drop it")
+    return form, {key: value for key, value in config.items() if key not in keys}
+
+
+class Prompter:
+    """Gives token ids by serial."""
+
+    def __init__(self, source: PromptSource, tokenizer: Tokenizer, form: PromptFormat) -> None:
+        self.source = source
+        self.form = form
+        self._tokenizer = tokenizer
+
+    def ids(self, serial: int) -> list[int]:
+        """Give the token ids of task ``serial``."""
+        return self.encode(self.source.prompt(serial))
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Give the token ids of ``prompt``. Raises ManifestError where the model cannot be asked so."""
+        if self.form.chat or prompt.messages:
+            messages = self.form.messages(prompt)
+            return self._tokenizer.chat([{"role": turn.role, "content": turn.content} for turn in messages])
+        return self._tokenizer.encode(self.form.text(prompt), add_special_tokens=True)

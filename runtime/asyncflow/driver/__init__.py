@@ -1,0 +1,1 @@
+"""The driver: data, admission, groups, evaluation, progress. Its state is the ledger plus the last checkpoint."""

@@ -1,0 +1,399 @@
+"""The driver: wires data, admission, groups, evaluation and progress to the queue and the catalogue of versions.
+
+Its loops share one bell (``Wake``) and look at levels: what is published, dispatched, trained, evaluated. Its durable
+state is the ledger, the checkpoint and its own two files of lines; a driver that is killed starts again from those.
+
+Invariant: the job has succeeded exactly when θ_steps is in a checkpoint, D_1..D_steps are committed in the ledger, and
+every evaluation that is still possible is recorded; only then is anybody told to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncflow.api.job import RLJob
+from asyncflow.api.status import DriverStatus, Phase
+from asyncflow.data.prompter import Prompter
+from asyncflow.driver.book import PromptBook
+from asyncflow.driver.dispatch import CALL_TIMEOUT_S, TRAIN, Dispatcher
+from asyncflow.driver.evaluation import EVAL, Evaluation, EvaluationResult
+from asyncflow.driver.groups import Groups
+from asyncflow.driver.lives import Lives
+from asyncflow.driver.policies import admission_of, collects_whole_steps, group_policy_of, schedule_of
+from asyncflow.driver.progress import Progress
+from asyncflow.driver.status import build_status, rollout_state, waiting_for
+from asyncflow.driver.summary import summarize
+from asyncflow.driver.wake import Wake, persevere
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, StaleHandle
+from asyncflow.flow.admission import Flow
+from asyncflow.net.directory import Directives, Directory, Member
+from asyncflow.net.rpc import RpcServer
+from asyncflow.queue.client import QueueClient
+from asyncflow.queue.messages import QueueStats, TaskSpec
+from asyncflow.train.report import Reported, TrainReport
+from asyncflow.weights.service import CatalogueService
+
+log = logging.getLogger(__name__)
+
+PULSE_S = 0.5
+DRIVER_LEASE_S = 10.0
+FAREWELL_S = 8.0
+FULL = 0.8
+"""Share of the queue's bytes at which a checkpoint is forced, so that its commit frees them."""
+
+
+class Driver:
+    """One job's driver. ``run`` gives the phase in which the job ended."""
+
+    def __init__(
+        self,
+        job: RLJob,
+        *,
+        folder: Path,
+        server: RpcServer,
+        directory: Directory,
+        queue: QueueClient,
+        train_prompts: Prompter,
+        eval_prompts: Prompter | None,
+    ) -> None:
+        spec = job.spec
+        self.job = job
+        self.folder = folder
+        self.directory = directory
+        self.queue = queue
+        self.schedule = schedule_of(spec)
+        self.progress = Progress(folder, steps=spec.algorithm.steps, now=time.time())
+        self.book = PromptBook(prompts_per_step=spec.algorithm.prompts_per_step, steps=spec.algorithm.steps)
+        self.weights = CatalogueService(server)
+        self.lives = Lives(opened=self.progress.at("first dispatch"))
+        self.wake = Wake()
+        self.phase: Phase = "Starting"
+        self._stats: QueueStats | None = None
+        self._attempt = 0
+        self._generated_groups: set[int] = set()
+        self._tokens: Counter[str] = Counter()
+        self._drained: set[str] = set()
+        self._checkpoints_asked = 0
+        self._checkpoint: tuple[int, float] | None = None
+        self._stopping = False
+        self._dispatcher = Dispatcher(
+            queue=queue,
+            prompter=train_prompts,
+            book=self.book,
+            schedule=self.schedule,
+            policies=admission_of(spec),
+            group_size=spec.algorithm.group_size,
+            max_prompt_tokens=spec.sampling.max_prompt_tokens,
+            flow=self._flow,
+            changed=self.wake.changed,
+            on_first=self._first_dispatch,
+        )
+        self._groups = Groups(
+            queue=queue,
+            policy=group_policy_of(spec),
+            finished=self._generated_groups.add,
+            excluded=self._exclude,
+        )
+        self._evaluation = self._make_evaluation(eval_prompts)
+        directory.on_join.append(self._joined)
+        directory.on_leave.append(self._left)
+        directory.directives = self._directives
+        server.route("driver.report", TrainReport, self._report)
+
+    async def run(self) -> Phase:
+        """Drive the job to its end: Succeeded, Suspended or Failed."""
+        await self._gather()
+        await self._restore()
+        self.phase = "Running"
+        loops = {
+            "dispatching": self._dispatcher.run,
+            "replacing lost samples": self._dispatcher.replace_lost,
+            "advantages": self._groups.run,
+            "the pulse": self._pulse,
+        }
+        if self._evaluation is not None:
+            loops |= {"evaluations": self._evaluation.put_due, "counting evaluations": self._evaluation.count}
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(persevere(loop, what=what), name=what) for what, loop in loops.items()]
+            self.phase = await self._until_done()
+            for task in tasks:
+                task.cancel()
+        return self.phase
+
+    async def conclude(self) -> None:
+        """Write the summary, then tell everybody to stop and wait until they have left."""
+        audit = await self.queue.audit(timeout=CALL_TIMEOUT_S)
+        finished = time.time()
+        self.progress.note(self.phase, at=finished)
+        devices = self.job.spec.trainer.replicas + self.job.spec.rollout.replicas
+        summary = summarize(
+            self.progress,
+            audit=audit,
+            phase=self.phase,
+            finished=finished,
+            tokens_generated=self._tokens.total(),
+            devices=devices,
+            idle_share=self.lives.idle_shares(finished),
+        )
+        write_atomically(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        self._stopping = True
+        deadline = time.monotonic() + FAREWELL_S
+        while self.directory.members() and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+
+    def status(self) -> DriverStatus:
+        """Give what ``GET /v1/status`` answers."""
+        newest = self._newest()
+        now = time.time()
+        return build_status(
+            self.progress,
+            phase=self.phase,
+            attempt=self._attempt,
+            newest=newest,
+            rollouts=[
+                rollout_state(member, self.directory.status(member.incarnation), newest=newest, lag=self.schedule.lag)
+                for member in self.directory.members("rollout")
+            ],
+            stats=self._stats,
+            checkpoint=self._checkpoint,
+            idle_share=self.lives.idle_shares(now),
+            waiting_for=waiting_for(
+                members=Counter(member.role for member in self.directory.members()),
+                expected=self._expected(),
+                newest=newest,
+                step=0 if self.progress.done >= self.schedule.steps else self.progress.done + 1,
+                evaluating=self._unevaluated(),
+            ),
+        )
+
+    def ready(self) -> tuple[bool, str]:
+        """Say whether the job is under way, for ``/readyz``."""
+        return self.phase not in ("Pending", "Starting"), self.phase
+
+    def drain(self, worker: str) -> None:
+        """Let a rollout hand back its work and leave."""
+        if self.directory.member(worker) is None:
+            raise StaleHandle(f"no rollout {worker}", where="drain", hint="GET /v1/status lists them.")
+        self._drained.add(worker)
+
+    def checkpoint(self) -> None:
+        """Ask the trainer for a checkpoint at the next step boundary."""
+        self._checkpoints_asked += 1
+
+    def suspend(self) -> None:
+        """Checkpoint, then end; the run can be resumed."""
+        if self.phase == "Running":
+            self.phase = "Suspending"
+            self.progress.note("suspend", at=time.time())
+            self.checkpoint()
+            self.wake.tell()
+
+    async def _gather(self) -> None:
+        needed = {"controller": 1, "storage": self.job.spec.transfer_queue.storage_units}
+        deadline = time.monotonic() + self.job.spec.limits.start_seconds
+        while any(len(self.directory.members(role)) < count for role, count in needed.items()):
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"controller and storage units did not join within {self.job.spec.limits.start_seconds:g} s",
+                    where="driver",
+                    hint="Their logs say why.",
+                )
+            await asyncio.sleep(0.05)
+
+    async def _restore(self) -> None:
+        await self.queue.declare(self._tasks(), timeout=CALL_TIMEOUT_S)
+        snapshot = await self.queue.snapshot(partition=TRAIN, timeout=CALL_TIMEOUT_S)
+        self.book.restore(snapshot)
+        await self.queue.clear_partition(partition=EVAL, timeout=CALL_TIMEOUT_S)
+
+    def _tasks(self) -> Sequence[TaskSpec]:
+        lease_s = self.job.spec.rollout.lease_seconds
+        made = ["response_ids", "logprobs", "versions", "reward"]
+        order = "key" if collects_whole_steps(self.job.spec) else "fifo"
+        return [
+            TaskSpec(
+                partition=TRAIN, name="rollout", needs=["prompt_ids", "task"], writes=made, groups=True, lease_s=lease_s
+            ),
+            TaskSpec(
+                partition=TRAIN,
+                name="advantage",
+                needs=["reward"],
+                writes=["advantage"],
+                groups=True,
+                lease_s=DRIVER_LEASE_S,
+            ),
+            TaskSpec(
+                partition=TRAIN, name="train", needs=["prompt_ids", *made, "advantage"], kind="gang", order=order
+            ),
+            TaskSpec(
+                partition=EVAL, name="rollout", needs=["prompt_ids", "task"], writes=made, groups=True, lease_s=lease_s
+            ),
+            TaskSpec(partition=EVAL, name="score", needs=["reward"], lease_s=DRIVER_LEASE_S),
+        ]
+
+    def _make_evaluation(self, prompts: Prompter | None) -> Evaluation | None:
+        wanted, data = self.job.spec.evaluation, self.job.spec.data.eval
+        if wanted is None or data is None or prompts is None:
+            return None
+        return Evaluation(
+            queue=self.queue,
+            prompter=prompts,
+            prompts=data.size,
+            samples=wanted.samples,
+            greedy=wanted.greedy,
+            temperature=wanted.temperature or self.job.spec.sampling.temperature,
+            due=self._due,
+            changed=self.wake.changed,
+            finished=self._evaluated,
+        )
+
+    async def _until_done(self) -> Phase:
+        limit = self.job.spec.limits.active_deadline_seconds
+        while True:
+            await self.wake.changed()
+            if limit is not None and time.time() - self.progress.started > limit:
+                log.error("the job ran for %d s, its activeDeadlineSeconds", limit)
+                return "Failed"
+            if self.progress.done >= self.schedule.steps and not self._unevaluated() and await self._committed():
+                return "Succeeded"
+            if self.phase == "Suspending" and await self._committed():
+                return "Suspended"
+
+    async def _committed(self) -> bool:
+        try:
+            snapshot = await self.queue.snapshot(partition=TRAIN, timeout=CALL_TIMEOUT_S)
+        except (PeerLost, DeadlineExceeded):
+            return False
+        return snapshot.last_committed_step >= self.progress.done
+
+    async def _pulse(self) -> None:
+        while True:
+            self._observe(time.time())
+            self.weights.require(self._required())
+            self._stats = await self.queue.stats(timeout=CALL_TIMEOUT_S)
+            if self._stats.limit and self._stats.bytes > FULL * self._stats.limit and self._stats.staged:
+                log.warning("the queue is %.0f%% full: asking for a checkpoint", 100 * FULL)
+                self.checkpoint()
+            self.wake.tell()
+            await asyncio.sleep(PULSE_S)
+
+    def _observe(self, now: float) -> None:
+        for member in self.directory.members():
+            status = self.directory.status(member.incarnation)
+            if "busy_s" in status:
+                self.lives.observe(
+                    member.incarnation,
+                    role=member.role,
+                    started=float(member.info.get("started", now)),
+                    busy_s=float(status["busy_s"]),
+                    now=now,
+                )
+            if "tokens_generated" in status:
+                self._tokens[member.incarnation] = int(status["tokens_generated"])
+
+    def _flow(self) -> Flow | None:
+        newest = self._newest()
+        if newest is None or self.phase != "Running":
+            return None
+        consumed = self.book.dispatched_through(self.progress.done)
+        return Flow(
+            published=newest,
+            dispatched=self.book.dispatched,
+            consumed=consumed,
+            running=self.book.next_serial - len(self._generated_groups),
+        )
+
+    def _newest(self) -> int | None:
+        newest = self.weights.catalogue.newest
+        return None if newest is None else newest.step
+
+    def _required(self) -> set[int]:
+        unfinished = self.book.unfinished(trained_step=self.progress.done)
+        return self.schedule.required(unfinished) | set(self._unevaluated())
+
+    def _unevaluated(self) -> list[int]:
+        """Give the versions that are to be evaluated, are not, and still can be."""
+        if self._evaluation is None:
+            return []
+        newest = self._newest() or 0
+        return [
+            step
+            for step in self.schedule.evaluations()
+            if step not in self.progress.evaluations
+            and (step > newest or self.weights.catalogue.find(step) is not None)
+        ]
+
+    def _due(self) -> list[int]:
+        return [step for step in self._unevaluated() if self.weights.catalogue.find(step) is not None]
+
+    def _evaluated(self, result: EvaluationResult) -> None:
+        self.progress.evaluated(result, at=time.time())
+        log.info("θ_%d: pass@1 %.3f, greedy %s on %d prompts", result.step, result.accuracy, result.greedy, result.prompts)
+        self.wake.tell()
+
+    def _exclude(self, serial: int) -> None:
+        self.book.exclude(serial)
+        self.wake.tell()
+
+    def _first_dispatch(self) -> None:
+        if self.lives.opened is None:
+            self.lives.opened = time.time()
+            self.progress.note("first dispatch", at=self.lives.opened)
+
+    def _expected(self) -> dict[str, int]:
+        spec = self.job.spec
+        return {
+            "controller": 1,
+            "storage": spec.transfer_queue.storage_units,
+            "trainer": spec.trainer.replicas,
+            "rollout": max(1, spec.rollout.min_replicas),
+        }
+
+    def _joined(self, member: Member) -> None:
+        if member.role == "trainer":
+            self._attempt = max(self._attempt, member.attempt)
+            self.weights.fence(member.attempt)
+        self.wake.tell()
+
+    def _left(self, member: Member, reason: str) -> None:
+        self.weights.leave(member.incarnation)
+        self._drained.discard(member.incarnation)
+        if member.role == "rollout" and not self._stopping:
+            asyncio.get_running_loop().create_task(self._expire(member), name=f"expire {member}")
+        self.wake.tell()
+
+    async def _expire(self, member: Member) -> None:
+        try:
+            await self.queue.expire(worker=member.incarnation, timeout=DRIVER_LEASE_S)
+        except AsyncFlowError as error:
+            log.warning("the leases of %s end by themselves: %s", member, error)
+
+    def _directives(self, member: Member) -> Directives:
+        return Directives(
+            stop=self._stopping,
+            drain=member.incarnation in self._drained,
+            checkpoint=self._checkpoints_asked,
+        )
+
+    async def _report(self, report: TrainReport, _frames: Sequence[memoryview]) -> Reported:
+        if report.rank == 0 and report.step > 0:
+            self.progress.step(report.line())
+            if report.step >= self.schedule.steps:
+                self._observe(time.time())
+                self.lives.closed = time.time()
+        self.wake.tell()
+        return Reported()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file that a reader sees whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)

@@ -1,0 +1,129 @@
+"""Accuracy on held-out prompts, at versions that the schedule names, without stopping anything.
+
+An evaluation is a partition's worth of rows pinned to one version; instances that are at that version generate them
+between training prompts. Each held-out prompt is sampled ``samples`` times at the evaluation's temperature and, where
+asked for, once greedily.
+
+Invariant: an evaluation is recorded once, when all its samples are in, and all of them were made by exactly θ_step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from asyncflow.data.prompter import Prompter
+from asyncflow.driver.dispatch import CALL_TIMEOUT_S, PROMPTS_PER_PUT, prompt_columns
+from asyncflow.queue.client import QueueClient
+from asyncflow.queue.messages import LeasedRow, RowMeta
+
+log = logging.getLogger(__name__)
+
+EVAL = "eval"
+SCORED = "evaluated"
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What has come in of one evaluation: reward of each (serial, sample), so that a repeat changes nothing."""
+
+    sampled: dict[tuple[int, int], float] = field(default_factory=dict)
+    greedy: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Samples that are in."""
+        return len(self.sampled) + len(self.greedy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult:
+    """Means over the held-out prompts. pass@1 is the mean over all samples at the evaluation's temperature."""
+
+    step: int
+    prompts: int
+    accuracy: float
+    greedy: float | None
+
+
+@dataclass(kw_only=True)
+class Evaluation:
+    """Puts the evaluations that are due and counts what comes back.
+
+    due: gives the steps whose weights are published and are to be evaluated. changed: waits until that may have changed.
+    finished: told each result.
+    """
+
+    queue: QueueClient
+    prompter: Prompter
+    prompts: int
+    samples: int
+    greedy: bool
+    temperature: float
+    due: Callable[[], list[int]]
+    changed: Callable[[], Awaitable[None]]
+    finished: Callable[[EvaluationResult], None]
+    _tallies: dict[int, Tally] = field(default_factory=dict)
+    _put: set[int] = field(default_factory=set)
+
+    @property
+    def group_size(self) -> int:
+        """Rows of one held-out prompt."""
+        return self.samples + int(self.greedy)
+
+    async def put_due(self) -> None:
+        """Create the rows of each evaluation as it falls due; may be run again after it failed."""
+        while True:
+            for step in [step for step in self.due() if step not in self._put]:
+                self._tallies.setdefault(step, Tally())
+                await self._create(step)
+                self._put.add(step)
+            await self.changed()
+
+    async def _create(self, step: int) -> None:
+        for start in range(0, self.prompts, PROMPTS_PER_PUT):
+            indices = range(start, min(start + PROMPTS_PER_PUT, self.prompts))
+            metas = [self._meta(step, index, sample) for index in indices for sample in range(self.group_size)]
+            columns = prompt_columns(self.prompter, indices, copies=self.group_size)
+            await self.queue.create(metas, columns, group_size=self.group_size, timeout=CALL_TIMEOUT_S)
+
+    async def count(self) -> None:
+        """Take in what the rollouts have scored, for as long as the job lasts."""
+        while True:
+            rows = await self.queue.claim(partition=EVAL, task="score", max_rows=4096, timeout=CALL_TIMEOUT_S)
+            for row in rows:
+                self._take(row)
+            if rows:
+                await self.queue.drop(rows, reason=SCORED, timeout=CALL_TIMEOUT_S)
+            for step in [step for step, tally in self._tallies.items() if tally.size == self.prompts * self.group_size]:
+                self.finished(self._result(step, self._tallies.pop(step)))
+
+    def _take(self, row: LeasedRow) -> None:
+        tally = self._tallies.get(row.meta.step)
+        if tally is None:
+            return
+        greedy = self.greedy and row.meta.sample == self.samples
+        kind = tally.greedy if greedy else tally.sampled
+        kind[row.meta.serial, row.meta.sample] = float(row.meta.tags["reward"])
+
+    def _result(self, step: int, tally: Tally) -> EvaluationResult:
+        return EvaluationResult(
+            step=step,
+            prompts=self.prompts,
+            accuracy=sum(tally.sampled.values()) / len(tally.sampled),
+            greedy=sum(tally.greedy.values()) / len(tally.greedy) if tally.greedy else None,
+        )
+
+    def _meta(self, step: int, index: int, sample: int) -> RowMeta:
+        temperature = 0.0 if sample == self.samples else self.temperature
+        return RowMeta(
+            partition=EVAL,
+            serial=step * self.prompts + index,
+            sample=sample,
+            step=step,
+            purpose="eval",
+            min_version=step,
+            max_version=step,
+            tags={"temperature": temperature},
+        )

@@ -1,0 +1,85 @@
+"""The advantage task: whole groups in, one scalar a sample out.
+
+The driver claims each finished group, decides whether the trainer shall see it, and writes ``advantage``. Everything it
+needs travels as tags with the claim, so no cell is fetched. The trainer never filters after a claim.
+
+Invariant: every group that the rollouts finished is either given an advantage or dropped with a reason that is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from asyncflow.algorithms.advantages import AdvantageName, group_advantages
+from asyncflow.driver.dispatch import CALL_TIMEOUT_S, TRAIN
+from asyncflow.net.frames import Jagged
+from asyncflow.queue.client import QueueClient
+from asyncflow.queue.messages import LeasedRow
+
+log = logging.getLogger(__name__)
+
+FILTERED_ZERO_VARIANCE = "filtered: zero variance"
+DROPPED_REWARD_TIMEOUT = "reward_timeout"
+GROUPS_PER_CLAIM = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupPolicy:
+    """What becomes of a finished group.
+
+    estimator: the advantage's name (``asyncflow.algorithms.advantages``). drop_zero_variance: DAPO's dynamic sampling.
+    drop_timeouts: a group with a reward that ran into its deadline is dropped instead of getting reward 0.
+    """
+
+    estimator: AdvantageName
+    drop_zero_variance: bool
+    drop_timeouts: bool
+
+    def refusal(self, rewards: np.ndarray, flags: Sequence[str]) -> str | None:
+        """Give the reason for which the trainer shall not see the group, or None."""
+        if self.drop_timeouts and "timeout" in flags:
+            return DROPPED_REWARD_TIMEOUT
+        if self.drop_zero_variance and np.ptp(rewards) == 0:
+            return FILTERED_ZERO_VARIANCE
+        return None
+
+
+@dataclass(kw_only=True)
+class Groups:
+    """Runs the advantage task.
+
+    finished: told the serial of each group that was generated; excluded: of one that the trainer will not see.
+    """
+
+    queue: QueueClient
+    policy: GroupPolicy
+    finished: Callable[[int], None]
+    excluded: Callable[[int], None]
+
+    async def run(self) -> None:
+        """Serve the task for as long as the job lasts."""
+        while True:
+            rows = await self.queue.claim(
+                partition=TRAIN, task="advantage", max_rows=1 << 20, max_groups=GROUPS_PER_CLAIM, timeout=CALL_TIMEOUT_S
+            )
+            by_serial = sorted(rows, key=lambda row: (row.meta.serial, row.meta.sample))
+            for serial, group in groupby(by_serial, key=lambda row: row.meta.serial):
+                await self._decide(serial, list(group))
+
+    async def _decide(self, serial: int, group: list[LeasedRow]) -> None:
+        rewards = np.array([float(row.meta.tags["reward"]) for row in group], dtype=np.float64)
+        reason = self.policy.refusal(rewards, [str(row.meta.tags.get("flag", "")) for row in group])
+        self.finished(serial)
+        if reason is not None:
+            log.info("group %d goes no further: %s", serial, reason)
+            await self.queue.drop(group, reason=reason, timeout=CALL_TIMEOUT_S)
+            self.excluded(serial)
+            return
+        advantages = group_advantages(rewards, name=self.policy.estimator)
+        column = Jagged.from_rows([advantages[i : i + 1] for i in range(len(group))], np.float32)
+        await self.queue.complete(group, {"advantage": column}, timeout=CALL_TIMEOUT_S)

@@ -1,0 +1,49 @@
+"""A file of JSON lines that survives its writer.
+
+Invariant: a line is written by one ``write`` call; a last line that a killed writer left unfinished is cut off when the
+file is opened again, so every line that is read is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from asyncflow.errors import AsyncFlowError
+
+
+class Journal:
+    """Appends to ``path`` and remembers what it holds. Raises AsyncFlowError where the file cannot be written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines: list[dict[str, Any]] = []
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab+", buffering=0)
+            self._recover()
+        except OSError as error:
+            raise AsyncFlowError(f"cannot be opened: {error}", where=str(path)) from error
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Write one line; it is there for every reader when this returns."""
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        except OSError as error:
+            hint = "Free some space; the run can be resumed."
+            raise AsyncFlowError(f"cannot be written: {error}", where=str(self.path), hint=hint) from error
+        self.lines.append(line)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _recover(self) -> None:
+        self._file.seek(0)
+        data = self._file.read()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            os.truncate(self.path, whole)
+        self.lines = [json.loads(line) for line in data[:whole].splitlines()]

@@ -1,0 +1,117 @@
+"""How far the run has come: a line a step, a line an evaluation, and the figures drawn from them.
+
+The lines are the truth: ``metrics.jsonl`` (steps) and ``events.jsonl`` (start, evaluations, end) are read back by a
+restarted driver. A step that a restarted trainer made again has two lines; the later attempt's counts.
+
+Invariant: no figure is kept that is not computed from lines, so what a person sees before and after a restart agrees.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncflow.driver.evaluation import EvaluationResult
+from asyncflow.driver.journal import Journal
+
+RECENT_STEPS = 10
+
+
+@dataclass
+class Progress:
+    """The run's lines. folder: the run's output folder; steps: of the whole run; now: unix seconds at the start."""
+
+    folder: Path
+    steps: int
+    now: float
+    _by_step: dict[int, dict[str, Any]] = field(default_factory=dict)
+    evaluations: dict[int, EvaluationResult] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Read what an earlier driver of this run wrote."""
+        self._metrics = Journal(self.folder / "metrics.jsonl")
+        self._events = Journal(self.folder / "events.jsonl")
+        for line in self._metrics.lines:
+            self._take(line)
+        for line in self._events.lines:
+            if line["event"] == "evaluation":
+                result = EvaluationResult(**{k: v for k, v in line.items() if k not in ("event", "at")})
+                self.evaluations[result.step] = result
+        self.note("driver started", at=self.now)
+
+    def note(self, event: str, *, at: float, **fields: Any) -> None:
+        """Write an event of the run; ``at`` in unix seconds."""
+        self._events.append({"event": event, "at": at, **fields})
+
+    def at(self, event: str, *, first: bool = True) -> float | None:
+        """Give when ``event`` happened for the first (or last) time, or None."""
+        times = [float(line["at"]) for line in self._events.lines if line["event"] == event]
+        return None if not times else times[0] if first else times[-1]
+
+    @property
+    def started(self) -> float:
+        """When the run's first driver started, in unix seconds."""
+        return self.at("driver started") or self.now
+
+    def step(self, line: dict[str, Any]) -> None:
+        """Record an optimizer step."""
+        self._metrics.append(line)
+        self._take(line)
+
+    def evaluated(self, result: EvaluationResult, *, at: float) -> None:
+        """Record an evaluation."""
+        self.evaluations[result.step] = result
+        fields = {"step": result.step, "prompts": result.prompts, "accuracy": result.accuracy, "greedy": result.greedy}
+        self.note("evaluation", at=at, **fields)
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """The steps of the surviving history, in order."""
+        return [self._by_step[step] for step in sorted(self._by_step)]
+
+    @property
+    def done(self) -> int:
+        """The newest step of the surviving history."""
+        return max(self._by_step, default=0)
+
+    def step_seconds(self) -> list[float]:
+        """Give the seconds between consecutive steps of one trainer attempt."""
+        lines = self.lines
+        pairs = [(a, b) for a, b in zip(lines, lines[1:], strict=False) if a["attempt"] == b["attempt"]]
+        return [float(b["at"] - a["at"]) for a, b in pairs]
+
+    def tokens_per_second(self) -> float:
+        """Give the tokens trained in a second, over the recent steps."""
+        recent = self.lines[-RECENT_STEPS - 1 :]
+        if len(recent) < 2 or recent[-1]["at"] <= recent[0]["at"]:
+            return 0.0
+        return float(sum(line["tokens"] for line in recent[1:]) / (recent[-1]["at"] - recent[0]["at"]))
+
+    def eta_seconds(self) -> float | None:
+        """Give the seconds to the last step at the pace of the recent steps; None before there is a pace."""
+        recent = self.step_seconds()[-RECENT_STEPS:]
+        return statistics.fmean(recent) * (self.steps - self.done) if recent else None
+
+    def step_p95(self) -> float | None:
+        """Give the 95th percentile of the seconds between steps."""
+        seconds = sorted(self.step_seconds())
+        return seconds[min(len(seconds) - 1, int(0.95 * len(seconds)))] if seconds else None
+
+    def wait_share(self) -> float:
+        """Give the share of the recent steps that the trainer waited for samples."""
+        recent = self.lines[-RECENT_STEPS:]
+        wall = sum(float(line["wall_s"]) for line in recent)
+        return min(1.0, sum(float(line["wait_s"]) for line in recent) / wall) if wall else 0.0
+
+    def close(self) -> None:
+        """Close the files."""
+        self._metrics.close()
+        self._events.close()
+
+    def _take(self, line: dict[str, Any]) -> None:
+        step = int(line["step"])
+        for later in [known for known in self._by_step if known >= step]:
+            del self._by_step[later]
+        self._by_step[step] = line

@@ -1,0 +1,52 @@
+"""The driver over HTTP: ``GET /v1/status``, and what a person or the operator may ask for.
+
+Invariant: a request only sets what is wanted (drain this rollout, write a checkpoint, suspend); the driver's directives
+carry it out, level-triggered, so that asking twice is asking once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from aiohttp import web
+
+from asyncflow.api.status import DriverStatus
+from asyncflow.net.http import RoleHttp
+
+
+class Control(Protocol):
+    """What can be asked of the driver. Errors of the tree become HTTP errors with their words."""
+
+    def drain(self, worker: str) -> None:
+        """Let a rollout hand back its work and leave. Raises StaleHandle for an unknown one."""
+
+    def checkpoint(self) -> None:
+        """Write a checkpoint at the next step boundary."""
+
+    def suspend(self) -> None:
+        """Checkpoint at the next step boundary, then end all roles; the run can be resumed."""
+
+
+def add_routes(http: RoleHttp, *, status: Callable[[], DriverStatus], control: Control) -> None:
+    """Add the driver's routes to ``http``, before it starts."""
+
+    async def get_status(_request: web.Request) -> web.Response:
+        return web.json_response(text=status().model_dump_json(by_alias=True))
+
+    async def drain(request: web.Request) -> web.Response:
+        control.drain(request.match_info["id"])
+        return web.json_response({"draining": request.match_info["id"]}, status=202)
+
+    async def checkpoint(_request: web.Request) -> web.Response:
+        control.checkpoint()
+        return web.json_response({"checkpoint": "asked for"}, status=202)
+
+    async def suspend(_request: web.Request) -> web.Response:
+        control.suspend()
+        return web.json_response({"suspend": "asked for"}, status=202)
+
+    http.add_get("/v1/status", get_status)
+    http.add_post("/v1/rollouts/{id}/drain", drain)
+    http.add_post("/v1/checkpoint", checkpoint)
+    http.add_post("/v1/suspend", suspend)

@@ -1,0 +1,111 @@
+"""What the driver says of the job: the answer of ``GET /v1/status``.
+
+Invariant: pure; a status says what is waited for whenever the job makes no progress.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from asyncflow.api.status import CheckpointState, DriverStatus, Lag, Phase, QueueDepth, RolloutState
+from asyncflow.driver.progress import Progress
+from asyncflow.identity import Version
+from asyncflow.net.roster import Member, Status
+from asyncflow.queue.messages import QueueStats
+
+Standing = Literal["starting", "ready", "lagging", "draining", "lost"]
+
+
+def timestamp(at: float) -> str:
+    """Give unix seconds as RFC 3339 in UTC."""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def rollout_state(member: Member, status: Status, *, newest: int | None, lag: int) -> RolloutState:
+    """Give one rollout's state from its last heartbeat; it lags when it is further behind than the schedule says."""
+    packed = status.get("version")
+    version = Version.unpack(packed).step if isinstance(packed, int) and packed >= 0 else None
+    standing: Standing = "ready"
+    if status.get("draining"):
+        standing = "draining"
+    elif version is None:
+        standing = "starting"
+    elif newest is not None and newest - version > lag + 1:
+        standing = "lagging"
+    return RolloutState(
+        id=member.incarnation,
+        index=member.index,
+        state=standing,
+        version=version or 0,
+        inflight=int(status.get("inflight", 0)),
+    )
+
+
+def build_status(
+    progress: Progress,
+    *,
+    phase: Phase,
+    attempt: int,
+    newest: int | None,
+    rollouts: Sequence[RolloutState],
+    stats: QueueStats | None,
+    checkpoint: tuple[int, float] | None,
+    idle_share: Mapping[str, float],
+    waiting_for: str,
+) -> DriverStatus:
+    """Put together what is known now. newest: step of the newest version; checkpoint: step and unix seconds."""
+    last: dict[str, Any] = progress.lines[-1] if progress.lines else {}
+    evaluation = progress.evaluations[max(progress.evaluations)] if progress.evaluations else None
+    return DriverStatus(
+        attempt=attempt,
+        phase=phase,
+        step=progress.done,
+        steps=progress.steps,
+        reward=last.get("reward"),
+        eval=evaluation.accuracy if evaluation else None,
+        eval_greedy=evaluation.greedy if evaluation else None,
+        tokens_per_second=progress.tokens_per_second(),
+        eta_seconds=progress.eta_seconds(),
+        last_step_at=timestamp(last["at"]) if last else None,
+        step_p95=progress.step_p95(),
+        lag=Lag(start=last["lag_start_max"], end=last["lag_end_max"], mean=last["lag_token_mean"]) if last else Lag(),
+        version=newest or 0,
+        queue=_depth(stats),
+        trainer_wait_share=progress.wait_share(),
+        idle_share=dict(idle_share),
+        rollouts=tuple(rollouts),
+        checkpoint=CheckpointState(step=checkpoint[0], at=timestamp(checkpoint[1])) if checkpoint else None,
+        waiting_for=waiting_for,
+    )
+
+
+def waiting_for(
+    *, members: Mapping[str, int], expected: Mapping[str, int], newest: int | None, step: int, evaluating: Sequence[int]
+) -> str:
+    """Say in one sentence what keeps the job from its next step; "" while nothing does.
+
+    members, expected: how many there are and should be of each role; newest: step of the newest published version;
+    step: the next optimizer step, 0 when all are done; evaluating: versions whose evaluation is not finished.
+    """
+    missing = {role: count - members.get(role, 0) for role, count in expected.items() if members.get(role, 0) < count}
+    if missing:
+        return "waiting for " + ", ".join(f"{count} {role}" for role, count in missing.items())
+    if newest is None:
+        return "waiting for the trainer to publish θ_0 (it makes or reads the model)"
+    if step == 0 and evaluating:
+        return f"waiting for the evaluation of θ_{evaluating[0]}"
+    return ""
+
+
+def _depth(stats: QueueStats | None) -> QueueDepth:
+    if stats is None:
+        return QueueDepth()
+    return QueueDepth(
+        ready=sum(count for task, count in stats.ready.items() if task.endswith("/train")),
+        leased=sum(count for task, count in stats.leased.items() if task.endswith("/rollout")),
+        staged=stats.staged,
+        bytes=stats.bytes,
+        limit=stats.limit,
+    )

@@ -1,0 +1,74 @@
+"""``summary.json``: what a run did, in figures that were measured.
+
+Invariant: each figure is computed from lines, from the audit of the ledger, or from what roles reported; nothing is
+assumed, and what was not measured is null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from asyncflow.driver.progress import Progress
+from asyncflow.queue.messages import AuditReport
+
+
+def summarize(
+    progress: Progress,
+    *,
+    audit: AuditReport,
+    phase: str,
+    finished: float,
+    tokens_generated: int,
+    devices: int,
+    idle_share: Mapping[str, float],
+) -> dict[str, Any]:
+    """Give the summary. finished: unix seconds; devices: trainer ranks and rollouts (on CPU a process is a device)."""
+    lines = progress.lines
+    evaluations = [progress.evaluations[step] for step in sorted(progress.evaluations)]
+    first_eval = evaluations[0] if evaluations else None
+    last_eval = evaluations[-1] if evaluations else None
+    dispatched = progress.at("first dispatch")
+    tokens_trained = sum(int(line["tokens"]) for line in lines)
+    training_s = lines[-1]["at"] - dispatched if lines and dispatched is not None else None
+    samples = sum(int(line["samples"]) for line in lines)
+    gaps = [float(line["logprob_gap_p99"]) for line in lines if line.get("logprob_gap_p99") is not None]
+    return {
+        "phase": phase,
+        "steps": progress.done,
+        "wall_s": finished - progress.started,
+        "training_s": training_s,
+        "eval_prompts": last_eval.prompts if last_eval else None,
+        "eval_accuracy_first": first_eval.accuracy if first_eval else None,
+        "eval_accuracy_last": last_eval.accuracy if last_eval else None,
+        "eval_greedy_first": first_eval.greedy if first_eval else None,
+        "eval_greedy_last": last_eval.greedy if last_eval else None,
+        "reward_first": lines[0]["reward"] if lines else None,
+        "reward_last": lines[-1]["reward"] if lines else None,
+        "tokens_generated": tokens_generated,
+        "tokens_trained": tokens_trained,
+        "tpspd": tokens_trained / training_s / devices if training_s and devices else None,
+        "devices": devices,
+        "staleness_start_max": max((line["lag_start_max"] for line in lines), default=None),
+        "staleness_start_mean": (
+            sum(line["lag_start_mean"] * line["samples"] for line in lines) / samples if samples else None
+        ),
+        "staleness_end_max": max((line["lag_end_max"] for line in lines), default=None),
+        "staleness_token_mean": (
+            sum(line["lag_token_mean"] * line["response_tokens"] for line in lines)
+            / max(1, sum(line["response_tokens"] for line in lines))
+            if lines
+            else None
+        ),
+        "samples_dispatched": audit.dispatched,
+        "samples_trained": audit.trained,
+        "samples_filtered": audit.filtered,
+        "samples_dropped": audit.dropped,
+        "samples_unfinished": audit.unfinished,
+        "samples_lost": audit.lost,
+        "samples_duplicated": audit.duplicated,
+        "idle_share": dict(idle_share),
+        "logprob_gap_p99": max(gaps, default=None),
+        "trainer_attempts": audit.attempts,
+        "redeliveries": audit.redeliveries,
+    }

@@ -1,0 +1,249 @@
+"""When one rollout instance claims, holds, starts and swaps, for ``swapAt: quota`` and ``sequence``.
+
+    GENERATE(v) --staged(v+1)--> GENERATE(v, staged) --nothing left for v--> SWAP --> GENERATE(v+1)
+
+*quota*: every row names one version. The instance works for its version until there is nothing to claim for it; a claim
+that gives rows of another version is the sign to finish what runs, load that version and begin them. It may be an older
+one: the rows of an instance that died.
+*sequence*: rows take any version that is new enough. As soon as a newer one is staged nothing is begun any more; what
+runs ends under the version it began with, then the instance swaps.
+
+In both, a version is not left while its evaluation still has rows to claim, and rows of an evaluation that nobody
+served in time are claimed by an instance that has nothing else to do (sequence: by any), which goes back for them.
+
+Invariants: a row begins only under a version of its window; no swap while a sequence runs, so no sequence mixes
+versions; in ``sequence`` training rows never begin under a version older than one loaded before; whatever is held is
+begun, given back, or waits for a swap that is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncflow.flow.schedule import Window
+from asyncflow.identity import Version
+
+SwapAt = Literal["quota", "sequence"]
+Purpose = Literal["train", "eval"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One row: any name of it that is unique here, what it is for, and the version steps that may begin it."""
+
+    id: Hashable
+    purpose: Purpose
+    window: Window
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What to claim: ``version`` is the step of the loaded weights, ``accept`` are others that could be loaded."""
+
+    version: int
+    accept: tuple[int, ...]
+    rows: int
+
+
+class Instance:
+    """The decisions of one instance; the caller tells what happened and then asks what to do.
+
+    slots: sequences that the engine runs at once; ahead: how many more may be begun, so that a slot that becomes free
+    finds the next one waiting; eval_share: the share of the slots that evaluation may take from training.
+    """
+
+    def __init__(self, *, swap_at: SwapAt, slots: int, ahead: int = 0, eval_share: float = 0.25) -> None:
+        self._back = swap_at == "quota"
+        self._slots = slots
+        self._capacity = slots + ahead
+        self._eval_slots = max(1, int(slots * eval_share))
+        self._held: dict[Hashable, Work] = {}
+        self._unready: set[Hashable] = set()
+        self._running: dict[Hashable, Work] = {}
+        self._in_memory: frozenset[int] = frozenset()
+        self._available: frozenset[int] = frozenset()
+        self._staged: Version | None = None
+        self._newest: Version | None = None
+        self._eval_dry = False
+        self._draining = False
+        self.current: Version | None = None
+
+    @property
+    def running(self) -> int:
+        """Sequences begun and not ended."""
+        return len(self._running)
+
+    @property
+    def held(self) -> int:
+        """Rows leased and not begun."""
+        return len(self._held)
+
+    def know(self, *, staged: Version | None, in_memory: Iterable[int], available: Iterable[int]) -> None:
+        """Take in what can be loaded: the newest version staged, the steps in host memory, and those to be had."""
+        self._staged = staged
+        self._in_memory = frozenset(in_memory)
+        self._available = self._in_memory | frozenset(available)
+
+    def loaded(self, version: Version) -> None:
+        """Take in that the engine has swapped to ``version``."""
+        if self._running:
+            raise ValueError(f"{len(self._running)} sequences ran while {version} was loaded")
+        self.current = version
+        self._newest = version if self._newest is None else max(self._newest, version)
+        self._eval_dry = False
+
+    def take(self, works: Iterable[Work]) -> list[Work]:
+        """Hold rows that a claim gave, not ready yet; gives those that this instance will never serve."""
+        never = []
+        for work in works:
+            if work.purpose == "eval":
+                self._eval_dry = False
+            if self._outdated(work):
+                never.append(work)
+            else:
+                self._held[work.id] = work
+                self._unready.add(work.id)
+        return never
+
+    def ready(self, ids: Iterable[Hashable]) -> None:
+        """Take in that these rows have been fetched and can begin."""
+        self._unready.difference_update(ids)
+
+    def release(self, work: Hashable) -> None:
+        """Take in that a row is no longer here: its sequence ended, or its lease is lost."""
+        self._held.pop(work, None)
+        self._unready.discard(work)
+        self._running.pop(work, None)
+
+    def eval_parked(self) -> None:
+        """Take in that a claim of evaluation rows found none ready."""
+        self._eval_dry = True
+
+    def drain(self) -> None:
+        """Claim, begin and swap nothing any more."""
+        self._draining = True
+
+    def admit(self) -> list[Work]:
+        """Begin what may begin now; the caller starts exactly these."""
+        if self.current is None or self._draining:
+            return []
+        target = self._target()
+        begun = [
+            work
+            for work in self._held.values()
+            if work.id not in self._unready and self._suits(work) and not self._better_at(target, work)
+        ][: max(0, self._capacity - len(self._running))]
+        for work in begun:
+            del self._held[work.id]
+            self._running[work.id] = work
+        return begun
+
+    def swap(self) -> int | None:
+        """Give the step to load now, None for no swap. Until it is ``loaded``, or that has failed, admit nothing."""
+        target = self._target()
+        if target is None or self._running or self._draining:
+            return None
+        due = any(self._suits(work) and not self._better_at(target, work) for work in self._held.values())
+        leaving = self.current is None or self._eval_dry or self._misfit() is not None
+        return target if leaving and not due else None
+
+    def ask(self, purpose: Purpose) -> Ask | None:
+        """Give what to claim for ``purpose``, None for nothing now."""
+        if self.current is None or self._draining or self._misfit() is not None:
+            return None
+        accept, room = self._claim_train() if purpose == "train" else self._claim_eval()
+        if accept is None:
+            return None
+        return Ask(self.current.step, tuple(sorted(accept - {self.current.step})), room) if room > 0 else None
+
+    def want(self, versions: Collection[Version], *, required: Collection[int]) -> int | None:
+        """Give the step to pull next out of what others offer, None for nothing.
+
+        versions: those that can be had; required: the steps that unfinished work needs.
+        """
+        steps = {version.step for version in versions}
+        misfit = self._misfit()
+        if misfit is not None and (step := self._serving(misfit)) in steps and step not in self._in_memory:
+            return step
+        newer = [version for version in versions if self._newest is None or version > self._newest]
+        if not newer:
+            return None
+        if self._newest is None:
+            return max(newer).step
+        pinned = [version for version in newer if version.step in required]
+        return min(pinned).step if pinned else max(newer).step
+
+    def _all(self) -> list[Work]:
+        return [*self._held.values(), *self._running.values()]
+
+    def _claim_train(self) -> tuple[frozenset[int] | None, int]:
+        """Give the versions that a claim of training rows accepts (None: no claim) and the room for them."""
+        room = self._capacity - len(self._all())
+        if not self._back:
+            return None if self._forward() or self._behind() else frozenset(), room
+        if not self._eval_dry:
+            return frozenset(), room
+        return self._in_memory if self._all() else self._available, room
+
+    def _claim_eval(self) -> tuple[frozenset[int] | None, int]:
+        """Give the same for evaluation rows, which training rows that only wait for a swap do not keep out."""
+        held = sum(1 for work in self._held.values() if work.purpose == "eval")
+        mine = held + sum(1 for work in self._running.values() if work.purpose == "eval")
+        share = self._capacity if mine == len(self._all()) else self._eval_slots
+        room = min(share - mine, self._capacity - len(self._running) - held)
+        if not self._back and self._forward():
+            return None if self._eval_dry else frozenset(), room
+        return self._available if not self._back or not self._all() else frozenset(), room
+
+    def _forward(self) -> bool:
+        """Say whether a version newer than the loaded one is staged."""
+        return self._staged is not None and (self.current is None or self._staged > self.current)
+
+    def _behind(self) -> bool:
+        """Say whether the loaded version is older than one loaded before."""
+        return self.current is not None and self._newest is not None and self.current < self._newest
+
+    def _outdated(self, work: Work) -> bool:
+        newest = self._newest
+        return not self._back and work.purpose == "train" and newest is not None and work.window.newest < newest.step
+
+    def _suits(self, work: Work) -> bool:
+        """Say whether ``work`` may begin under the loaded version."""
+        if self.current is None or (work.purpose == "train" and not self._back and self._behind()):
+            return False
+        return _within(work, self.current.step)
+
+    def _better_at(self, target: int | None, work: Work) -> bool:
+        """Say whether ``work`` should wait for the version that comes next."""
+        if target is None or not _within(work, target):
+            return False
+        staged = self._staged
+        forward = staged is not None and staged.step == target and (self._newest is None or staged >= self._newest)
+        return work.purpose == "eval" or self._back or forward
+
+    def _misfit(self) -> Work | None:
+        """Give the row held longest of those that need another version than the loaded one."""
+        return next((work for work in self._held.values() if not self._suits(work)), None)
+
+    def _serving(self, work: Work) -> int:
+        """Give the version step to load for ``work``."""
+        if self._staged is not None and _within(work, self._staged.step):
+            return self._staged.step
+        if work.purpose == "train" and not self._back and self._newest is not None and self._behind():
+            return self._newest.step
+        return max((step for step in self._available if _within(work, step)), default=work.window.oldest)
+
+    def _target(self) -> int | None:
+        """Give the version step that this instance goes to next, None where it stays."""
+        misfit = self._misfit()
+        if misfit is not None:
+            return self._serving(misfit)
+        if self._staged is not None and self._forward() and (self.current is None or not self._back):
+            return self._staged.step
+        return None
+
+
+def _within(work: Work, step: int) -> bool:
+    return work.window.oldest <= step <= work.window.newest

@@ -1,0 +1,60 @@
+"""Which weight version may generate the samples of step k.
+
+The whole of asynchrony is in one number, the *lag* η: D_k may begin under θ_{k-1-η} or newer. ``sync`` and ``periodic``
+have η = 0; ``delayed`` with ``swapAt: quota`` has η = 1 and allows that one version only (AsyncFlow §4.2.1: D_1 and D_2
+come from θ_0, D_k from θ_{k-2}); ``sequence`` and ``token`` allow everything from η = maxStaleness on.
+
+Invariant: a sample of step k never begins under a version whose lag at its gradient, (k-1) - v, exceeds η.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from asyncflow.identity import NEWEST
+
+
+class Window(NamedTuple):
+    """The steps of the versions that may generate a row, both ends included."""
+
+    oldest: int
+    newest: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Steps, versions and evaluations of one job.
+
+    steps: optimizer steps in all. lag: η, in optimizer steps. exact: only the oldest version of the window may generate.
+    sync_every: a version is published after so many steps. eval_every: evaluate each so many steps; 0 = first and last.
+    """
+
+    steps: int
+    lag: int
+    exact: bool
+    sync_every: int = 1
+    eval_every: int = 0
+
+    def window(self, step: int) -> Window:
+        """Give the versions that may generate D_step; a version named is always one that is published."""
+        oldest = max(0, step - 1 - self.lag)
+        oldest -= oldest % self.sync_every
+        return Window(oldest, oldest if self.exact else NEWEST)
+
+    def publishes(self, step: int) -> bool:
+        """Tell whether θ_step is published."""
+        return step % self.sync_every == 0 or step == self.steps
+
+    def evaluates(self, step: int) -> bool:
+        """Tell whether θ_step is evaluated: the first, the last, and each ``eval_every``-th that is published."""
+        regular = self.eval_every > 0 and step % self.eval_every == 0
+        return step in (0, self.steps) or (regular and self.publishes(step))
+
+    def evaluations(self) -> list[int]:
+        """Give the steps whose weights are evaluated, in order."""
+        return [step for step in range(self.steps + 1) if self.evaluates(step)]
+
+    def required(self, unfinished: set[int]) -> set[int]:
+        """Give the versions that the samples of unfinished steps still need exactly; none where newer ones serve."""
+        return {self.window(step).oldest for step in unfinished} if self.exact else set()

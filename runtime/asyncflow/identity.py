@@ -1,0 +1,68 @@
+"""Who is who: samples, rows and weight versions.
+
+Invariants: a ``SampleKey`` names one sample for ever, also when it is generated again; a row id is never reused;
+versions are totally ordered by (trainer attempt, step), so that a step trained again is another version.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+NEWEST = 2**31 - 1
+"""An upper bound for ``max_version``: any version, however new."""
+
+_STEP_BITS = 32
+_UNIT_BITS = 12
+_COUNTER_BITS = 32
+_EPOCH_BITS = 19
+
+
+class SampleKey(NamedTuple):
+    """One sample: the prompt's serial in data order, and j within the prompt's group. The group is the serial."""
+
+    serial: int
+    sample: int
+
+
+class Version(NamedTuple):
+    """Weights after optimizer step ``step`` of trainer attempt ``attempt``; step 0 is the initial model."""
+
+    attempt: int
+    step: int
+
+    @property
+    def packed(self) -> int:
+        """The version as one int64, whose order is the order of versions."""
+        return self.attempt << _STEP_BITS | self.step
+
+    @classmethod
+    def unpack(cls, packed: int) -> Version:
+        """Give the version that ``packed`` stands for."""
+        return cls(packed >> _STEP_BITS, packed & (1 << _STEP_BITS) - 1)
+
+    def __str__(self) -> str:
+        return f"θ{self.step}" if self.attempt == 0 else f"θ{self.step}@{self.attempt}"
+
+
+class RowPlace(NamedTuple):
+    """Where a row lies: the epoch that the controller granted to the unit, the unit, a counter within both."""
+
+    epoch: int
+    unit: int
+    counter: int
+
+    @property
+    def row(self) -> int:
+        """The row id, a positive int64. Raises ValueError where a part does not fit."""
+        if not (0 <= self.epoch < 1 << _EPOCH_BITS and 0 <= self.unit < 1 << _UNIT_BITS):
+            raise ValueError(f"epoch {self.epoch} or unit {self.unit} does not fit a row id")
+        if not 0 <= self.counter < 1 << _COUNTER_BITS:
+            raise ValueError(f"counter {self.counter} does not fit a row id")
+        return (self.epoch << _UNIT_BITS | self.unit) << _COUNTER_BITS | self.counter
+
+    @classmethod
+    def of(cls, row: int) -> RowPlace:
+        """Give the place that row id ``row`` names."""
+        counter = row & (1 << _COUNTER_BITS) - 1
+        unit = row >> _COUNTER_BITS & (1 << _UNIT_BITS) - 1
+        return cls(row >> _COUNTER_BITS + _UNIT_BITS, unit, counter)

@@ -1,0 +1,157 @@
+"""A tokenizer as every role uses it: text to ids and back, and chat templates, without transformers or torch.
+
+Invariant: ``Tokenizer.load(folder)`` gives the ids that transformers gives for the same ordinary Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import tokenizers
+from jinja2 import Template, TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from asyncflow.errors import ManifestError
+
+
+class Tokenizer:
+    """The tokenizer of one model folder.
+
+    eos_ids: the ids that end a response, sorted; pad_id: the padding id, or the first of eos_ids where the folder names
+    none; vocab_size: how many ids the tokenizer itself knows (the model's embedding may be larger).
+    """
+
+    def __init__(
+        self,
+        core: tokenizers.Tokenizer,
+        *,
+        eos_ids: Sequence[int],
+        pad_id: int,
+        chat_template: str = "",
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        self._core = core
+        self._chat = _compile(chat_template) if chat_template else None
+        self._special_tokens = dict(special_tokens or {})
+        self.eos_ids = tuple(sorted(eos_ids))
+        self.pad_id = pad_id
+        self.vocab_size: int = core.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Read tokenizer.json, tokenizer_config.json, config.json, generation_config.json and the chat template.
+
+        Raises ManifestError where the folder has no tokenizer.json or no end-of-sequence token.
+        """
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ManifestError(
+                "the model has no tokenizer.json",
+                where=str(folder),
+                hint="give a Hugging Face folder with a fast tokenizer; transformers' save_pretrained writes one",
+            )
+        core = tokenizers.Tokenizer.from_file(str(file))
+        core.no_padding()
+        core.no_truncation()
+        settings = _json(folder / "tokenizer_config.json")
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        special = {name: text for name in names if (text := _token_text(settings.get(name)))}
+        named = [core.token_to_id(special["eos_token"])] if "eos_token" in special else []
+        for source in ("config.json", "generation_config.json"):
+            ids = _json(folder / source).get("eos_token_id")
+            named += ids if isinstance(ids, list) else [ids]
+        eos = {int(token) for token in named if token is not None}
+        if not eos:
+            raise ManifestError("no end-of-sequence token is named", where=str(folder), hint="set eos_token_id")
+        pad = core.token_to_id(special["pad_token"]) if "pad_token" in special else None
+        return cls(
+            core,
+            eos_ids=sorted(eos),
+            pad_id=min(eos) if pad is None else pad,
+            chat_template=_chat_template(folder, settings),
+            special_tokens=special,
+        )
+
+    @property
+    def can_chat(self) -> bool:
+        """Whether the folder has a chat template."""
+        return self._chat is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Give the ids of ``text``; special tokens spelled in it are recognised, others only added when asked."""
+        ids: list[int] = self._core.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Give the text of ``ids``, without special tokens unless asked for."""
+        text: str = self._core.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+        return text
+
+    def chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
+        """Give the ids of a conversation, rendered by the model's own chat template.
+
+        messages: {"role", "content"} each. Raises ManifestError where there is no template or it refuses the messages.
+        """
+        if self._chat is None:
+            raise ManifestError(
+                "the model has no chat template", where="data.*.config.chat", hint="set `chat: false` for a base model"
+            )
+        try:
+            text = self._chat.render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except TemplateError as error:
+            raise ManifestError(f"the model's chat template refuses the messages: {error}") from error
+        return self.encode(text)
+
+
+def _compile(template: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
+    try:
+        return environment.from_string(template)
+    except TemplateError as error:
+        raise ManifestError(f"the model's chat template cannot be read: {error}") from error
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template", "")
+    if isinstance(template, list):
+        template = next((entry["template"] for entry in template if entry.get("name") == "default"), "")
+    return str(template or "")
+
+
+def _token_text(token: object) -> str:
+    if isinstance(token, Mapping):
+        return str(token.get("content", ""))
+    return token if isinstance(token, str) else ""
+
+
+def _json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ManifestError(f"is not JSON: {error}", where=str(file)) from error
+    return content if isinstance(content, dict) else {}

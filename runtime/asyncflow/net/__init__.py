@@ -1,0 +1,1 @@
+"""Everything that crosses a socket between roles: calls, column frames, keys, membership and the HTTP face."""

@@ -1,0 +1,205 @@
+"""A role's own end of the directory: joins, reports in every heartbeat, and knows the others.
+
+The heartbeat runs in the role's event loop. A role must therefore keep its loop free: engines, trainers and whatever
+else computes run in threads (and let go of the GIL), or the directory takes the role for lost after ``lost_after_s``.
+All times are monotonic: a system clock that jumps changes nothing.
+
+Invariants: a member whose directory was restarted registers again by itself; while the directory is away the last known
+members stay; one that was replaced by a newer incarnation is told to stop and never registers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost
+from asyncflow.net.keys import Keys
+from asyncflow.net.roster import (
+    HEARTBEAT,
+    LEAVE,
+    REGISTER,
+    Beat,
+    Beaten,
+    Directives,
+    Leave,
+    Left,
+    Member,
+    Registered,
+    Status,
+)
+from asyncflow.net.rpc import RpcClient, persist
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_REGISTER_S = 5.0
+_LEAVE_S = 0.5
+
+
+class Membership:
+    """This process as a member of a job.
+
+    driver: address of the directory; member: who this process is; keys: the job's key; status: asked before each
+    heartbeat for what to report (JSON scalars, lists, dicts).
+    on_directives: functions to be told whenever the directives change; on_peers: whenever the members change.
+    """
+
+    def __init__(
+        self,
+        *,
+        driver: str,
+        member: Member,
+        keys: Keys | None = None,
+        status: Callable[[], Status] = dict,
+    ) -> None:
+        self.member = member
+        self.driver = RpcClient(name=str(member), resolve=driver, keys=keys)
+        self.directives = Directives()
+        self.connected = False
+        self.fenced: Fenced | None = None
+        self.on_directives: list[Callable[[Directives], None]] = []
+        self.on_peers: list[Callable[[], None]] = []
+        self._status = status
+        self._members: dict[tuple[str, int], Member] = {}
+        self._revision = -1
+        self._heartbeat_s = 1.0
+        self._lost_after_s = 5.0
+        self._changed = asyncio.Event()
+        self._soon = asyncio.Event()
+        self._beating: asyncio.Task[None] | None = None
+
+    async def join(self, timeout: float) -> None:
+        """Register, however late the directory comes up within ``timeout`` seconds, and begin to report.
+
+        Raises DeadlineExceeded when the directory was not reached, Fenced when a newer incarnation has this place.
+        """
+        await persist(self._register, what=f"{self.member}: joining the job", timeout=timeout)
+        self._beating = asyncio.get_running_loop().create_task(self._beat_for_ever(), name=f"heartbeat {self.member}")
+
+    async def close(self, reason: str = "left") -> None:
+        """Stop reporting, say goodbye if the directory can be reached at once, and close ``driver``."""
+        if self._beating is not None:
+            self._beating.cancel()
+            await asyncio.wait([self._beating])
+            goodbye = Leave(incarnation=self.member.incarnation, reason=reason)
+            try:
+                await self.driver.call(LEAVE, goodbye, Left, timeout=_LEAVE_S)
+            except AsyncFlowError as error:
+                log.info("%s left without a goodbye: %s", self.member, error)
+        await self.driver.close()
+
+    def peers(self, role: str) -> list[Member]:
+        """Give the members of ``role`` that are known now, this process included, in order of their index."""
+        return [self._members[place] for place in sorted(self._members) if place[0] == role]
+
+    def peer(self, role: str, index: int = 0) -> Member | None:
+        """Give one member, or None while there is none."""
+        return self._members.get((role, index))
+
+    def address(self, role: str, index: int = 0) -> str | None:
+        """Give where a member answers calls, or None while there is none: a resolver for ``RpcClient``."""
+        member = self.peer(role, index)
+        return (member.address or None) if member is not None else None
+
+    def nudge(self) -> None:
+        """Report now instead of at the next heartbeat: the status has changed."""
+        self._soon.set()
+
+    async def announce(self, member: Member, timeout: float) -> None:
+        """Register again with another address, URL or info (same role, index and incarnation)."""
+        if (member.role, member.index, member.incarnation) != (
+            self.member.role,
+            self.member.index,
+            self.member.incarnation,
+        ):
+            raise ValueError(f"{member} is not the member that joined, {self.member}")
+        self.member = member
+        await persist(self._register, what=f"{member}: announcing itself", timeout=timeout)
+
+    async def wait_for(self, predicate: Callable[[], T], what: str, timeout: float) -> T:
+        """Wait until ``predicate()``, asked at every change of members or directives, gives something true; give that.
+
+        Raises DeadlineExceeded that says ``what`` was waited for, and Fenced as soon as this process was replaced.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                while not (found := predicate()):
+                    if self.fenced is not None:
+                        raise self.fenced
+                    changed = self._changed
+                    await changed.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{what} did not come within {timeout:g} s",
+                where=str(self.member),
+                hint=f"Members known: {', '.join(str(m) for m in self._members.values()) or 'none'}",
+            ) from None
+        return found
+
+    async def _register(self) -> None:
+        registered = await self.driver.call(REGISTER, self.member, Registered, timeout=_REGISTER_S)
+        self._heartbeat_s = registered.heartbeat_s
+        self._lost_after_s = registered.lost_after_s
+        self.connected = True
+        self._learn(registered.revision, registered.peers)
+
+    async def _beat_for_ever(self) -> None:
+        while True:
+            try:
+                await self._beat()
+            except Fenced as error:
+                self._be_fenced(error)
+                return
+            except (PeerLost, DeadlineExceeded) as error:
+                if self.connected:
+                    log.warning("%s: the directory is away: %s", self.member, error)
+                self.connected = False
+            except Exception:
+                log.exception("%s: a heartbeat failed", self.member)
+            self._soon.clear()
+            try:
+                async with asyncio.timeout(self._heartbeat_s):
+                    await self._soon.wait()
+            except TimeoutError:
+                continue
+
+    async def _beat(self) -> None:
+        beat = Beat(incarnation=self.member.incarnation, revision=self._revision, status=self._status())
+        answer = await self.driver.call(HEARTBEAT, beat, Beaten, timeout=self._lost_after_s)
+        if not answer.known:
+            log.info("%s: the directory does not know this process: registering again", self.member)
+            await self._register()
+            return
+        if not self.connected:
+            log.info("%s: the directory is back", self.member)
+        self.connected = True
+        if answer.peers is not None:
+            self._learn(answer.revision, answer.peers)
+        if answer.directives != self.directives:
+            self._obey(answer.directives)
+
+    def _be_fenced(self, error: Fenced) -> None:
+        log.error("%s must stop: %s", self.member, error)
+        self.fenced = error
+        self.connected = False
+        self._obey(Directives(stop=True))
+
+    def _learn(self, revision: int, members: list[Member]) -> None:
+        self._revision = revision
+        self._members = {(member.role, member.index): member for member in members}
+        self._wake()
+        for told in self.on_peers:
+            told()
+
+    def _obey(self, directives: Directives) -> None:
+        self.directives = directives
+        self._wake()
+        for told in self.on_directives:
+            told(directives)
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

@@ -1,0 +1,282 @@
+"""The calling side: one DEALER socket to one peer, many calls at once, told apart by a call id.
+
+Invariants: every call ends at its deadline at the latest; a connection that broke is never used again, and the calls
+that were on it raise ``PeerLost`` at once, because nobody can know whether they were carried out; a caller that waits
+no longer says so to the server, so that no handler works for nobody.
+
+A client belongs to the event loop in which it was first used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+from msgspec import Struct
+from zmq.utils.monitor import parse_monitor_message
+
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, ProtocolError, from_wire
+from asyncflow.net import wire
+from asyncflow.net.frames import Buffer
+from asyncflow.net.keys import Keys
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=Struct)
+_Answered = tuple[memoryview, list[memoryview]]
+
+_RESOLVE_S = 0.1
+_SHORTEST_S = 0.001
+_UNHEARD_BYTES = 64 << 20
+"""Bytes of calls given up while the peer said nothing, which wait in the connection and can only be freed with it."""
+
+_EVENTS = (
+    zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_DISCONNECTED
+)
+_STATES = {
+    zmq.EVENT_CONNECT_RETRIED: "nobody listens there",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the handshake failed: do both sides hold the key of this job?",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the handshake failed: do both sides hold the key of this job?",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the peer refused the key of this job",
+}
+
+
+@functools.cache
+def _decoder(reply: type[Struct]) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(reply)
+
+
+class _Link:
+    """One connection to one address, with the calls that wait on it, until it breaks or is closed."""
+
+    def __init__(
+        self, address: str, *, keys: Keys | None, max_message: int, lost: Callable[[_Link, str], None]
+    ) -> None:
+        self.address = address
+        self.state = "the connection was not made"
+        self.waiting: dict[int, asyncio.Future[_Answered]] = {}
+        self.dropped = 0
+        self._lost = lost
+        self._unheard = 0
+        self._connected = False
+        socket = wire.open_socket(zmq.DEALER, max_message=max_message)
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if keys is not None:
+            keys.guard_client(socket)
+        self._monitor = wire.Wire(socket.get_monitor_socket(_EVENTS), self._event)
+        socket.connect(address)
+        self._wire = wire.Wire(socket, self._answer)
+        self._socket = socket
+
+    def send(self, call: int, parts: Sequence[Buffer]) -> None:
+        self._wire.send(call, parts)
+
+    def forget(self, call: int, size: int) -> None:
+        """Wait no longer for ``call`` of ``size`` bytes: take it back, or tell the server."""
+        if self.waiting.pop(call, None) is None or self._wire.withdraw(call):
+            return
+        self._unheard += size
+        if self._unheard > _UNHEARD_BYTES:
+            self._lost(self, f"the peer heard nothing of the last {self._unheard} bytes")
+        else:
+            self._wire.send(call, [wire.encode(wire.Cancel(call))])
+
+    def close(self, why: str) -> None:
+        """Close the connection; the calls on it raise PeerLost."""
+        if self._wire.closed:
+            return
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._wire.close()
+        waiting, self.waiting = self.waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(PeerLost(why, where=self.address, hint="Nobody knows whether the call was done"))
+
+    def _event(self, parts: list[zmq.Frame]) -> None:
+        event = parse_monitor_message([part.bytes for part in parts])["event"]
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._connected = True
+            self.state = "it is connected and silent: stopped, overloaded, or it waits for something itself"
+        elif event == zmq.EVENT_DISCONNECTED and self._connected:
+            self._wire.drain()
+            self._lost(self, "the connection to the peer broke")
+        else:
+            self.state = _STATES.get(zmq.Event(event), self.state)
+
+    def _answer(self, parts: list[zmq.Frame]) -> None:
+        self._unheard = 0
+        try:
+            header = wire.to_client(parts[0].buffer)
+        except msgspec.MsgspecError:
+            self.dropped += 1
+            return
+        future = self.waiting.pop(header.call, None)
+        if future is None or future.done():
+            return
+        if isinstance(header, wire.Failure):
+            future.set_exception(_failure(parts[1:], self.address))
+        elif len(parts) != 2 + header.frames:
+            wrong = f"an answer of {header.frames} frames came in {len(parts)} parts"
+            future.set_exception(ProtocolError(wrong, where=self.address))
+        else:
+            future.set_result((memoryview(parts[1].bytes), wire.views(parts[2:])))
+
+
+def _failure(body: list[zmq.Frame], address: str) -> AsyncFlowError:
+    try:
+        return from_wire(wire.error_body(body[0].buffer))
+    except (IndexError, msgspec.MsgspecError):
+        return ProtocolError("an error came that cannot be read", where=address)
+
+
+class RpcClient:
+    """Calls one peer.
+
+    name: of the caller or the connection, in errors; resolve: the peer's address, or a function asked before each call
+    and while calls wait, that gives None as long as the peer has no address; keys: the job's key, None for plain text;
+    max_message: most bytes of one message, frames included.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        resolve: str | Callable[[], str | None],
+        keys: Keys | None = None,
+        max_message: int = 1 << 30,
+    ) -> None:
+        self.name = name
+        self._resolve = resolve if callable(resolve) else lambda: resolve
+        self._keys = keys
+        self._max_message = max_message
+        self._ids = itertools.count()
+        self._link: _Link | None = None
+        self._homeless: set[asyncio.Future[None]] = set()
+        self._watch: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    async def call(
+        self, method: str, request: Struct, reply: type[R], *, timeout: float, frames: Sequence[Buffer] = ()
+    ) -> R:
+        """Call ``method`` and give its reply; ``call_frames`` says the errors."""
+        answer, _ = await self.call_frames(method, request, reply, timeout=timeout, frames=frames)
+        return answer
+
+    async def call_frames(
+        self, method: str, request: Struct, reply: type[R], *, timeout: float, frames: Sequence[Buffer] = ()
+    ) -> tuple[R, list[memoryview]]:
+        """Call ``method`` with ``request`` and ``frames``; give the reply and its frames (read-only views).
+
+        timeout: seconds that all of it may take, finding and reaching the peer included. Frames of 64 KiB and more are
+        sent from where they lie: they must not change any more, even when the call was given up.
+        Raises DeadlineExceeded when no answer came in time, PeerLost when the connection broke under the call,
+        ProtocolError when an answer cannot be read or the call is too large, and whatever AsyncFlowError the handler
+        raised (RemoteError for any other exception of it).
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        body = wire.encode(request)
+        size = wire.check_size(f"the call of {method}", body, frames, limit=self._max_message)
+        link = self._current() or await self._found(method, timeout, deadline)
+        call = next(self._ids)
+        future: asyncio.Future[_Answered] = loop.create_future()
+        link.waiting[call] = future
+        expiry = loop.call_at(deadline, self._expire, link, future, method, timeout)
+        self._keep_watch()
+        left = min(max(deadline - loop.time(), _SHORTEST_S), wire.MAX_TIMEOUT)
+        header = wire.Call(call, method, left, len(frames))
+        try:
+            link.send(call, [wire.encode(header), body, *frames])
+            answer, out = await future
+        finally:
+            expiry.cancel()
+            link.forget(call, size)
+        try:
+            return _decoder(reply).decode(answer), out
+        except msgspec.MsgspecError as wrong:
+            raise ProtocolError(f"{method}: the answer is no {reply.__name__}: {wrong}", where=link.address) from wrong
+
+    async def close(self) -> None:
+        """Close the connection; calls in flight raise PeerLost, later ones too."""
+        self._closed = True
+        if self._watch is not None:
+            self._watch.cancel()
+        self._wake_homeless()
+        if self._link is not None:
+            self._link.close("this client was closed")
+            self._link = None
+
+    def _current(self) -> _Link | None:
+        """Give the connection to the address that holds now; None while the peer has no address."""
+        if self._closed:
+            raise PeerLost("this client was closed", where=self.name)
+        address = self._resolve()
+        if address is None:
+            return None
+        if self._link is not None and self._link.address != address:
+            self._link.close(f"the peer moved to {address}")
+            self._link = None
+        if self._link is None:
+            self._link = _Link(address, keys=self._keys, max_message=self._max_message, lost=self._on_lost)
+        return self._link
+
+    async def _found(self, method: str, timeout: float, deadline: float) -> _Link:
+        """Wait until the peer has an address, and give the connection to it."""
+        loop = asyncio.get_running_loop()
+        while (link := self._current()) is None:
+            moved: asyncio.Future[None] = loop.create_future()
+            self._homeless.add(moved)
+            self._keep_watch()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await moved
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"{method} was not begun within {timeout:g} s: the peer has no address yet",
+                    where=self.name,
+                    hint="See whether that role runs and has registered",
+                ) from None
+            finally:
+                self._homeless.discard(moved)
+        return link
+
+    def _expire(self, link: _Link, future: asyncio.Future[_Answered], method: str, timeout: float) -> None:
+        if not future.done():
+            what = f"{method} was not answered by {link.address} within {timeout:g} s: {link.state}"
+            future.set_exception(DeadlineExceeded(what, where=self.name))
+
+    def _on_lost(self, link: _Link, why: str) -> None:
+        if self._link is link:
+            self._link = None
+        link.close(why)
+
+    def _keep_watch(self) -> None:
+        """See to it that the resolver is asked again while anybody waits."""
+        if self._watch is None and not self._closed:
+            self._watch = asyncio.get_running_loop().call_later(_RESOLVE_S, self._ask_again)
+
+    def _ask_again(self) -> None:
+        self._watch = None
+        if self._homeless or (self._link is not None and self._link.waiting):
+            if self._current() is not None:
+                self._wake_homeless()
+            self._keep_watch()
+
+    def _wake_homeless(self) -> None:
+        for waiting in self._homeless:
+            if not waiting.done():
+                waiting.set_result(None)

@@ -1,0 +1,142 @@
+"""``plan(job)``: which roles a job has.
+
+Invariant: a pure function of the job, the same on every substrate; roles stand in the order in which they start, each
+after those it waits for. There is no list of endpoints in a plan: a role is told the driver's address and dials in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from asyncflow.api.accelerators import PROFILES
+from asyncflow.api.durability import RestartSpec
+from asyncflow.api.job import RLJob, RLJobSpec
+from asyncflow.api.names import HTTP_PORT, RPC_PORT
+from asyncflow.api.placement import AcceleratorSpec, ResourcesSpec, TemplateSpec
+from asyncflow.plan.flow import edges
+from asyncflow.plan.roles import JobPlan, Port, Readiness, Resources, RestartPolicy, Role
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_OVERHEAD = 256 << 20
+"""Bytes of a storage unit's process beside its cells."""
+_CPU_ONLY = AcceleratorSpec()
+
+
+def plan(job: RLJob) -> JobPlan:
+    """Give the roles of ``job`` and the flow between them."""
+    spec = job.spec
+    roles = (_driver(spec), _controller(spec), _storage(spec), _trainer(spec), _rollout(spec))
+    return JobPlan(job=job.name, roles=roles, edges=edges(spec))
+
+
+def _driver(spec: RLJobSpec) -> Role:
+    return Role(
+        name="driver",
+        replicas=1,
+        core=1,
+        most=1,
+        leader=True,
+        resources=_resources(spec.driver.resources, threads=1),
+        restart=_restart(spec.failure_policy.driver),
+        env=_env(spec.template, threads=1),
+        **_listening(spec),
+    )
+
+
+def _controller(spec: RLJobSpec) -> Role:
+    queue = spec.transfer_queue
+    return Role(
+        name="controller",
+        replicas=1,
+        core=1,
+        most=1,
+        after=("driver",),
+        durable=("ledger",),
+        resources=_resources(ResourcesSpec(cpu=queue.resources.cpu), threads=1),
+        restart=_restart(spec.failure_policy.controller),
+        env=_env(spec.template, threads=1),
+        **_listening(spec),
+    )
+
+
+def _storage(spec: RLJobSpec) -> Role:
+    queue = spec.transfer_queue
+    return Role(
+        name="storage",
+        replicas=queue.storage_units,
+        core=queue.storage_units,
+        most=queue.storage_units,
+        after=("driver",),
+        resources=_resources(queue.resources, threads=1, least_memory=queue.bytes_per_unit.bytes + _OVERHEAD),
+        restart=_restart(spec.failure_policy.storage),
+        env=_env(spec.template, threads=1),
+        **_listening(spec),
+    )
+
+
+def _trainer(spec: RLJobSpec) -> Role:
+    trainer = spec.trainer
+    return Role(
+        name="trainer",
+        replicas=trainer.replicas,
+        core=trainer.replicas,
+        most=trainer.replicas,
+        gang=True,
+        after=("controller", "storage"),
+        durable=("checkpoints",),
+        resources=_resources(trainer.resources, threads=trainer.threads, accelerator=trainer.accelerator),
+        restart=_restart(spec.failure_policy.trainer),
+        env=_env(spec.template, trainer.template, threads=trainer.threads, accelerator=trainer.accelerator),
+        **_listening(spec),
+    )
+
+
+def _rollout(spec: RLJobSpec) -> Role:
+    rollout = spec.rollout
+    return Role(
+        name="rollout",
+        replicas=rollout.replicas,
+        core=rollout.min_replicas,
+        most=rollout.max_replicas,
+        after=("controller", "storage"),
+        resources=_resources(rollout.resources, threads=rollout.threads, accelerator=rollout.accelerator),
+        restart=_restart(spec.failure_policy.rollout),
+        env=_env(spec.template, rollout.template, threads=rollout.threads, accelerator=rollout.accelerator),
+        **_listening(spec),
+    )
+
+
+def _listening(spec: RLJobSpec) -> dict[str, Any]:
+    return {
+        "ports": (Port(name="rpc", number=RPC_PORT), Port(name="http", number=HTTP_PORT)),
+        "readiness": Readiness(path="/readyz", port="http", within_s=spec.limits.start_seconds),
+    }
+
+
+def _resources(
+    stated: ResourcesSpec, *, threads: int, least_memory: int | None = None, accelerator: AcceleratorSpec = _CPU_ONLY
+) -> Resources:
+    return Resources(
+        cpu=float(stated.cpu.amount) if stated.cpu is not None else float(threads),
+        memory=stated.memory.bytes if stated.memory is not None else least_memory,
+        shared_memory=stated.shared_memory.bytes if stated.shared_memory is not None else None,
+        profile=accelerator.profile,
+        resource=PROFILES[accelerator.profile].resource,
+        accelerators=accelerator.count,
+    )
+
+
+def _restart(spec: RestartSpec) -> RestartPolicy:
+    return RestartPolicy(max_restarts=spec.max_restarts, window_s=spec.window_seconds, backoff_s=spec.backoff_seconds)
+
+
+def _env(*templates: TemplateSpec, threads: int, accelerator: AcceleratorSpec = _CPU_ONLY) -> Mapping[str, str]:
+    """Give the environment; what the user's templates say, later ones first, wins over the facts and ``threads``."""
+    return MappingProxyType(
+        dict.fromkeys(_THREAD_VARIABLES, str(threads))
+        | {"TOKENIZERS_PARALLELISM": "false"}
+        | dict(PROFILES[accelerator.profile].env)
+        | {variable.name: variable.value for template in templates for variable in template.env}
+    )

@@ -1,0 +1,138 @@
+"""What a role is: how many processes, the command line of each, and what a substrate owes it.
+
+Invariant: a role says everything that a substrate needs and nothing that only one substrate knows: no address, no path,
+no process and no pod. What only the substrate knows is given to ``command``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from asyncflow.api.names import RoleName
+
+Durable = Literal["ledger", "checkpoints"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Port:
+    """A listening TCP port of a process that has an address of its own; on a shared address any free port will do."""
+
+    name: str
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Readiness:
+    """A process is ready when ``GET path`` at the port named ``port`` answers 200, ``within_s`` after its start."""
+
+    path: str
+    port: str
+    within_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartPolicy:
+    """What a role's failures may cost, over all its processes; for a gang one restart is one.
+
+    max_restarts: within ``window_s`` seconds; backoff_s: seconds before the first, doubled by each in a row.
+    """
+
+    max_restarts: int
+    window_s: float
+    backoff_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What one process needs. cpu: cores; memory: bytes, None = unstated; accelerators: devices of ``resource``."""
+
+    cpu: float
+    memory: int | None = None
+    shared_memory: int | None = None
+    profile: str = "cpu"
+    resource: str = ""
+    accelerators: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """One role of a job.
+
+    replicas: processes, of which ``core`` must find a place together with the other roles' cores; elastic: whether
+    ``replicas`` may change between ``core`` and ``most`` while the job runs. gang: whether the processes start and end
+    together. leader: whether its exit with status 0 ends the job well. after: roles to be ready before it starts.
+    durable: volumes that it needs. env: beside what the substrate adds.
+    """
+
+    name: RoleName
+    replicas: int
+    core: int
+    most: int
+    resources: Resources
+    readiness: Readiness
+    restart: RestartPolicy
+    gang: bool = False
+    leader: bool = False
+    after: tuple[RoleName, ...] = ()
+    durable: tuple[Durable, ...] = ()
+    ports: tuple[Port, ...] = ()
+    env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of processes may change while the job runs."""
+        return self.core != self.most
+
+    def command(
+        self,
+        *,
+        index: int,
+        attempt: int,
+        driver: str,
+        job: str,
+        workdir: str,
+        http_port: int | None = None,
+        python: str = "python",
+    ) -> list[str]:
+        """Give the command line of process ``index``.
+
+        attempt: counts from 0, grows with every restart; driver: the driver's address, for the driver itself the one
+        to listen on; job: path of the manifest; workdir: where the process may write; http_port: where /metrics is
+        served, any free port if None; python: the interpreter. Raises ValueError for a negative index.
+        """
+        if index < 0:
+            raise ValueError(f"process {index} of role {self.name}")
+        options = {"job": job, "driver": driver, "index": index, "attempt": attempt, "workdir": workdir}
+        if http_port is not None:
+            options["http-port"] = http_port
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        return [python, "-m", "asyncflow", "role", self.name, *words]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edge:
+    """Something that flows: from one role to another, what, and when."""
+
+    source: RoleName
+    target: RoleName
+    what: str
+    when: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobPlan:
+    """The roles of a job in the order in which they start, and what flows between them."""
+
+    job: str
+    roles: tuple[Role, ...]
+    edges: tuple[Edge, ...]
+
+    def role(self, name: RoleName) -> Role:
+        """Give a role by name. Raises KeyError where the job has none of it."""
+        for role in self.roles:
+            if role.name == name:
+                return role
+        raise KeyError(name)

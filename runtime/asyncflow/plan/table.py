@@ -1,0 +1,83 @@
+"""A plan as tables of plain text, for ``asyncflow plan FILE``; whoever prints them chooses how.
+
+Invariant: every row has one text for each column.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncflow.api.job import RLJob
+from asyncflow.plan.flow import generated_by
+from asyncflow.plan.roles import JobPlan, Resources, Role
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A titled table of texts."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def tables(job: RLJob, plan: JobPlan) -> tuple[Table, ...]:
+    """Give the roles, the data flow and the figures of a job."""
+    return (
+        Table(
+            title="Roles",
+            columns=("role", "processes", "each", "restarts", "starts after"),
+            rows=tuple(_role(role) for role in plan.roles),
+        ),
+        Table(
+            title="Flow",
+            columns=("from", "to", "what", "when"),
+            rows=tuple((edge.source, edge.target, edge.what, edge.when) for edge in plan.edges),
+        ),
+        Table(title="Figures", columns=("what", "how much"), rows=_figures(job)),
+    )
+
+
+def _role(role: Role) -> tuple[str, ...]:
+    processes = str(role.replicas)
+    if role.elastic:
+        processes += f" ({role.core} to {role.most})"
+    if role.gang and role.replicas > 1:
+        processes += ", one gang"
+    restarts = f"{role.restart.max_restarts} in {role.restart.window_s:g} s"
+    return role.name, processes, _each(role.resources), restarts, ", ".join(role.after) or "-"
+
+
+def _each(resources: Resources) -> str:
+    parts = [f"{resources.cpu:g} CPU"]
+    if resources.memory is not None:
+        parts.append(size(resources.memory))
+    if resources.accelerators:
+        parts.append(f"{resources.accelerators} {resources.resource}")
+    return ", ".join(parts)
+
+
+def _figures(job: RLJob) -> tuple[tuple[str, str], ...]:
+    spec = job.spec
+    algorithm = spec.algorithm
+    held = spec.transfer_queue.bytes_per_unit.bytes * spec.transfer_queue.storage_units
+    return (
+        ("optimizer steps", f"{algorithm.steps}"),
+        ("samples of a step", f"{algorithm.prompts_per_step} prompts x {algorithm.group_size}"),
+        ("weights", generated_by(spec.schedule)),
+        ("lag", f"at most {spec.schedule.max_staleness}"),
+        ("samples of a checkpoint interval", f"at most {size(spec.bytes_of_interval)} of {size(held)}"),
+        ("checkpoints", f"every {spec.storage.checkpoints.every} steps, {spec.storage.checkpoints.keep} kept"),
+    )
+
+
+def size(count: int) -> str:
+    """Give a number of bytes in the largest unit that leaves at least 1: ``1536`` -> ``1.5 KiB``."""
+    amount = float(count)
+    for unit in _UNITS[:-1]:
+        if amount < 1024:
+            return f"{amount:.4g} {unit}"
+        amount /= 1024
+    return f"{amount:.4g} {_UNITS[-1]}"

@@ -1,0 +1,1 @@
+"""Rewards: somebody else's code, run in killable processes with a deadline."""

@@ -1,0 +1,28 @@
+"""The reward ``gym``: reasoning-gym's own checker of the dataset that the prompt came from.
+
+Invariant: the checker is made with the config that the prompt was made with.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+from asyncflow.data.gym import make_dataset
+
+
+def score(*, response: str, prompt: str, answer: Any, meta: dict[str, Any]) -> float:
+    """Score by the dataset's ``score_answer``, which may give partial credit. Raises ValueError for other prompts."""
+    if "dataset" not in meta:
+        message = "the reward `gym` scores prompts of gym:// only; this one says no dataset"
+        raise ValueError(message)
+    checker = _checker(meta["dataset"], json.dumps(meta["config"], sort_keys=True))
+    entry = {"question": prompt, "answer": answer, "metadata": meta["metadata"]}
+    return float(checker.score_answer(response or None, entry))
+
+
+@functools.cache
+def _checker(dataset: str, config: str) -> Any:
+    settings = json.loads(config)
+    return make_dataset(dataset, {"size": 1, **settings, "seed": 0}, where="reward.function")

@@ -1,0 +1,182 @@
+"""One rank of the trainer: queue, weights, backend and checkpoints around ``train.trainer``.
+
+A rank that has made the last step stays, and serves its versions, until the driver says stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from asyncflow.algorithms.aggregation import Aggregation
+from asyncflow.algorithms.grpo import GrpoLoss
+from asyncflow.algorithms.losses import Clip
+from asyncflow.api.job import RLJobSpec
+from asyncflow.driver.dispatch import TRAIN
+from asyncflow.driver.policies import collects_whole_steps, schedule_of
+from asyncflow.errors import ManifestError
+from asyncflow.models.export import export_folder
+from asyncflow.models.source import materialize_config, materialize_weights
+from asyncflow.net.membership import Membership
+from asyncflow.net.rpc import RpcServer
+from asyncflow.queue.client import QueueClient
+from asyncflow.roles.base import Post, RoleOptions, run_role
+from asyncflow.roles.plugins import load_plugin
+from asyncflow.telemetry.metrics import TrainerMetrics
+from asyncflow.train.backends.base import TrainerBackend
+from asyncflow.train.checkpoint import Checkpoints
+from asyncflow.train.ranks import Alone, GatherService, Group, HostGroup
+from asyncflow.train.report import Reported, TrainReport
+from asyncflow.train.settings import BackendSettings, OptimizerSettings, TrainerSettings
+from asyncflow.train.trainer import Trainer
+from asyncflow.weights.sender import WeightSender
+from asyncflow.weights.transports.base import open_transport
+
+log = logging.getLogger(__name__)
+
+REPORT_S = 10.0
+
+
+def main(options: RoleOptions) -> int:
+    """Run one rank."""
+    return run_role(serve, options)
+
+
+async def serve(post: Post) -> None:
+    """Train to the last step, then serve weights until told to stop."""
+    spec, options = post.job.spec, post.options
+    metrics = TrainerMetrics()
+    server = RpcServer(name=f"trainer-{options.index}", bind=post.bind, keys=post.keys)
+    if options.index == 0:
+        GatherService(attempt=options.attempt, world=spec.trainer.replicas).attach(server)
+    address = await server.start()
+    trainer: Trainer | None = None
+
+    def status() -> dict[str, object]:
+        if trainer is None:
+            return {"step": 0, "busy_s": 0.0}
+        return {"step": trainer.step, "busy_s": trainer.busy.total(), "waiting_for": trainer.waiting_for}
+
+    membership = await post.join(metrics=metrics, address=address, status=status)
+    group = _group(post, membership)
+    transport = open_transport(
+        spec.weight_sync.transport, name=f"trainer-{options.index}", bind=post.bind, keys=post.keys
+    )
+    sender = WeightSender(membership=membership, worker=post.worker, transport=transport)
+    await sender.start()
+    queue = QueueClient.of(membership)
+    folder = materialize_config(spec.model.source, options.workdir)
+    backend = _backend(spec, group)
+    trainer = Trainer(
+        queue=queue,
+        sender=sender,
+        backend=backend,
+        group=group,
+        checkpoints=Checkpoints(options.workdir / "checkpoints", keep=spec.storage.checkpoints.keep),
+        report=lambda report: _report(membership, metrics, report),
+        directives=lambda: membership.directives,
+        settings=_settings(post),
+        folder=folder,
+        materialise=lambda: materialize_weights(spec.model.source, folder),
+    )
+    metrics.watch_busy(trainer.busy)
+    leaving = asyncio.create_task(_leave_when_told(post, trainer))
+    step = await trainer.run()
+    if step >= spec.algorithm.steps and options.index == 0:
+        await asyncio.to_thread(_export, backend, folder, options.workdir / "export")
+    await post.stopping.wait()
+    leaving.cancel()
+    backend.close()
+    await sender.close()
+    await membership.close()
+    await server.close()
+
+
+async def _leave_when_told(post: Post, trainer: Trainer) -> None:
+    waits = [asyncio.create_task(event.wait()) for event in (post.stopping, post.draining)]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    trainer.leave()
+
+
+async def _report(membership: Membership, metrics: TrainerMetrics, report: TrainReport) -> None:
+    metrics.step.set(report.step)
+    metrics.tokens.labels("prompt").inc(report.tokens - report.response_tokens)
+    metrics.tokens.labels("response").inc(report.response_tokens)
+    metrics.wait_seconds.observe(report.seconds.wait)
+    metrics.publish_seconds.observe(report.seconds.publish)
+    for name, gauge in (("loss", metrics.loss), ("grad_norm", metrics.grad_norm), ("approx_kl", metrics.kl)):
+        if name in report.metrics:
+            gauge.set(report.metrics[name])
+    await membership.driver.call("driver.report", report, Reported, timeout=REPORT_S)
+
+
+def _group(post: Post, membership: Membership) -> Group:
+    world = post.job.spec.trainer.replicas
+    if world == 1:
+        return Alone()
+
+    def leader() -> str | None:
+        member = membership.peer("trainer", 0)
+        return member.address if member is not None and member.attempt == post.options.attempt else None
+
+    return HostGroup(
+        rank=post.options.index,
+        world=world,
+        attempt=post.options.attempt,
+        leader=leader,
+        loop=asyncio.get_running_loop(),
+        keys=post.keys,
+    )
+
+
+def _settings(post: Post) -> TrainerSettings:
+    spec = post.job.spec
+    return TrainerSettings(
+        schedule=schedule_of(spec),
+        partition=TRAIN,
+        attempt=post.options.attempt,
+        whole=collects_whole_steps(spec),
+        slot_tokens=spec.trainer.backend.tokens_per_micro_batch,
+        checkpoint_every=spec.storage.checkpoints.every,
+    )
+
+
+def _backend(spec: RLJobSpec, group: Group) -> TrainerBackend:
+    algorithm, backend = spec.algorithm, spec.trainer.backend
+    settings = BackendSettings(
+        optimizer=OptimizerSettings(
+            learning_rate=algorithm.learning_rate,
+            steps=algorithm.steps,
+            warmup_steps=algorithm.warmup_steps,
+            betas=algorithm.betas,
+            weight_decay=algorithm.weight_decay,
+            max_grad_norm=algorithm.max_grad_norm,
+        ),
+        loss=GrpoLoss(
+            clip=Clip(low=algorithm.clip.low, high=algorithm.clip.high, dual=algorithm.clip.dual),
+            aggregation=Aggregation(name=algorithm.aggregation, horizon=spec.sampling.max_tokens),
+            old="recompute" if algorithm.old == "recompute" else "behaviour",
+            kl=algorithm.kl.coefficient,
+            kl_name=algorithm.kl.estimator,
+        ),
+        temperature=spec.sampling.temperature,
+        compute="bfloat16" if backend.precision == "bf16" else "float32",
+        layout=backend.packing,
+        pack_tokens=backend.tokens_per_micro_batch,
+        threads=spec.trainer.threads,
+        group_size=algorithm.group_size,
+        seed=algorithm.seed,
+        device="cpu" if spec.trainer.accelerator.profile == "cpu" else "auto",
+        options=backend.options,
+    )
+    made = load_plugin("asyncflow.trainer_backends", backend.name, where="spec.trainer.backend.name")
+    if not issubclass(made, TrainerBackend):
+        raise ManifestError(f"{backend.name!r} is no trainer backend", where="spec.trainer.backend.name")
+    return made(settings, group=group)
+
+
+def _export(backend: TrainerBackend, model: Path, target: Path) -> None:
+    export_folder(dict(backend.tensors()), model, target)
+
+

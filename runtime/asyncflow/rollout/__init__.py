@@ -1,0 +1,1 @@
+"""Rollout: engines that generate, and the worker that feeds them from the queue."""

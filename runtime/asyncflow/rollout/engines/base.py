@@ -1,0 +1,151 @@
+"""What an engine is: something that turns prompts into stamped tokens, one coroutine a sequence.
+
+The same face fits a model in this process, a vLLM server over HTTP (a request, a response, pause-update-resume inside
+``load``) and a simulation. Requests are batched inside; the caller knows only coroutines.
+
+Invariant: every token carries the log-probability of the distribution that it was drawn from, and the version of the
+weights that drew it, both written where the token was made.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncflow.errors import ManifestError, NotYetError
+from asyncflow.identity import SampleKey, Version
+
+Finish = Literal["stop", "length", "aborted"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """One response that is wanted.
+
+    temperature 0 is greedy; seed and key determine the random numbers (``rollout.sampling``); a stop id ends the
+    response and is its last token.
+    """
+
+    key: SampleKey
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_ids: tuple[int, ...] = ()
+    seed: int = 0
+    purpose: str = "train"
+
+    def check(self, *, max_length: int) -> None:
+        """Raise ManifestError for what no engine can do, NotYetError for a truncated distribution."""
+        where = f"request {self.purpose} {self.key.serial}.{self.key.sample}"
+        if self.top_p != 1.0 or self.top_k != 0:
+            raise NotYetError(
+                f"top_p={self.top_p}, top_k={self.top_k} truncate the distribution, and the kept set is not stored",
+                where=where,
+                hint="Leave topP at 1 and topK at 0",
+            )
+        if self.max_tokens < 1 or not self.temperature >= 0:
+            raise ManifestError(f"max_tokens={self.max_tokens}, temperature={self.temperature}", where=where)
+        if not self.prompt_ids:
+            raise ManifestError("the prompt has no tokens", where=where)
+        if len(self.prompt_ids) + self.max_tokens > max_length:
+            raise ManifestError(
+                f"{len(self.prompt_ids)} prompt tokens and {self.max_tokens} new ones exceed {max_length}",
+                where=where,
+                hint="Raise the engine's maximal length or lower sampling.maxTokens",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One response, as far as it went.
+
+    ids int32[n]; logprobs float32[n], natural log, after temperature (of the untempered distribution where greedy);
+    versions int64[n], ``Version.packed`` of the weights that made each token.
+    """
+
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int64]
+    finish: Finish
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """What an engine did so far. busy_s: seconds with at least one running sequence; tokens: responses' by purpose."""
+
+    running: int = 0
+    waiting: int = 0
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    prefilled: int = 0
+    steps: int = 0
+    busy_s: float = 0.0
+
+
+class RolloutEngine(ABC):
+    """The adapter of one rollout engine; made by ``open_engine``.
+
+    folder: the Hugging Face folder with the configuration (no weights are read: they come through ``load``); slots:
+    sequences that run at once; max_length: prompt and response tokens of a sequence; options: the engine's own.
+    """
+
+    supports_token_swap: ClassVar[bool] = False
+    version: Version | None = None
+
+    def __init__(
+        self,
+        *,
+        folder: Path | None,
+        slots: int,
+        max_length: int,
+        threads: int = 1,
+        dtype: str = "float32",
+        seed: int = 0,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if slots < 1 or max_length < 2 or threads < 1:
+            raise ManifestError(
+                f"slots={slots}, max_length={max_length}, threads={threads}: too small", where=type(self).__name__
+            )
+        self.folder = folder
+        self.slots = slots
+        self.max_length = max_length
+        self.threads = threads
+        self.dtype = dtype
+        self.seed = seed
+        self.options = dict(options or {})
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Make the engine ready to load weights."""
+
+    @abstractmethod
+    async def load(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
+        """Swap to ``version``. The caller sees to it that nothing runs unless ``supports_token_swap``.
+
+        tensors: by parameter name; bfloat16 as its uint16 bits. Raises Refused where sequences run, ManifestError where
+        names or shapes do not fit the model; in both cases nothing was overwritten.
+        """
+
+    @abstractmethod
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Generate one response. Cancelling the coroutine frees its slot at the next step."""
+
+    @abstractmethod
+    async def abort(self, keys: Iterable[SampleKey], *, purpose: str = "train") -> None:
+        """End these sequences at the next step: their ``generate`` returns what there is, finish ``aborted``."""
+
+    @abstractmethod
+    def stats(self) -> EngineStats:
+        """Give the counters; cheap, from any thread."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Stop; running sequences end as ``aborted``. Idempotent."""

@@ -1,0 +1,151 @@
+"""A causal language model that prefills prompts and decodes slots: Hugging Face's module, our cache, any weights.
+
+Invariants: no weight is read from disk, all come through ``load``; ``load`` checks every name and shape before the
+first byte is overwritten; a prompt is prefilled alone, so that its cache is a function of its ids and the weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from asyncflow.errors import ManifestError, NotYetError
+from asyncflow.rollout.engines.kv import ATTENTION, Prefix, SlotCache
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_KNOWN = ("llama", "qwen2", "qwen3")
+_PREFILL_MULTIPLE = 8
+
+
+class CausalModel:
+    """One model of a known family in one dtype, on the CPU.
+
+    folder: holds ``config.json``. Raises ManifestError for a folder or dtype that is wrong, NotYetError for a model
+    whose rows would influence each other or whose attention is not full.
+    """
+
+    def __init__(self, folder: Path, *, dtype: str) -> None:
+        if dtype not in DTYPES:
+            raise ManifestError(f"dtype {dtype!r}", where=str(folder), hint=f"Use one of {', '.join(DTYPES)}")
+        if not (folder / "config.json").is_file():
+            raise ManifestError("no config.json", where=str(folder), hint="Give a Hugging Face model folder")
+        _check_family(json.loads((folder / "config.json").read_text()), where=str(folder))
+        self.config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        self.dtype = DTYPES[dtype]
+        self._where = str(folder)
+        self._module = AutoModelForCausalLM.from_config(self.config, attn_implementation=ATTENTION, dtype=self.dtype)
+        self._module.eval().requires_grad_(False)
+        self._names: dict[int, list[str]] = {}
+        self._parameters: dict[int, Tensor] = {}
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(parameter), []).append(name)
+            self._parameters[id(parameter)] = parameter
+
+    def cache(self, *, slots: int, max_length: int) -> SlotCache:
+        """Allocate the cache of ``slots`` rows."""
+        limit = self.config.max_position_embeddings
+        if max_length > limit:
+            raise ManifestError(f"max_length {max_length} exceeds the model's {limit} positions", where=self._where)
+        heads = self.config.num_attention_heads
+        return SlotCache(
+            layers=self.config.num_hidden_layers,
+            slots=slots,
+            max_length=max_length,
+            heads=self.config.num_key_value_heads,
+            head_dim=getattr(self.config, "head_dim", None) or self.config.hidden_size // heads,
+            dtype=self.dtype,
+        )
+
+    def load(self, tensors: Mapping[str, NDArray[Any]]) -> None:
+        """Overwrite all parameters: float32, or bfloat16 as uint16 bits; a tied one under any or all of its names."""
+        sources = self._sources(tensors)
+        for key, parameter in self._parameters.items():
+            parameter.copy_(_tensor(sources[key]))
+
+    def prefill(self, prompt_ids: Sequence[int]) -> Prefix:
+        """Run one prompt by itself; it is padded at the end, where causal attention does not see."""
+        length = len(prompt_ids)
+        ids = torch.zeros(1, -(-length // _PREFILL_MULTIPLE) * _PREFILL_MULTIPLE, dtype=torch.int64)
+        ids[0, :length] = torch.tensor(prompt_ids)
+        cache = DynamicCache()
+        logits = self._module(
+            input_ids=ids,
+            position_ids=torch.arange(ids.shape[1])[None],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=torch.tensor([length - 1]),
+        ).logits
+        return Prefix(
+            keys=[layer.keys[0, :, :length] for layer in cache.layers],
+            values=[layer.values[0, :, :length] for layer in cache.layers],
+            logits=logits[0, 0].float(),
+        )
+
+    def decode(self, cache: SlotCache, tokens: Tensor) -> Tensor:
+        """Run one token a slot, int64[slots]; gives logits [slots, vocab]. ``cache.open`` came before."""
+        logits: Tensor = self._module(
+            input_ids=tokens[:, None],
+            attention_mask=cache.mask,
+            position_ids=cache.lengths[:, None],
+            past_key_values=cache,
+            use_cache=True,
+        ).logits
+        return logits[:, 0]
+
+    def _sources(self, tensors: Mapping[str, NDArray[Any]]) -> dict[int, NDArray[Any]]:
+        """Match arrays with parameters; raises ManifestError that names all that is wrong."""
+        wrong: list[str] = []
+        sources: dict[int, NDArray[Any]] = {}
+        known = {name for names in self._names.values() for name in names}
+        wrong += [f"unexpected {name}" for name in sorted(set(tensors) - known)]
+        for key, names in self._names.items():
+            given = [name for name in names if name in tensors]
+            if not given:
+                wrong.append(f"missing {names[0]}")
+                continue
+            shape = tuple(self._parameters[key].shape)
+            for name in given:
+                if tensors[name].shape != shape:
+                    wrong.append(f"{name} is {tensors[name].shape}, not {shape}")
+                elif tensors[name].dtype not in (np.float32, np.uint16):
+                    wrong.append(f"{name} is {tensors[name].dtype}, not float32 or bfloat16 bits")
+                elif key in sources and not np.array_equal(sources[key], tensors[name]):
+                    wrong.append(f"{name} differs from {given[0]}, to which it is tied")
+                else:
+                    sources.setdefault(key, tensors[name])
+        if wrong:
+            more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            raise ManifestError(
+                f"weights do not fit the model: {'; '.join(wrong[:8])}{more}",
+                where=self._where,
+                hint="Trainer and rollout must use the same model.source",
+            )
+        return sources
+
+
+def _check_family(config: Mapping[str, Any], *, where: str) -> None:
+    """Refuse models for which the engine's promises were never tested."""
+    family = config.get("model_type")
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if family not in _KNOWN:
+        raise NotYetError(f"model type {family!r}", where=where, hint=f"Known: {', '.join(_KNOWN)}")
+    if kind in ("dynamic", "longrope"):
+        raise NotYetError(f"rope type {kind!r}: a row's positions would depend on the others' lengths", where=where)
+    if set(config.get("layer_types") or ()) - {"full_attention"} or config.get("use_sliding_window"):
+        raise NotYetError("layers with sliding-window attention", where=where)
+
+
+def _tensor(array: NDArray[Any]) -> Tensor:
+    """View an array as a tensor; one that torch may not alias (read-only memory) is copied."""
+    owned = array if array.flags.writeable else array.copy()
+    tensor = torch.from_numpy(owned)
+    return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor

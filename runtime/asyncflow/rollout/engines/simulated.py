@@ -1,0 +1,163 @@
+"""The simulated engine: service times from distributions, made-up tokens, no torch.
+
+A response's length, ids and log-probabilities are keyed by its sample like real ones, so that runs can be compared;
+only the time that it takes is simulated, by one sleep a sequence.
+
+Invariant: a sequence never holds the event loop, and at most ``slots`` run at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncflow.errors import ManifestError, Refused
+from asyncflow.identity import SampleKey, Version
+from asyncflow.rollout.engines.base import Completion, EngineStats, Finish, GenerationRequest, RolloutEngine
+from asyncflow.rollout.sampling import stream, uniforms
+
+_LENGTH_POSITIONS = (2**40, 2**40 + 1)
+"""Positions, never a token's, whose uniforms decide the length."""
+
+
+class SimulatedEngine(RolloutEngine):
+    """A pretended engine. All options may be left out.
+
+    tokens: mean response length (the median where sigma > 0; default: max_tokens, always); sigma: of the log of the
+    length (lognormal); token_s, prefill_s, load_s: seconds per token, per response and per load; time_scale: multiplies
+    all three; vocab: ids are below it.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        defaults: dict[str, float] = {
+            "tokens": 0,
+            "sigma": 0.0,
+            "token_s": 0.0,
+            "prefill_s": 0.0,
+            "load_s": 0.0,
+            "time_scale": 1.0,
+            "vocab": 97,
+        }
+        for name, value in self.options.items():
+            if name not in defaults:
+                raise ManifestError(
+                    f"unknown option {name!r}", where="rollout.engine.options", hint=f"Known: {', '.join(defaults)}"
+                )
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ManifestError(f"{value!r} is no non-negative number", where=f"rollout.engine.options.{name}")
+        self._set = {**defaults, **self.options}
+        self._seats = asyncio.Semaphore(self.slots)
+        self._running: dict[tuple[str, SampleKey], asyncio.Event] = {}
+        self._waiting = 0
+        self._tokens: Counter[str] = Counter()
+        self._busy_s = 0.0
+        self._busy_since = 0.0
+        self._closed = False
+
+    async def start(self) -> None:
+        """There is nothing to build."""
+
+    async def load(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:  # noqa: ARG002 - any will do
+        """Take any tensors; only the version counts."""
+        if self._running:
+            raise Refused(f"{len(self._running)} sequences run under {self.version}", where=f"load {version}")
+        await asyncio.sleep(self._set["load_s"] * self._set["time_scale"])
+        self.version = version
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Sleep as long as the response would take, then make it up."""
+        request.check(max_length=self.max_length)
+        self._waiting += 1
+        try:
+            await self._seats.acquire()
+        finally:
+            self._waiting -= 1
+        try:
+            return await self._seated(request)
+        finally:
+            self._seats.release()
+
+    async def _seated(self, request: GenerationRequest) -> Completion:
+        if self.version is None or self._closed:
+            raise Refused(
+                "no weights were loaded yet" if not self._closed else "the engine is closed", where="generate"
+            )
+        version, length = self.version, self._length(request)
+        seconds = (self._set["prefill_s"] + length * self._set["token_s"]) * self._set["time_scale"]
+        name, aborted = (request.purpose, request.key), asyncio.Event()
+        began = time.monotonic()
+        if not self._running:
+            self._busy_since = began
+        self._running[name] = aborted
+        try:
+            await _sleep_unless(aborted, seconds)
+        finally:
+            del self._running[name]
+            if not self._running:
+                self._busy_s += time.monotonic() - self._busy_since
+        finish: Finish = "length" if length == request.max_tokens else "stop"
+        if aborted.is_set():
+            share = (time.monotonic() - began) / seconds if seconds else 1.0
+            length, finish = min(length, int(length * share)), "aborted"
+        self._tokens[request.purpose] += length
+        return self._made_up(request, length, version, finish)
+
+    def _length(self, request: GenerationRequest) -> int:
+        """Give the response's length: lognormal by Box and Muller from two uniforms keyed by the sample."""
+        typical = self._set["tokens"] or request.max_tokens
+        state = np.array([stream(seed=request.seed, key=request.key)], dtype=np.uint64)
+        first, second = uniforms(state, np.array(_LENGTH_POSITIONS)).tolist()
+        normal = math.sqrt(-2 * math.log(1 - first)) * math.cos(2 * math.pi * second)
+        return max(1, min(request.max_tokens, round(typical * math.exp(self._set["sigma"] * normal))))
+
+    def _made_up(self, request: GenerationRequest, length: int, version: Version, finish: Finish) -> Completion:
+        state = np.array([stream(seed=request.seed, key=request.key)], dtype=np.uint64)
+        numbers = uniforms(state, np.arange(length))
+        return Completion(
+            ids=(numbers * self._set["vocab"]).astype(np.int32),
+            logprobs=np.full(length, -math.log(max(1, self._set["vocab"])), dtype=np.float32),
+            versions=np.full(length, version.packed, dtype=np.int64),
+            finish=finish,
+        )
+
+    async def abort(self, keys: Iterable[SampleKey], *, purpose: str = "train") -> None:
+        """End these sequences now."""
+        for key in keys:
+            if (event := self._running.get((purpose, key))) is not None:
+                event.set()
+
+    def stats(self) -> EngineStats:
+        """Give the counters."""
+        ongoing = time.monotonic() - self._busy_since if self._running else 0.0
+        return EngineStats(
+            running=len(self._running),
+            waiting=self._waiting,
+            tokens=dict(self._tokens),
+            busy_s=self._busy_s + ongoing,
+        )
+
+    async def close(self) -> None:
+        """End what runs as aborted."""
+        self._closed = True
+        for event in self._running.values():
+            event.set()
+
+
+async def _sleep_unless(event: asyncio.Event, seconds: float) -> None:
+    """Sleep ``seconds``, or until ``event`` is set."""
+    if seconds <= 0:
+        await asyncio.sleep(0)
+        return
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return

@@ -1,0 +1,58 @@
+"""Random numbers that belong to a token, not to a moment.
+
+The uniform that decides response token ``position`` of a sample is a function of (seed, serial, sample, position) and
+of nothing else: output ``position`` of a SplitMix64 generator (Steele, Lea and Flood 2014) whose state is hashed from
+the first three.
+
+Invariant: who generates a sample, when, in which slot, beside whom or how often, changes none of its random numbers;
+the same integers give the same doubles on every platform.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncflow.identity import SampleKey
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+_MASK = 2**64 - 1
+
+
+def _mixed(word: int) -> int:
+    """Give SplitMix64's finalizer of one 64-bit word."""
+    word &= _MASK
+    word = (word ^ word >> 30) * _FIRST & _MASK
+    word = (word ^ word >> 27) * _SECOND & _MASK
+    return word ^ word >> 31
+
+
+def stream(*, seed: int, key: SampleKey) -> int:
+    """Give the generator state (uint64) of sample ``key`` under ``seed``."""
+    state = _mixed(seed + _GOLDEN)
+    for part in key:
+        state = _mixed(state * _FIRST + part + _GOLDEN)
+    return state
+
+
+def purpose_seed(seed: int, purpose: str) -> int:
+    """Give the seed of samples made for ``purpose``; ``train`` keeps ``seed`` itself, so that keys may be shared."""
+    return seed if purpose == "train" else _mixed(seed ^ zlib.crc32(purpose.encode()) << 32)
+
+
+def words(streams: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Give output ``positions[i]`` (from 0) of the generator ``streams[i]``, as uint64; the shapes broadcast."""
+    word = streams + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+    word = (word ^ word >> np.uint64(30)) * np.uint64(_FIRST)
+    word = (word ^ word >> np.uint64(27)) * np.uint64(_SECOND)
+    mixed: NDArray[np.uint64] = word ^ word >> np.uint64(31)
+    return mixed
+
+
+def uniforms(streams: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Give the doubles in [0, 1), 53 bits each, of response tokens ``positions`` of ``streams``; shapes broadcast."""
+    return (words(streams, positions) >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)

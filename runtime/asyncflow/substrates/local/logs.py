@@ -1,0 +1,40 @@
+"""One log file per replica, appended to over its restarts.
+
+Invariant: a line that the supervisor adds begins with ``---``.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+_TAIL_BYTES = 8192
+_TAIL_LINES = 12
+
+
+class RoleLog:
+    """The log of one replica; remembers where the current attempt begins."""
+
+    def __init__(self, path: Path) -> None:
+        """Name the file; it is created by the first attempt."""
+        self.path = path
+        self._begins_at = 0
+
+    def begin(self, *, attempt: int, argv: Sequence[str]) -> None:
+        """Head a new attempt."""
+        self.note(f"attempt {attempt}: {shlex.join(argv)}")
+        self._begins_at = self.path.stat().st_size
+
+    def note(self, words: str) -> None:
+        """Add a line of the supervisor's own."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(f"--- {datetime.now(UTC).isoformat(timespec='milliseconds')} {words}\n")
+
+    def tail(self) -> list[str]:
+        """Give the last lines that the current attempt itself has written."""
+        with self.path.open("rb") as file:
+            file.seek(max(self._begins_at, self.path.stat().st_size - _TAIL_BYTES))
+            lines = file.read().decode("utf-8", errors="replace").splitlines()
+        return [line for line in lines if line.strip() and not line.startswith("--- ")][-_TAIL_LINES:]

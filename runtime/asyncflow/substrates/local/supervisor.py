@@ -1,0 +1,282 @@
+"""The supervisor: places each replica as a process, starts again what may start again, ends everything in order.
+
+It only carries out what ``crew`` and ``ending`` decide. Invariant: when ``run`` returns or raises, no process of the
+run is alive; when this process is killed instead, its roles die by their leash and the reaper ends the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import msgspec
+
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, RoleFailed
+from asyncflow.plan.roles import Role
+from asyncflow.substrates.local import leash, reaper
+from asyncflow.substrates.local.crew import Crew, Seat, Start, Verdict
+from asyncflow.substrates.local.ending import stages
+from asyncflow.substrates.local.events import Ended, Event, Restarting, Started, Stopping
+from asyncflow.substrates.local.exits import CANNOT_START, ExitStatus
+from asyncflow.substrates.local.folder import RunFolder
+from asyncflow.substrates.local.logs import RoleLog
+from asyncflow.substrates.local.process import Process
+from asyncflow.substrates.local.record import Placed, Record, load_record
+from asyncflow.substrates.local.terms import Launch, Limits, Outcome
+from asyncflow.substrates.local.watchdog import Watchdog
+
+_log = logging.getLogger(__name__)
+
+FAREWELL_S = 3.0
+"""Seconds that the other roles have to end by themselves once the job has succeeded."""
+
+_GANG_END_S = 2.0
+_LAST_S = 1.0
+
+
+@dataclass(slots=True)
+class _Running:
+    process: Process
+    attempt: int
+    told_to_end: bool = False
+
+
+class Supervisor:
+    """One run of one crew. It owns SIGINT, SIGTERM and SIGHUP of this process while ``run`` goes on.
+
+    observe: is told every event, on the event loop, and must not block.
+    """
+
+    def __init__(
+        self,
+        *,
+        roles: Sequence[Role],
+        launch: Callable[[Seat, int], Launch],
+        folder: RunFolder,
+        driver: str = "",
+        http: str = "",
+        limits: Limits | None = None,
+    ) -> None:
+        """Prepare; nothing starts yet.
+
+        launch: how to start a seat as an attempt; driver, http: addresses to note in the record. Raises ManifestError
+        where an earlier run's record is unreadable.
+        """
+        self._launch = launch
+        self._folder = folder
+        self.observe: Callable[[Event], None] = lambda _: None
+        self._limits = limits or Limits()
+        previous = load_record(folder.processes)
+        self._previous_mark = previous.mark if previous else None
+        self._crew = Crew(roles, now=time.monotonic(), attempts=previous.next_attempts() if previous else None)
+        self._record = Record(mark=uuid.uuid4().hex, supervisor=os.getpid(), started=_now(), driver=driver, http=http)
+        self._first = {seat: attempt for seat, (_, attempt) in self._crew.seats.items()}
+        self._started = dict.fromkeys(self._first, "")
+        self._running: dict[Seat, _Running] = {}
+        self._logs = {seat: RoleLog(folder.log(str(seat))) for seat in self._first}
+        self._changed = asyncio.Event()
+        self._stop_signal = 0
+        self._hurry = False
+
+    @property
+    def placed(self) -> list[Placed]:
+        """Every replica as it is now, in plan order; may be read from any thread."""
+        return self._record.processes
+
+    def stop(self, number: int) -> None:
+        """End the job in order because of signal ``number``; asked a second time, at once."""
+        self._hurry = self._stop_signal != 0
+        self._stop_signal = self._stop_signal or number
+        self._crew.stop(signal.Signals(number).name)
+        self._changed.set()
+
+    async def run(self) -> Outcome:
+        """Run the crew to its end. Everything has ended when this returns."""
+        with self._signals():
+            if self._previous_mark:
+                await asyncio.to_thread(reaper.sweep, mark=self._previous_mark, sessions=())
+            leash.adopt_orphans(enabled=True)
+            self._watchdog = Watchdog(mark=self._record.mark, log=self._folder.path / "run" / "reaper.log")
+            try:
+                with self._deadline():
+                    verdict = await self._follow()
+                return await self._conclude(verdict)
+            finally:
+                await self._leave_nothing()
+                await self._watchdog.close()
+                leash.adopt_orphans(enabled=False)
+
+    async def _follow(self) -> Verdict:
+        """Start what is due, until the crew has its verdict."""
+        while self._crew.verdict is None:
+            if starts := self._crew.due(time.monotonic()):
+                self._save()
+                for start in starts:
+                    self._start(start)
+                self._save()
+            await self._wait_for_change(self._crew.wake_at())
+        return self._crew.verdict
+
+    async def _conclude(self, verdict: Verdict) -> Outcome:
+        if verdict.ok:
+            farewell = time.monotonic() + FAREWELL_S
+            while self._running and not self._stop_signal and time.monotonic() < farewell:
+                await self._wait_for_change(farewell)
+            await self._end_all()
+            return Outcome(exit_code=0)
+        self.observe(Stopping(reason=f"{verdict.culprit} failed" if verdict.culprit else verdict.reason))
+        failure = None if self._stop_signal and not verdict.culprit else self._failure(verdict)
+        await self._end_all()
+        return Outcome(exit_code=1 if failure else 128 + self._stop_signal, failure=failure)
+
+    async def _end_all(self) -> None:
+        begun = time.monotonic()
+        for stage in stages(self._running, within_s=self._limits.end_s):
+            self._terminate(stage.seats)
+            await self._until_gone(stage.seats, begun + stage.by_s)
+            self._kill(stage.seats)
+
+    async def _leave_nothing(self) -> None:
+        self._kill(self._running)
+        sessions = [running.process.pid for running in self._running.values()]
+        left = await asyncio.to_thread(reaper.sweep, mark=self._record.mark, sessions=sessions)
+        if left:
+            _log.error("these processes of the run do not die: %s", left)
+        deadline = time.monotonic() + _LAST_S
+        while self._running and time.monotonic() < deadline:
+            await self._wait_for_change(deadline)
+        self._save()
+
+    async def _until_gone(self, seats: Iterable[Seat], deadline: float) -> None:
+        seats = list(seats)
+        while any(seat in self._running for seat in seats) and not self._hurry and time.monotonic() < deadline:
+            await self._wait_for_change(deadline)
+
+    async def _wait_for_change(self, until: float | None) -> None:
+        timeout = None if until is None else max(0.0, until - time.monotonic())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout)
+        self._changed.clear()
+
+    def _start(self, start: Start) -> None:
+        seat, attempt = start
+        launch = self._launch(seat, attempt)
+        log = self._logs[seat]
+        log.begin(attempt=attempt, argv=launch.argv)
+        own = {leash.PARENT: str(os.getpid()), reaper.MARK: self._record.mark, "PYTHONUNBUFFERED": "1"}
+        env = {**os.environ, **launch.env, **own}
+        try:
+            process = Process(launch.argv, env=env, log=log.path, on_exit=lambda status: self._ended(seat, status))
+        except OSError as error:
+            log.note(f"cannot be started: {error}")
+            self._take_end(seat, ExitStatus(status=CANNOT_START), attempt, wanted=False)
+            return
+        self._watchdog.add(process.pid)
+        self._running[seat] = _Running(process, attempt)
+        self._started[seat] = _now()
+        self.observe(Started(seat=seat, attempt=attempt, pid=process.pid))
+
+    def _ended(self, seat: Seat, status: ExitStatus) -> None:
+        running = self._running.pop(seat)
+        self._watchdog.remove(running.process.pid)
+        self._take_end(seat, status, running.attempt, wanted=running.told_to_end)
+
+    def _take_end(self, seat: Seat, status: ExitStatus, attempt: int, *, wanted: bool) -> None:
+        self._logs[seat].note(f"attempt {attempt} ended: {status}")
+        self.observe(Ended(seat=seat, attempt=attempt, status=status, wanted=wanted))
+        others, restart = self._crew.ended(seat, status, time.monotonic())
+        self._end_gang(others)
+        if restart:
+            self.observe(Restarting(restart=restart))
+        self._save()
+        self._changed.set()
+
+    def _end_gang(self, seats: Sequence[Seat]) -> None:
+        self._terminate(seats)
+        for seat in seats:
+            asyncio.get_running_loop().call_later(_GANG_END_S, self._running[seat].process.kill)
+
+    def _terminate(self, seats: Iterable[Seat]) -> None:
+        for seat in seats:
+            if running := self._running.get(seat):
+                running.told_to_end = True
+                running.process.terminate()
+
+    def _kill(self, seats: Iterable[Seat]) -> None:
+        for seat in list(seats):
+            if running := self._running.get(seat):
+                running.told_to_end = True
+                running.process.kill()
+
+    def _failure(self, verdict: Verdict) -> AsyncFlowError:
+        if verdict.culprit is None:
+            hint = "Give limits.activeDeadlineSeconds more, and continue with --resume"
+            return DeadlineExceeded(verdict.reason, where=str(self._folder.path), hint=hint)
+        log = self._logs[verdict.culprit]
+        last = "".join(f"\n    {line}" for line in log.tail())
+        hint = f"Its last words:{last}" if last else "It has written nothing to its log"
+        return RoleFailed(
+            f"{verdict.culprit} ended with {verdict.status} and {verdict.reason}", where=str(log.path), hint=hint
+        )
+
+    def _save(self) -> None:
+        """Write the record: before anything starts, so that no attempt is ever used twice, and after each change."""
+        processes = [
+            Placed(
+                role=seat.role,
+                index=seat.index,
+                attempt=attempt,
+                state=state,
+                pid=self._running[seat].process.pid if seat in self._running else 0,
+                started=self._started[seat],
+                restarts=attempt - self._first[seat],
+                log=str(self._logs[seat].path),
+            )
+            for seat, (state, attempt) in self._crew.seats.items()
+        ]
+        self._record = msgspec.structs.replace(self._record, processes=processes)
+        self._record.save(self._folder.processes)
+
+    @contextlib.contextmanager
+    def _deadline(self) -> Iterator[None]:
+        """Fail the job when its time is over."""
+        if self._limits.active_s is None:
+            yield
+            return
+        reason = f"the job has not finished within its {self._limits.active_s:.0f} s"
+        timer = asyncio.get_running_loop().call_later(self._limits.active_s, self._out_of_time, reason)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _out_of_time(self, reason: str) -> None:
+        self._crew.stop(reason)
+        self._changed.set()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Have the signals that end a program end the job in order; one that was ignored (nohup) stays ignored."""
+        loop = asyncio.get_running_loop()
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            loop.add_signal_handler(number, self.stop, int(number))
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,33 @@
+"""What a supervisor is asked to do, and what it answers. Invariant: plain immutable values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from asyncflow.errors import AsyncFlowError
+from asyncflow.substrates.local.ending import WITHIN_S
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """What to start for one seat and attempt: a command line, and environment variables beside the inherited ones."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Times of one run, in seconds. active_s: the job fails when it has not finished by then; end_s: for its end."""
+
+    active_s: float | None = None
+    end_s: float = WITHIN_S
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How the run ended. exit_code: 0, 1, or 128 + signal; failure: what to tell, where it failed."""
+
+    exit_code: int
+    failure: AsyncFlowError | None = None

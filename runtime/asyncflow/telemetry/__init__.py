@@ -1,0 +1,1 @@
+"""What a role tells about itself: metrics, how busy it was, and its log."""

@@ -1,0 +1,41 @@
+r"""Logging of a role: one line a record on stderr, UTC time, level, role, place, words.
+
+Invariant: one record is one line, tracebacks included (their line ends are written ``\n``), so that lines of many
+processes can be mixed, sorted and searched.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import TextIO
+
+
+class LineFormatter(logging.Formatter):
+    """``2026-01-31T12:00:00.123Z WARNING rollout-3 asyncflow.net.rpc: words``."""
+
+    def __init__(self, who: str) -> None:
+        line = f"%(asctime)s.%(msecs)03dZ %(levelname)s {who.replace('%', '%%')} %(name)s: %(message)s"
+        super().__init__(line, datefmt="%Y-%m-%dT%H:%M:%S")
+        self.converter = time.gmtime
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Give the record as one line."""
+        return super().format(record).replace("\r", "\\r").replace("\n", "\\n")
+
+
+def setup_logging(role: str, index: int, *, level: str = "INFO", stream: TextIO | None = None) -> None:
+    """Send all log records of this process to ``stream`` (stderr), in place of what was set up before.
+
+    level: the least level shown of asyncflow's own records; others' are shown from WARNING on.
+    """
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(LineFormatter(f"{role}-{index}"))
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger("asyncflow").setLevel(level)
+    logging.captureWarnings(capture=True)

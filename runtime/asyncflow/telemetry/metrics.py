@@ -1,0 +1,177 @@
+"""The metrics of each role: one small class a role, each metric declared in one place.
+
+Names are ``asyncflow_<role>_<what>_<unit>``; which instance it was is no label, since the scraper adds whom it asked.
+Every class has a registry of its own, for ``net.http.RoleHttp``.
+
+Invariant: what an object counts itself (busy seconds, calls) is read from it when ``/metrics`` is asked, never copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from asyncflow.net.rpc import RpcCounters
+from asyncflow.telemetry.busy import BusyClock
+
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+_LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+
+
+class RoleMetrics:
+    """What all roles have in common: the process itself, and how to declare a metric of this role."""
+
+    role = "role"
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+
+    def watch_busy(self, busy: BusyClock) -> None:
+        """Show ``busy`` as ``asyncflow_<role>_busy_seconds_total{cause}``; the cause "any" is their union."""
+        self.registry.register(_BusyCollector(f"asyncflow_{self.role}_busy_seconds", busy))
+
+    def watch_rpc(self, counters: RpcCounters) -> None:
+        """Show the counters of this role's RPC server as ``asyncflow_<role>_rpc_*_total``."""
+        self.registry.register(_RpcCollector(f"asyncflow_{self.role}_rpc", counters))
+
+    def gauge(self, what: str, words: str, *labels: str) -> Gauge:
+        """Declare a gauge ``asyncflow_<role>_<what>``."""
+        return Gauge(f"asyncflow_{self.role}_{what}", words, labels, registry=self.registry)
+
+    def counter(self, what: str, words: str, *labels: str) -> Counter:
+        """Declare a counter ``asyncflow_<role>_<what>_total``."""
+        return Counter(f"asyncflow_{self.role}_{what}", words, labels, registry=self.registry)
+
+    def histogram(self, what: str, words: str, *labels: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+        """Declare a histogram ``asyncflow_<role>_<what>``."""
+        return Histogram(f"asyncflow_{self.role}_{what}", words, labels, registry=self.registry, buckets=buckets)
+
+
+class DriverMetrics(RoleMetrics):
+    """The course of the training, as the driver knows it."""
+
+    role = "driver"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = self.gauge("step_count", "optimizer steps done")
+        self.steps_target = self.gauge("steps_target_count", "optimizer steps of the job")
+        self.step_seconds = self.histogram("step_seconds", "time from one optimizer step to the next")
+        self.reward_mean = self.gauge("reward_mean_ratio", "mean reward of the last step's samples")
+        self.eval_accuracy = self.gauge("eval_accuracy_ratio", "accuracy of the last evaluation")
+        self.lag = self.histogram(
+            "lag_versions", "lag of the trained samples in optimizer steps", "token", buckets=_LAGS
+        )
+        self.tokens = self.counter("tokens_trained", "tokens trained", "kind")
+        self.samples = self.counter("samples", "samples by what became of them", "outcome")
+        self.prompts_in_flight = self.gauge("prompts_inflight_count", "prompts dispatched and not yet trained")
+        self.queue_rows = self.gauge("queue_rows_count", "rows in the queue", "state")
+        self.queue_bytes = self.gauge("queue_bytes", "bytes held by the queue")
+        self.idle_share = self.gauge("idle_share_ratio", "share of time in which the role did no work", "of")
+        self.members = self.gauge("members_count", "members of the job", "of")
+
+
+class ControllerMetrics(RoleMetrics):
+    """The queue as its controller sees it."""
+
+    role = "controller"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = self.gauge("rows_count", "rows by task and state", "task", "state")
+        self.parked = self.gauge("parked_claims_count", "claims that wait", "task")
+        self.lease_expiries = self.counter("lease_expiries", "leases that ended without an answer", "task")
+        self.redeliveries = self.counter("redeliveries", "rows given out again", "task")
+        self.fenced_writes = self.counter("fenced_writes", "writes refused because they came too late")
+        self.ledger_bytes = self.counter("ledger_bytes", "bytes written to the ledger")
+        self.ledger_sync_seconds = self.histogram("ledger_sync_seconds", "time of a group commit of the ledger")
+        self.wait_seconds = self.histogram("claim_wait_seconds", "time a claim was parked", "task")
+
+
+class StorageMetrics(RoleMetrics):
+    """One storage unit."""
+
+    role = "storage"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.gauge("held_bytes", "bytes of cells held")
+        self.limit = self.gauge("limit_bytes", "bytes of cells allowed")
+        self.rows = self.gauge("rows_count", "rows held")
+        self.put = self.counter("put_bytes", "bytes written")
+        self.fetched = self.counter("fetched_bytes", "bytes read")
+        self.put_wait_seconds = self.histogram("put_wait_seconds", "time a put waited for room")
+
+
+class RolloutMetrics(RoleMetrics):
+    """One rollout instance."""
+
+    role = "rollout"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version_step = self.gauge("version_step_count", "optimizer step of the weights in use")
+        self.inflight = self.gauge("inflight_sequences_count", "sequences in generation")
+        self.sequences = self.counter("sequences", "sequences ended", "finish")
+        self.tokens = self.counter("tokens_generated", "tokens generated")
+        self.swaps = self.counter("swaps", "changes of weights")
+        self.swap_seconds = self.histogram("swap_seconds", "time that generation stood still for a change of weights")
+        self.pull_seconds = self.histogram("pull_seconds", "time to pull a version into host memory")
+        self.reward_seconds = self.histogram("reward_seconds", "time to score one sample")
+        self.reward_flags = self.counter("reward_flags", "samples whose reward was flagged", "flag")
+
+
+class TrainerMetrics(RoleMetrics):
+    """One trainer rank."""
+
+    role = "trainer"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = self.gauge("step_count", "optimizer steps done")
+        self.loss = self.gauge("loss_ratio", "loss of the last step")
+        self.grad_norm = self.gauge("grad_norm_ratio", "norm of the last gradient before clipping")
+        self.kl = self.gauge("kl_ratio", "estimate of the KL divergence from the sampling policy, last step")
+        self.tokens = self.counter("tokens_trained", "tokens trained", "kind")
+        self.slots = self.counter("slots", "micro-batches, by whether they held anything", "kind")
+        self.wait_seconds = self.histogram("wait_seconds", "time a slot was waited for")
+        self.publish_seconds = self.histogram("publish_seconds", "time to publish a version")
+        self.checkpoint_seconds = self.histogram("checkpoint_seconds", "time to write a checkpoint")
+
+
+class _BusyCollector(Collector):
+    def __init__(self, name: str, busy: BusyClock) -> None:
+        self._name = name
+        self._busy = busy
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(self._name, "time spent on a cause", labels=["cause"])
+        for cause, seconds in self._busy.seconds().items():
+            family.add_metric([cause], seconds)
+        family.add_metric(["any"], self._busy.total())
+        yield family
+
+
+class _RpcCollector(Collector):
+    def __init__(self, name: str, counters: RpcCounters) -> None:
+        self._name = name
+        self._counters = counters
+
+    def collect(self) -> Iterable[Metric]:
+        counters = self._counters
+        families = (
+            ("calls", "calls begun", "method", counters.calls),
+            ("errors", "calls answered by an error", "code", counters.errors),
+            ("dropped", "messages dropped because they follow no protocol", "reason", counters.dropped),
+            ("cancelled", "calls whose caller waited no longer", "reason", {"deadline or cancel": counters.cancelled}),
+        )
+        for what, words, label, counts in families:
+            family = CounterMetricFamily(f"{self._name}_{what}", words, labels=[label])
+            for value, count in dict(counts).items():
+                family.add_metric([value], count)
+            yield family

@@ -1,0 +1,60 @@
+"""What every trainer backend does. The loops know nothing else of it.
+
+Invariant: between two ``finish_step`` the weights do not change, however many micro-batches came; ``finish_step``
+turns the gradient of all micro-batches since the last one into one step, the same on every rank. So at any moment
+``save`` gives a state that has seen whole steps only.
+
+All methods block and are called from one thread, the compute thread, in the same order on every rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from asyncflow.train.batch import MicroBatch
+from asyncflow.train.ranks import Group
+from asyncflow.train.settings import BackendSettings
+
+
+class TrainerBackend(ABC):
+    """One rank's model and optimizer."""
+
+    def __init__(self, settings: BackendSettings, *, group: Group) -> None:
+        self.settings = settings
+        self.group = group
+
+    @abstractmethod
+    def load(self, folder: Path, *, checkpoint: Path | None) -> None:
+        """Take θ_0 from the model folder, or the state that ``save`` left in ``checkpoint``.
+
+        All ranks need ``folder``/config.json; the weights and the checkpoint are read by rank 0 alone and sent to the
+        others. Raises CheckpointError where what is there does not fit.
+        """
+
+    @abstractmethod
+    def micro_batch(self, batch: MicroBatch, *, version: int) -> None:
+        """Add the unnormalised gradient of ``batch``, which may be empty.
+
+        ``version``: packed, of the weights as they are now; samples made by it measure engine against trainer.
+        """
+
+    @abstractmethod
+    def finish_step(self, step: int) -> dict[str, float]:
+        """Normalise over the whole step and all ranks, make θ_step, and give the metrics, equal on every rank."""
+
+    @abstractmethod
+    def tensors(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        """Give the weights by name, as views where possible: valid until the next ``finish_step``."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer and generators into the empty ``folder``; ``load`` continues bit for bit."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the collectives and free what is held."""

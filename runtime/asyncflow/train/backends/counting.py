@@ -1,0 +1,84 @@
+"""The counting trainer: its weights say how often each sample was trained.
+
+The one tensor ``counts``, int64[N], is indexed by serial * group_size + sample, and every step adds one for each
+sample of D_k. It goes through the real packing of slots, checkpoints, publications and restores, and is so a witness
+of exactly-once training that is independent of the ledger.
+
+Invariant: after step k the entry of a sample is the number of steps up to k whose D_k held it, in the weights that
+survived. Options: ``capacity`` (N, default 65536), ``sleep_s`` (seconds that a micro-batch takes, default 0).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncflow.errors import CheckpointError, ManifestError
+from asyncflow.train.backends.base import TrainerBackend
+from asyncflow.train.batch import MicroBatch
+from asyncflow.train.ranks import Group
+from asyncflow.train.settings import BackendSettings
+
+TENSOR = "counts"
+_FILE = "counts.npy"
+
+
+class CountingBackend(TrainerBackend):
+    """Adds one for each trained sample; needs no model and no torch."""
+
+    def __init__(self, settings: BackendSettings, *, group: Group) -> None:
+        super().__init__(settings, group=group)
+        self._counts = np.zeros(int(settings.options.get("capacity", 65536)), dtype=np.int64)
+        self._pending = np.zeros_like(self._counts)
+        self._sleep_s = float(settings.options.get("sleep_s", 0.0))
+
+    def load(self, folder: Path, *, checkpoint: Path | None) -> None:  # noqa: ARG002
+        """Take the counts of ``checkpoint``, or zeros; the model folder is not looked at."""
+        counts = np.zeros_like(self._counts)
+        if checkpoint is not None and self.group.rank == 0:
+            stored = np.load(checkpoint / _FILE, allow_pickle=False)
+            if stored.shape != counts.shape or stored.dtype != counts.dtype:
+                raise CheckpointError(
+                    f"counts are {stored.dtype}{stored.shape}, not {counts.dtype}{counts.shape}",
+                    where=str(checkpoint / _FILE),
+                    hint="Resume with the capacity that the run began with.",
+                )
+            counts = stored
+        self._counts = self.group.gather(counts, what="counts")[0]
+        self._pending[:] = 0
+
+    def micro_batch(self, batch: MicroBatch, *, version: int) -> None:  # noqa: ARG002
+        """Add one for each sample of ``batch``; an entry beyond the capacity is a ManifestError."""
+        for key in batch.keys:
+            index = key.serial * self.settings.group_size + key.sample
+            if index >= self._pending.size:
+                raise ManifestError(
+                    f"sample {tuple(key)} has index {index}, the counting trainer holds {self._pending.size}",
+                    where="spec.trainer.backend.config.capacity",
+                    hint="Give at least prompts * groupSize.",
+                )
+            self._pending[index] += 1
+        time.sleep(self._sleep_s)
+
+    def finish_step(self, step: int) -> dict[str, float]:
+        """Add what all ranks counted."""
+        added = self.group.gather(self._pending, what=f"counts of step {step}").sum(axis=0)
+        self._counts = self._counts + added
+        self._pending[:] = 0
+        return {"counted": float(added.sum()), "counted_max": float(self._counts.max())}
+
+    def tensors(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        """Give ``counts``."""
+        yield TENSOR, self._counts
+
+    def save(self, folder: Path) -> None:
+        """Write counts.npy."""
+        np.save(folder / _FILE, self._counts, allow_pickle=False)
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,89 @@
+"""torch's process group for the gradients, met through the trainer's own gang.
+
+Rank 0 listens on a port that is free, tells the others by ``Group.gather``, and the store takes over that very
+socket: no port is chosen in advance and none can be lost in between. Only tensors travel, never objects (no pickle).
+
+Invariant: gloo, nccl and hccl run the same three lines; which one is the device's business.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncflow.train.ranks import Group
+
+_HOST_BYTES = 256
+
+
+def pick_device(wanted: str) -> torch.device:
+    """Give the device named, or for "auto" the accelerator if there is one, else the CPU."""
+    if wanted != "auto":
+        return torch.device(wanted)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator if accelerator is not None else torch.device("cpu")
+
+
+class TensorGroup:
+    """Sums and broadcasts of tensors over the ranks of ``group``; does nothing where there is one rank.
+
+    host: the address of this process that other ranks can dial, used by rank 0; timeout_s: of each collective.
+    """
+
+    def __init__(self, group: Group, *, device: torch.device, host: str, timeout_s: float) -> None:
+        self._group: dist.ProcessGroup | None = None
+        if group.world == 1:
+            return
+        timeout = timedelta(seconds=timeout_s)
+        store = _store(group, host=host, timeout=timeout)
+        dist.init_process_group(
+            dist.get_default_backend_for_device(device),
+            store=store,
+            rank=group.rank,
+            world_size=group.world,
+            timeout=timeout,
+        )
+        self._group = dist.group.WORLD
+
+    def total(self, tensor: Tensor) -> None:
+        """Replace ``tensor`` by its sum over all ranks."""
+        if self._group is not None:
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._group)
+
+    def from_first(self, tensors: Iterable[Tensor]) -> None:
+        """Replace each tensor by rank 0's."""
+        if self._group is not None:
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), src=0, group=self._group)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+
+def _store(group: Group, *, host: str, timeout: timedelta) -> dist.TCPStore:
+    address = np.zeros(_HOST_BYTES, dtype=np.uint8)
+    listener: socket.socket | None = None
+    if group.rank == 0:
+        listener = socket.create_server((host, 0))
+        text = f"{host}:{listener.getsockname()[1]}".encode()
+        address[: len(text)] = np.frombuffer(text, dtype=np.uint8)
+    told = bytes(group.gather(address, what="the address of the process group")[0]).rstrip(b"\0").decode()
+    name, _, port = told.rpartition(":")
+    return dist.TCPStore(
+        name,
+        int(port),
+        group.world,
+        is_master=listener is not None,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach() if listener is not None else None,
+    )

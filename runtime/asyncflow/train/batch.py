@@ -1,0 +1,88 @@
+"""One rank's part of a slot: whole samples with everything that a gradient needs.
+
+Invariant: response, log-probs, versions and loss mask of a sample have one entry for each response token; a batch where
+they do not is refused and names the sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncflow.errors import ProtocolError
+from asyncflow.identity import SampleKey
+from asyncflow.net.frames import Jagged
+
+COLUMNS = ("prompt_ids", "response_ids", "logprobs", "versions", "advantage")
+"""What a trainer fetches of each row."""
+
+LOSS_MASK = "loss_mask"
+"""Optional column: bool for each response token, False where the policy did not choose it (an observation)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """n samples. prompts, responses: token ids; logprobs: the engine's, float; versions: packed, int64; advantages [n].
+
+    ``loss_mask`` may be None: then every response token counts.
+    """
+
+    keys: Sequence[SampleKey]
+    prompts: Jagged
+    responses: Jagged
+    logprobs: Jagged
+    versions: Jagged
+    advantages: NDArray[np.float32]
+    loss_mask: Jagged | None = None
+
+    @classmethod
+    def of(cls, keys: Sequence[SampleKey], columns: Mapping[str, Jagged]) -> MicroBatch:
+        """Build it from fetched columns, in the order of ``keys``. Raises ProtocolError where the columns disagree."""
+        responses = columns["response_ids"]
+        expected = {"logprobs": responses, "versions": responses, LOSS_MASK: responses}
+        for name, column in columns.items():
+            if len(column) != len(keys):
+                raise ProtocolError(f"column {name} has {len(column)} rows for {len(keys)} samples", where="trainer")
+            lengths = expected[name].lengths if name in expected else None
+            if name == "advantage":
+                lengths = np.ones(len(keys), dtype=np.int64)
+            if lengths is None:
+                continue
+            wrong = np.flatnonzero(column.lengths != lengths)
+            if len(wrong):
+                raise ProtocolError(
+                    f"sample {tuple(keys[wrong[0]])}: {name} has {len(column.row(int(wrong[0])))} entries, "
+                    f"not {lengths[wrong[0]]}",
+                    where="trainer",
+                )
+        return cls(
+            keys=keys,
+            prompts=columns["prompt_ids"],
+            responses=responses,
+            logprobs=columns["logprobs"],
+            versions=columns["versions"],
+            advantages=np.asarray(columns["advantage"].values, dtype=np.float32),
+            loss_mask=columns.get(LOSS_MASK),
+        )
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def response_lengths(self) -> NDArray[np.int64]:
+        """Give the tokens of each response, [n]."""
+        return self.responses.lengths
+
+    def loss_lengths(self) -> NDArray[np.int64]:
+        """Give how many tokens of each response count in the loss, [n]."""
+        if self.loss_mask is None:
+            return self.response_lengths()
+        counted = np.r_[0, np.cumsum(self.loss_mask.values, dtype=np.int64)]
+        return np.diff(counted[self.loss_mask.offsets])
+
+    def made_by(self, version: int) -> NDArray[np.bool_]:
+        """Say of each sample, [n], whether all its tokens come from the packed version ``version``."""
+        other = np.r_[0, np.cumsum(self.versions.values != version)]
+        return np.equal(np.diff(other[self.versions.offsets]), 0)

@@ -1,0 +1,202 @@
+"""Checkpoints: folders that exist whole or not at all.
+
+    checkpoints/attempt                  the newest attempt that may write here
+    checkpoints/step-000010/...          what the backend saved, and earlier versions that are still needed
+    checkpoints/step-000010/manifest.json   written last
+
+Files are written into a temporary folder and synced, the folder takes its name, and then ``manifest.json`` is renamed
+into it.
+
+Invariant: that last rename is the commit point. A folder without a manifest is nothing, whatever is in it; one with a
+manifest holds files of exactly the sizes and digests that it names. A trainer of an older attempt writes none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from asyncflow.errors import CheckpointError, Fenced
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+_ATTEMPT = "attempt"
+_FORMAT = 1
+
+
+class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One file of a checkpoint: path within it, bytes, digest."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint says of itself.
+
+    step: its weights are θ_step, made by trainer ``attempt``; samples: trained in steps 1..step; carried: steps of
+    earlier versions in it, oldest first; cursor: whatever the driver wants back with this step; saved_at: unix time.
+    """
+
+    attempt: int
+    step: int
+    samples: int
+    carried: list[int] = []
+    saved_at: float = 0.0
+    files: list[StoredFile] = []
+    format: int = _FORMAT
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """A complete checkpoint: where it is, and its manifest."""
+
+    folder: Path
+    manifest: CheckpointManifest
+
+    def verify(self) -> None:
+        """Read everything and compare. Raises CheckpointError at the first file that is not as it was written."""
+        for file in self.manifest.files:
+            path = self.folder / file.path
+            if not path.is_file() or path.stat().st_size != file.size or _digest(path) != file.sha256:
+                raise CheckpointError(
+                    f"{file.path} is missing or not as it was written ({file.size} bytes)",
+                    where=str(self.folder),
+                    hint="The disk lost or changed it. Move this folder away to resume from an older checkpoint.",
+                )
+
+
+class Checkpoints:
+    """The checkpoints of one job in ``folder``; the newest ``keep`` stay."""
+
+    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+        self.folder = folder
+        self._keep = max(1, keep)
+
+    def claim(self, attempt: int) -> None:
+        """Shut out all older attempts. Raises Fenced if a newer one is already here, CheckpointError if unwritable."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._check(attempt)
+            _write_atomically(self.folder / _ATTEMPT, str(attempt).encode())
+        except OSError as error:
+            raise _unwritable(self.folder, error) from error
+
+    def latest(self) -> Checkpoint | None:
+        """Give the complete checkpoint of the highest step, or None; unfinished folders are passed over."""
+        complete = self._complete()
+        return complete[-1] if complete else None
+
+    def write(self, manifest: CheckpointManifest, fill: Callable[[Path], None]) -> Checkpoint:
+        """Write what ``fill`` puts into the empty folder that it is given, and commit it; blocks until it is on disk.
+
+        ``manifest.files`` and ``saved_at`` are filled in here. Raises Fenced for an attempt that has been replaced, and
+        CheckpointError, with nothing committed, when the disk is full or not writable.
+        """
+        final = self.folder / f"step-{manifest.step:06d}"
+        draft = self.folder / f".step-{manifest.step:06d}.{manifest.attempt}.{os.getpid()}"
+        try:
+            self._check(manifest.attempt)
+            draft.mkdir(parents=True)
+            fill(draft)
+            manifest = msgspec.structs.replace(manifest, files=_stored(draft), saved_at=time.time())
+            self._replace(final, draft)
+            self._check(manifest.attempt)
+            _write_atomically(final / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+            self._prune()
+        except OSError as error:
+            raise _unwritable(final, error) from error
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        log.info("checkpoint of step %d in %s", manifest.step, final)
+        return Checkpoint(final, manifest)
+
+    def _check(self, attempt: int) -> None:
+        try:
+            newest = int((self.folder / _ATTEMPT).read_text())
+        except FileNotFoundError:
+            return
+        if newest > attempt:
+            raise Fenced(f"attempt {attempt} of the trainer was replaced by attempt {newest}", where=str(self.folder))
+
+    def _complete(self) -> list[Checkpoint]:
+        found = []
+        for path in sorted(self.folder.glob(f"step-*/{MANIFEST}")):
+            try:
+                manifest = msgspec.json.decode(path.read_bytes(), type=CheckpointManifest)
+            except (OSError, msgspec.MsgspecError) as wrong:
+                raise CheckpointError(
+                    f"the manifest cannot be read: {wrong}",
+                    where=str(path),
+                    hint="Move this folder away to resume from an older checkpoint.",
+                ) from wrong
+            if manifest.format != _FORMAT:
+                raise CheckpointError(
+                    f"format {manifest.format} is not {_FORMAT}",
+                    where=str(path),
+                    hint="Resume with the version that wrote it.",
+                )
+            found.append(Checkpoint(path.parent, manifest))
+        return sorted(found, key=lambda checkpoint: checkpoint.manifest.step)
+
+    def _replace(self, final: Path, draft: Path) -> None:
+        """Give ``draft`` its name; what an older attempt left there is undone first, manifest before files."""
+        (final / MANIFEST).unlink(missing_ok=True)
+        if final.exists():
+            _sync(final)
+            shutil.rmtree(final)
+        draft.rename(final)
+        _sync(self.folder)
+
+    def _prune(self) -> None:
+        for old in self._complete()[: -self._keep]:
+            (old.folder / MANIFEST).unlink()
+            shutil.rmtree(old.folder)
+        for rest in self.folder.glob(".step-*"):
+            shutil.rmtree(rest, ignore_errors=True)
+
+
+def _stored(folder: Path) -> list[StoredFile]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in [*files, *(path for path in folder.rglob("*") if path.is_dir()), folder]:
+        _sync(path)
+    return [
+        StoredFile(path=str(path.relative_to(folder)), size=path.stat().st_size, sha256=_digest(path)) for path in files
+    ]
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_bytes(content)
+    _sync(draft)
+    draft.rename(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _unwritable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint cannot be written: {error.strerror or error}",
+        where=str(path),
+        hint="Free space, or give a folder that this process may write to.",
+    )

@@ -1,0 +1,154 @@
+"""Samples of any length into packs without padding.
+
+A pack is one row of tokens, [T]. It holds *documents*: a prompt (segment 0) and one or more responses to it (segments
+1, 2, ...). A token sees the earlier tokens of its own document that belong to the prompt or to its own response:
+
+    M[i, j] = j <= i  and  document(i) = document(j)  and  (segment(j) = 0 or segment(i) = segment(j))
+
+In the layout ``separate`` each document has one response. In ``shared-prompt`` the responses of one group stand
+behind one copy of their prompt: position(token t of a response) = |P| + t, and the row of the *last prompt token*
+predicts the first token of every response (shared-prompt attention of the Periodic Asynchrony paper). The last token
+of a response predicts nothing and is left out.
+
+Invariant: each token of each response is a target exactly once, predicted from exactly the context that it was sampled
+in; so the layout, the budget and the order change only rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncflow.errors import ProtocolError
+
+Ids = NDArray[np.integer]
+LayoutName = Literal["separate", "shared-prompt"]
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One row of T input tokens with N targets; every array is int64.
+
+    ids, positions, documents, segments: [T]. rows [N]: the input token whose logits predict the target; targets [N]:
+    the token predicted; samples [N] and offsets [N]: it is token ``offsets`` of the response of sample ``samples``.
+    """
+
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    documents: NDArray[np.int64]
+    segments: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    samples: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+    def mask(self) -> NDArray[np.bool_]:
+        """Give who sees whom, bool[T, T]: row i may attend to column j. For attention that takes an explicit mask.
+
+        Attention of variable length takes ``documents`` instead: their boundaries, where each has one response.
+        """
+        causal = np.tri(len(self.ids), dtype=np.bool_)
+        same_document = self.documents[:, None] == self.documents
+        visible = (self.segments == 0) | (self.segments[:, None] == self.segments)
+        mask: NDArray[np.bool_] = causal & same_document & visible
+        return mask
+
+
+@dataclass(frozen=True)
+class _Document:
+    prompt: Ids
+    members: list[tuple[int, Ids]]
+
+    @property
+    def size(self) -> int:
+        return len(self.prompt) + sum(len(response) - 1 for _, response in self.members)
+
+
+def pack_samples(
+    prompts: Sequence[Ids],
+    responses: Sequence[Ids],
+    groups: Sequence[Hashable],
+    *,
+    layout: LayoutName,
+    budget: int,
+) -> list[Pack]:
+    """Pack n samples, in the order given, into rows of at most ``budget`` tokens (a longer document stands alone).
+
+    prompts, responses: token ids of each sample; groups: who shares a prompt; a sample that differs from its group in
+    prompt gets a document of its own. Samples with an empty response have no target and appear nowhere.
+    Raises ProtocolError for an empty prompt, which could not predict a first token.
+    """
+    packs: list[Pack] = []
+    waiting: list[_Document] = []
+    filled = 0
+    for document in _documents(prompts, responses, groups, layout=layout, budget=budget):
+        if waiting and filled + document.size > budget:
+            packs.append(_lay_out(waiting))
+            waiting, filled = [], 0
+        waiting.append(document)
+        filled += document.size
+    if waiting:
+        packs.append(_lay_out(waiting))
+    return packs
+
+
+def _documents(
+    prompts: Sequence[Ids], responses: Sequence[Ids], groups: Sequence[Hashable], *, layout: LayoutName, budget: int
+) -> Iterator[_Document]:
+    together: dict[Hashable, _Document] = {}
+    for sample, (prompt, response, group) in enumerate(zip(prompts, responses, groups, strict=True)):
+        if not len(prompt):
+            raise ProtocolError(f"sample {sample} of group {group} has an empty prompt", where="trainer")
+        if not len(response):
+            continue
+        key: Hashable = (group, bytes(np.ascontiguousarray(prompt))) if layout == "shared-prompt" else sample
+        document = together.setdefault(key, _Document(prompt, []))
+        document.members.append((sample, response))
+    for document in together.values():
+        yield from _split(document, budget)
+
+
+def _split(document: _Document, budget: int) -> Iterator[_Document]:
+    part = _Document(document.prompt, [])
+    for member in document.members:
+        if part.members and part.size + len(member[1]) - 1 > budget:
+            yield part
+            part = _Document(document.prompt, [])
+        part.members.append(member)
+    yield part
+
+
+def _lay_out(documents: Iterable[_Document]) -> Pack:
+    inputs: list[tuple[Ids, Ids, int, int]] = []
+    outputs: list[tuple[Ids, Ids, int]] = []
+    end = 0
+    for number, document in enumerate(documents):
+        prompt = document.prompt
+        inputs.append((prompt, np.arange(len(prompt)), number, 0))
+        end += len(prompt)
+        last_prompt_row = end - 1
+        for segment, (sample, response) in enumerate(document.members, start=1):
+            seen = response[:-1]
+            inputs.append((seen, len(prompt) + np.arange(len(seen)), number, segment))
+            outputs.append((np.r_[last_prompt_row, end : end + len(seen)], response, sample))
+            end += len(seen)
+    sizes = [len(ids) for ids, _, _, _ in inputs]
+    lengths = [len(targets) for _, targets, _ in outputs]
+    return Pack(
+        ids=_join(ids for ids, _, _, _ in inputs),
+        positions=_join(positions for _, positions, _, _ in inputs),
+        documents=np.repeat([number for _, _, number, _ in inputs], sizes),
+        segments=np.repeat([segment for _, _, _, segment in inputs], sizes),
+        rows=_join(rows for rows, _, _ in outputs),
+        targets=_join(targets for _, targets, _ in outputs),
+        samples=np.repeat([sample for _, _, sample in outputs], lengths),
+        offsets=_join(np.arange(length) for length in lengths),
+    )
+
+
+def _join(parts: Iterable[Ids]) -> NDArray[np.int64]:
+    return np.concatenate(list(parts), dtype=np.int64)

@@ -1,0 +1,93 @@
+"""What the trainer says about each step: to the driver, and so to ``metrics.jsonl``.
+
+Invariant: everything is measured over the whole of D_step and all ranks, and every number is finite, so a line is JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from asyncflow.train.tally import Tally
+
+
+class Seconds(Struct, frozen=True, kw_only=True):
+    """Where the time since the last report went. wall: all of it; wait: for samples; compute: forward and backward.
+
+    checkpoint: of those written since the last report, so after the step before this one.
+    """
+
+    wall: float
+    wait: float
+    compute: float
+    optimizer: float
+    publish: float
+    checkpoint: float
+
+
+class TrainReport(Struct, frozen=True, kw_only=True):
+    """One optimizer step.
+
+    ranks: of the gang; metrics: the backend's, by name; tokens: prompt and response of all samples; lag_start, lag_end:
+    versions between the gradient and a sample's oldest and newest token, (step - 1) - v; lag_token_mean: mean over all
+    response tokens; logprob_gap_p99: |engine - trainer| of samples made by the very version that was trained, None
+    where there are none; busy_s: forward, backward, optimizer and checkpoint of rank 0 since its process began;
+    started, ended: unix time of the step; keys: digest of the set of samples, whatever their order; published:
+    whether rollouts can get θ_step.
+    """
+
+    attempt: int
+    ranks: int
+    step: int
+    samples: int
+    tokens: int
+    response_tokens: int
+    lag_start_max: int
+    lag_start_mean: float
+    lag_end_max: int
+    lag_token_mean: float
+    logprob_gap_p99: float | None
+    metrics: dict[str, float]
+    seconds: Seconds
+    busy_s: float
+    started: float
+    ended: float
+    keys: str
+    published: bool
+
+
+def describe(
+    tally: Tally,
+    metrics: dict[str, float],
+    *,
+    attempt: int,
+    ranks: int,
+    step: int,
+    published: bool,
+    spent: Mapping[str, float],
+    busy_s: float,
+    started: float,
+    ended: float,
+) -> TrainReport:
+    """Make the report of ``step``. spent: seconds by the names of ``Seconds``; what is missing there is 0."""
+    return TrainReport(
+        attempt=attempt,
+        ranks=ranks,
+        step=step,
+        samples=tally.samples,
+        tokens=tally.prompt_tokens + tally.response_tokens,
+        response_tokens=tally.response_tokens,
+        lag_start_max=tally.lag_start_max,
+        lag_start_mean=tally.lag_start_sum / max(1, tally.spoken),
+        lag_end_max=tally.lag_end_max,
+        lag_token_mean=tally.lag_token_sum / max(1, tally.response_tokens),
+        logprob_gap_p99=metrics.get("logprob_gap_p99"),
+        metrics=metrics,
+        seconds=Seconds(**{name: spent.get(name, 0.0) for name in Seconds.__struct_fields__}),
+        busy_s=busy_s,
+        started=started,
+        ended=ended,
+        keys=f"{tally.digest & (1 << 64) - 1:016x}",
+        published=published,
+    )

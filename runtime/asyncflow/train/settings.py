@@ -1,0 +1,90 @@
+"""What a job says about training, in the words that this room uses; the trainer's role fills it from the manifest.
+
+Invariant: the learning rate of step k is a function of k and of these settings alone, so that a resumed run continues
+on the same curve.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from asyncflow.algorithms.grpo import GrpoLoss
+from asyncflow.flow.schedule import Schedule
+from asyncflow.train.packing import LayoutName
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW and its learning rate.
+
+    The rate rises linearly over ``warmup_steps``, then stays (``constant``) or falls to ``final_fraction`` of itself at
+    step ``steps`` (``linear``, ``cosine``). Weight decay acts on matrices only, not on biases and norms.
+    ``max_grad_norm`` 0 is no clipping.
+    """
+
+    learning_rate: float
+    steps: int
+    warmup_steps: int = 0
+    curve: Literal["constant", "linear", "cosine"] = "constant"
+    final_fraction: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+
+    def rate(self, step: int) -> float:
+        """Give the learning rate of optimizer step ``step`` >= 1."""
+        if step <= self.warmup_steps:
+            return self.learning_rate * step / self.warmup_steps
+        if self.curve == "constant":
+            return self.learning_rate
+        progress = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
+        left = 1 - progress if self.curve == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return self.learning_rate * (self.final_fraction + (1 - self.final_fraction) * left)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendSettings:
+    """What a backend needs to know.
+
+    temperature: of the sampling that made the responses, applied to the trainer's logits too; compute: dtype of
+    forward and backward (weights, gradients and optimizer are always float32); layout, pack_tokens: see ``packing``;
+    threads: of this rank, 0 = the library's choice; group_size: samples of one prompt; device: "auto" = the
+    accelerator if there is one; options: the backend's own.
+    """
+
+    optimizer: OptimizerSettings
+    loss: GrpoLoss = field(default_factory=GrpoLoss)
+    temperature: float = 1.0
+    compute: Literal["float32", "bfloat16"] = "float32"
+    layout: LayoutName = "separate"
+    pack_tokens: int = 512
+    threads: int = 0
+    group_size: int = 1
+    seed: int = 0
+    device: str = "auto"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSettings:
+    """What the loops need to know.
+
+    schedule: how many steps, which of them are published, and which versions later steps need; partition: the job's
+    rows; attempt: of this gang, which fences older ones; whole: collect all of D_k before the first gradient (the
+    synchronous loop); slot_tokens: budget of one micro-batch per rank; checkpoint_every: steps between checkpoints, 0 =
+    the last one only; extra_columns: fetched beside the usual ones (``loss_mask``); patience_s: how long the queue or
+    the driver may be away.
+    """
+
+    schedule: Schedule
+    partition: str
+    attempt: int
+    whole: bool = False
+    slot_tokens: int = 8192
+    checkpoint_every: int = 10
+    extra_columns: tuple[str, ...] = ()
+    patience_s: float = 120.0

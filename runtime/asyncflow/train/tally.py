@@ -1,0 +1,76 @@
+"""What a step's samples were: how many, how long, how old, and which.
+
+Invariant: all entries are whole numbers that add up (or have a maximum) over slots and ranks, so the result does not
+depend on how D_step was cut; two sets of samples have the same digest only if they are the same set, as far as 64 bits
+can tell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncflow.identity import Version
+from asyncflow.train.batch import MicroBatch
+
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """Counts of one step. Lags are in steps, (step - 1) - v; ``lag_start_sum`` is over samples that have tokens.
+
+    The digest is a sum of 64-bit hashes of the keys, modulo 2^64, held as int64.
+    """
+
+    samples: int = 0
+    spoken: int = 0
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    lag_start_sum: int = 0
+    lag_token_sum: int = 0
+    digest: int = 0
+    lag_start_max: int = 0
+    lag_end_max: int = 0
+
+    def add(self, batch: MicroBatch, *, step: int) -> None:
+        """Count the samples of ``batch``, which are part of D_step."""
+        self.samples += len(batch)
+        self.prompt_tokens += len(batch.prompts.values)
+        self.response_tokens += len(batch.responses.values)
+        self.digest = int(np.int64(self.digest) + _hashes(batch).sum(dtype=np.uint64).view(np.int64))
+        starts = batch.versions.offsets[:-1][batch.response_lengths() > 0]
+        if not len(starts):
+            return
+        lags = np.array([step - 1 - Version.unpack(int(packed)).step for packed in batch.versions.values])
+        oldest, newest = np.maximum.reduceat(lags, starts), np.minimum.reduceat(lags, starts)
+        self.spoken += len(starts)
+        self.lag_start_sum += int(oldest.sum())
+        self.lag_token_sum += int(lags.sum())
+        self.lag_start_max = max(self.lag_start_max, int(oldest.max()))
+        self.lag_end_max = max(self.lag_end_max, int(newest.max()))
+
+    def array(self) -> NDArray[np.int64]:
+        """Give all entries in the order of the fields."""
+        return np.array(list(vars(self).values()), dtype=np.int64)
+
+    @classmethod
+    def merged(cls, rows: NDArray[np.int64]) -> Tally:
+        """Make one tally of the arrays of all ranks, [world, fields]."""
+        total, highest = rows.sum(axis=0), rows.max(axis=0)
+        return cls(
+            **{
+                name: int((highest if name.endswith("_max") else total)[index])
+                for index, name in enumerate(vars(cls()))
+            }
+        )
+
+
+def _hashes(batch: MicroBatch) -> NDArray[np.uint64]:
+    keys = np.array([(key.serial, key.sample) for key in batch.keys], dtype=np.uint64).reshape(-1, 2)
+    mixed: NDArray[np.uint64] = keys[:, 0] * np.uint64(0x9E3779B97F4A7C15) + keys[:, 1]
+    for shift, factor in zip((30, 27), _MIX, strict=True):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * factor
+    return mixed ^ (mixed >> np.uint64(31))

@@ -1,0 +1,285 @@
+"""One rank of the trainer, from its checkpoint to the last step.
+
+    start:  checkpoint or θ_0 -> queue.begin(j) -> publish θ_j
+    step k: slots of D_k -> gradient -> step -> queue.step_done(k) -> publish θ_k -> report
+            now and then: checkpoint -> queue.commit(k)
+
+Invariant: the rename of a checkpoint's manifest is the commit point, and the queue hears of it afterwards; so
+whenever this process dies, the queue un-commits exactly the steps that no checkpoint holds. A trainer of an older
+attempt gets ``Fenced`` at the next claim, publication or checkpoint, and ends. Computing happens in one thread of its
+own; the event loop only waits, so that heartbeats and fetching go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from asyncflow.errors import ProtocolError, Refused
+from asyncflow.identity import Version
+from asyncflow.net.roster import Directives
+from asyncflow.net.rpc import persist
+from asyncflow.queue.messages import StepTotals
+from asyncflow.telemetry.busy import BusyClock
+from asyncflow.train.backends.base import TrainerBackend
+from asyncflow.train.checkpoint import Checkpoint, CheckpointManifest, Checkpoints
+from asyncflow.train.feed import Feed, Filled, TrainQueue
+from asyncflow.train.loops import streaming, synchronous
+from asyncflow.train.publication import Publication, Publisher, Weights
+from asyncflow.train.ranks import Group
+from asyncflow.train.report import TrainReport, describe
+from asyncflow.train.settings import TrainerSettings
+from asyncflow.train.tally import Tally
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_CALL_S = 30.0
+_SUSPENDED_S = 0.5
+_GRACE_S = 2.0
+
+
+class Left(Exception):
+    """The trainer was told to leave."""
+
+
+class Trainer:
+    """One rank. folder: the model folder; materialise: puts θ_0 there, called by rank 0 when needed; report: takes
+    rank 0's reports; directives: the driver's latest; busy: forward, backward, optimizer and checkpoints; waits: the
+    rest.
+    """
+
+    def __init__(
+        self,
+        *,
+        queue: TrainQueue,
+        sender: Publisher,
+        backend: TrainerBackend,
+        group: Group,
+        checkpoints: Checkpoints,
+        report: Callable[[TrainReport], Awaitable[None]],
+        directives: Callable[[], Directives],
+        settings: TrainerSettings,
+        folder: Path,
+        materialise: Callable[[], None],
+    ) -> None:
+        self.step = 0
+        self.busy = BusyClock()
+        self.waits = BusyClock()
+        self._queue = queue
+        self._publication = Publication(sender, schedule=settings.schedule, attempt=settings.attempt)
+        self._backend = backend
+        self._group = group
+        self._checkpoints = checkpoints
+        self._report = report
+        self._directives = directives
+        self._settings = settings
+        self._folder = folder
+        self._materialise = materialise
+        self._feed = Feed(queue, rank=group.rank, settings=settings, waits=self.waits, attend=self._attend)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        self._tally = Tally()
+        self._samples = 0
+        self._committed = 0
+        self._checkpoints_asked = directives().checkpoint
+        self._leaving = asyncio.Event()
+        self._since = (time.time(), self._clock())
+
+    @property
+    def waiting_for(self) -> str:
+        """The slot that is waited for now, or ""."""
+        return self._feed.waiting_for
+
+    def leave(self) -> None:
+        """Finish the micro-batch in hand, write a checkpoint of the last completed step, and return from ``run``."""
+        self._leaving.set()
+        self._group.abandon()
+
+    async def run(self) -> int:
+        """Train; give the last completed step. Raises Fenced when a newer attempt of the trainer has begun."""
+        try:
+            await self._start()
+            await (synchronous(self) if self._settings.whole else streaming(self))
+        except Left:
+            log.info("leaving after step %d", self.step)
+            with suppress(Left):
+                await self._checkpoint_if(self.step > self._committed)
+        finally:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+        return self.step
+
+    async def steps(self) -> AsyncIterator[int]:
+        """Give the steps that are left, one after another."""
+        while self.step < self._settings.schedule.steps:
+            await self._attend()
+            yield self.step + 1
+
+    def slots(self, step: int) -> AsyncGenerator[Filled, None]:
+        """Give the slots of D_step."""
+        return self._feed.slots(step)
+
+    async def accumulate(self, step: int, slot: Filled) -> None:
+        """Compute the gradient of one slot."""
+        self._tally.add(slot.batch, step=step)
+        with self.busy("compute"):
+            version = Version(self._settings.attempt, step - 1).packed
+            await self._compute(self._backend.micro_batch, slot.batch, version=version)
+
+    async def finish(self, step: int, totals: StepTotals | None) -> None:
+        """Make θ_step out of what was accumulated, and let everybody know."""
+        with self.busy("optimizer"):
+            try:
+                tally, metrics = await self._compute(self._optimize, step, totals)
+            except Refused as error:
+                if self._leaving.is_set():
+                    raise Left from error
+                raise
+        self.step = step
+        self._samples += tally.samples
+        await self._persist(
+            lambda: self._queue.step_done(**self._ours, step=step, rank=self._group.rank, timeout=_CALL_S),
+            what=f"telling the queue that step {step} is done",
+        )
+        published = self._settings.schedule.publishes(step)
+        if published:
+            await self._publish(step, self._weights)
+        if self._group.rank == 0:
+            report = self._describe(tally, metrics, published=published)
+            await self._persist(lambda: self._report(report), what=f"reporting step {step}")
+        every = self._settings.checkpoint_every
+        await self._checkpoint_if(step == self._settings.schedule.steps or (every > 0 and step % every == 0))
+
+    async def _start(self) -> None:
+        found = await self._compute(self._load)
+        await self._persist(
+            lambda: self._queue.begin(**self._ours, step=self.step, world=self._group.world, timeout=_CALL_S),
+            what=f"beginning at step {self.step}",
+        )
+        if found is not None:
+            for step in found.manifest.carried:
+                await self._publish(step, partial(Publication.read, found.folder, step))
+        await self._publish(self.step, self._weights)
+        self._since = (time.time(), self._clock())
+        log.info("attempt %d begins at step %d", self._settings.attempt, self.step)
+
+    def _load(self) -> Checkpoint | None:
+        found = None
+        if self._group.rank == 0:
+            self._checkpoints.claim(self._settings.attempt)
+            found = self._checkpoints.latest()
+            if found is not None:
+                found.verify()
+            if found is None or self._backend.settings.loss.kl > 0:
+                self._materialise()
+        place = np.array([found.manifest.step, found.manifest.samples] if found is not None else [0, 0])
+        self.step, self._samples = self._group.gather(place, what="the step to begin at")[0].tolist()
+        self._committed = self.step
+        self._backend.load(self._folder, checkpoint=found.folder if found is not None else None)
+        return found
+
+    def _optimize(self, step: int, totals: StepTotals | None) -> tuple[Tally, dict[str, float]]:
+        tally = Tally.merged(self._group.gather(self._tally.array(), what=f"the samples of step {step}"))
+        self._tally = Tally()
+        if totals is None or totals.samples != tally.samples:
+            raise ProtocolError(
+                f"step {step} has {totals.samples if totals else 'unknown'} samples, but {tally.samples} came",
+                where="trainer",
+            )
+        return tally, self._backend.finish_step(step)
+
+    async def _publish(self, step: int, weights: Callable[[], Weights]) -> None:
+        if self._group.rank != 0:
+            return
+        with self.waits("publish"):
+            copied = await self._compute(lambda: self._publication.copy(step, weights()))
+            await self._persist(
+                lambda: self._publication.announce(copied, timeout=_CALL_S), what=f"publishing θ_{step}"
+            )
+
+    def _weights(self) -> Weights:
+        return dict(self._backend.tensors())
+
+    async def _attend(self) -> None:
+        """Obey the driver: between micro-batches, when the weights are those of the last completed step."""
+        while True:
+            directives = self._directives()
+            if self._leaving.is_set() or directives.stop or directives.drain:
+                self.leave()
+                raise Left
+            asked, self._checkpoints_asked = self._checkpoints_asked, directives.checkpoint
+            if directives.checkpoint > asked or directives.suspend:
+                await self._checkpoint_if(self.step > self._committed)
+            if not directives.suspend:
+                return
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._leaving.wait(), _SUSPENDED_S)
+
+    async def _checkpoint_if(self, wanted: bool) -> None:
+        if not wanted or self._group.rank != 0:
+            return
+        step = self.step
+        carried = self._publication.carried(step)
+        manifest = CheckpointManifest(attempt=self._settings.attempt, step=step, samples=self._samples, carried=carried)
+        with self.busy("checkpoint"):
+            await self._compute(self._checkpoints.write, manifest, lambda folder: self._fill(folder, carried))
+        self._committed = step
+        await self._persist(
+            lambda: self._queue.commit(**self._ours, step=step, timeout=_CALL_S), what=f"committing step {step}"
+        )
+
+    def _fill(self, folder: Path, carried: list[int]) -> None:
+        self._backend.save(folder)
+        self._publication.save(folder, carried)
+
+    def _describe(self, tally: Tally, metrics: dict[str, float], *, published: bool) -> TrainReport:
+        (started, before), (ended, now) = self._since, (time.time(), self._clock())
+        self._since = (ended, now)
+        return describe(
+            tally,
+            metrics,
+            attempt=self._settings.attempt,
+            ranks=self._group.world,
+            step=self.step,
+            published=published,
+            spent={cause: now[cause] - before.get(cause, 0.0) for cause in now},
+            busy_s=self.busy.total(),
+            started=started,
+            ended=ended,
+        )
+
+    def _clock(self) -> dict[str, float]:
+        return {"wall": time.monotonic(), **self.busy.seconds(), **self.waits.seconds()}
+
+    @property
+    def _ours(self) -> dict[str, Any]:
+        return {"partition": self._settings.partition, "attempt": self._settings.attempt}
+
+    async def _persist(self, attempt: Callable[[], Awaitable[None]], *, what: str) -> None:
+        """Try until it succeeds; once the trainer is leaving, only for a moment longer (then Left)."""
+        leaving = asyncio.create_task(self._leaving.wait())
+        trying = asyncio.create_task(persist(attempt, what=what, timeout=self._settings.patience_s))
+        try:
+            await asyncio.wait([leaving, trying], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([trying], timeout=_GRACE_S)
+            if not trying.done():
+                raise Left
+            trying.result()
+        finally:
+            leaving.cancel()
+            trying.cancel()
+
+    async def _compute(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        def call() -> T:
+            return function(*args, **kwargs)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)

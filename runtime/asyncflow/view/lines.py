@@ -1,0 +1,53 @@
+"""The view without a terminal: what is new in a moment of a run, as plain lines. Pure.
+
+Invariant: while nothing happens, nothing is written: a line says something that the line before of its kind did not.
+"""
+
+from __future__ import annotations
+
+import re
+
+from asyncflow.api.status import DriverStatus
+from asyncflow.substrates.local.events import Ended, Event, Restarting, Started, Stopping
+from asyncflow.view.words import amount, duration, score
+
+_FIGURE = re.compile(r"[0-9]+(\.[0-9]+)?")
+
+
+def news(before: DriverStatus, now: DriverStatus) -> list[str]:
+    """Give a line for each of phase, step, evaluation and what is waited for that changed between two answers."""
+    lines = []
+    if now.phase != before.phase:
+        lines.append(f"phase {now.phase.lower()}")
+    if now.step != before.step:
+        lines.append(step_line(now))
+    if now.eval is not None and (now.eval, now.eval_greedy) != (before.eval, before.eval_greedy):
+        lines.append(f"eval  pass@1 {score(now.eval)}  greedy {score(now.eval_greedy)}")
+    if now.waiting_for and _FIGURE.sub("", now.waiting_for) != _FIGURE.sub("", before.waiting_for):
+        lines.append(f"waiting for {now.waiting_for}")
+    return lines
+
+
+def step_line(status: DriverStatus) -> str:
+    """Give the line of the newest step."""
+    return (
+        f"step {status.step}/{status.steps}  reward {score(status.reward)}  "
+        f"{amount(status.tokens_per_second)} tokens/s  lag {amount(status.lag.start)}  "
+        f"ready {status.queue.ready}  ETA {duration(status.eta_seconds)}"
+    )
+
+
+def event_line(event: Event) -> str | None:
+    """Give the line of what happened to a process; None for what goes without saying."""
+    match event:
+        case Started(attempt=0) | Ended(wanted=True):
+            return None
+        case Started():
+            return f"{event.seat} started, attempt {event.attempt}, pid {event.pid}"
+        case Ended():
+            return f"{event.seat} ended: {'done' if event.status.ok else event.status}"
+        case Restarting(restart=restart):
+            seats = ", ".join(map(str, restart.seats))
+            return f"{seats}: again in {restart.delay_s:.1f} s, as attempt {restart.attempt}"
+        case Stopping():
+            return f"ending everything: {event.reason}"

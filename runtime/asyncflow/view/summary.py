@@ -1,0 +1,50 @@
+"""What is shown at the end: the figures of ``summary.json`` and where the files are. Pure.
+
+Invariant: it shows what the run has measured and nothing else; a figure that is not there is a dash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.table import Table
+
+from asyncflow.view.words import ABSENT, amount, duration, score, share
+
+_ROWS: tuple[tuple[str, Callable[[Any], str], tuple[str, ...]], ...] = (
+    ("steps", amount, ("steps",)),
+    ("time", duration, ("wall_s",)),
+    ("pass@1, first → last", score, ("eval_accuracy_first", "eval_accuracy_last")),
+    ("greedy, first → last", score, ("eval_greedy_first", "eval_greedy_last")),
+    ("reward, first → last", score, ("reward_first", "reward_last")),
+    ("tokens generated", amount, ("tokens_generated",)),
+    ("tokens trained", amount, ("tokens_trained",)),
+    ("tokens / s / device", amount, ("tpspd",)),
+    ("lag at start, mean / max", amount, ("staleness_start_mean", "staleness_start_max")),
+    ("lag at end, max", amount, ("staleness_end_max",)),
+    ("samples dispatched", str, ("samples_dispatched",)),
+    ("trained / filtered", str, ("samples_trained", "samples_filtered")),
+    ("dropped / unfinished", str, ("samples_dropped", "samples_unfinished")),
+    ("lost / duplicated", str, ("samples_lost", "samples_duplicated")),
+    ("log-prob gap, p99", amount, ("logprob_gap_p99",)),
+)
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """Render the summary that the driver wrote."""
+    table = Table.grid(padding=(0, 3))
+    table.add_column(style="dim")
+    for title, written, keys in _ROWS:
+        arrow = " → " if "→" in title else " / "
+        values = [summary.get(key) for key in keys]
+        table.add_row(title, arrow.join(ABSENT if value is None else written(value) for value in values))
+    idle = summary.get("idle_share")
+    if isinstance(idle, Mapping):
+        table.add_row("idle share", "  ".join(f"{role} {share(part)}" for role, part in sorted(idle.items())))
+    return table
+
+
+def files_line(folder: str, names: list[str]) -> str:
+    """Say where the files are; ``names`` are those of the folder's entries that exist."""
+    return f"files in {folder}: {', '.join(names)}" if names else f"files in {folder}"

@@ -1,0 +1,41 @@
+"""Numbers as people read them. Pure; an absent number is a dash."""
+
+from __future__ import annotations
+
+ABSENT = "–"
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+
+
+def duration(seconds: float | None) -> str:
+    """Give seconds as ``45s``, ``2m13s``, ``3h07m`` or ``2d04h``."""
+    if seconds is None:
+        return ABSENT
+    whole = round(seconds)
+    if whole < _MINUTE:
+        return f"{whole}s"
+    if whole < _HOUR:
+        return f"{whole // _MINUTE}m{whole % _MINUTE:02d}s"
+    if whole < _DAY:
+        return f"{whole // _HOUR}h{whole % _HOUR // _MINUTE:02d}m"
+    return f"{whole // _DAY}d{whole % _DAY // _HOUR:02d}h"
+
+
+def amount(number: float | None, unit: str = "") -> str:
+    """Give a number in about three digits: ``7``, ``0.31``, ``12.4k``, ``3.10M``."""
+    if number is None:
+        return ABSENT
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= limit:
+            return f"{number / limit:.3g}{suffix}{unit}"
+    text = f"{number:.0f}" if number == int(number) or abs(number) >= 100 else f"{number:.3g}"
+    return f"{text}{unit}"
+
+
+def share(part: float | None) -> str:
+    """Give a share of one in percent."""
+    return ABSENT if part is None else f"{100 * part:.0f}%"
+
+
+def score(value: float | None) -> str:
+    """Give a reward or an accuracy with three decimals."""
+    return ABSENT if value is None else f"{value:.3f}"

@@ -1,0 +1,1 @@
+"""Weights: immutable versions that a trainer publishes and every rollout pulls for itself."""

@@ -1,0 +1,227 @@
+"""A worker that holds versions: it serves them to peers, and keeps the catalogue's opinion of it true.
+
+Level-triggered: whenever the catalogue's view or the own holdings changed, what the catalogue believes is compared with
+what is held, and the difference is announced. So a restarted driver, a lost announcement and a worker that was believed
+dead all heal in the same way.
+
+Invariant: a version is dropped only when the catalogue called it releasable and ``in_use`` does not name it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Refused, StaleHandle
+from asyncflow.identity import Version
+from asyncflow.net.rpc import RpcClient, persist
+from asyncflow.weights.arena import Arena
+from asyncflow.weights.manifest import Manifest, Part
+from asyncflow.weights.messages import (
+    EMPTY_VIEW,
+    CatalogueView,
+    Dropped,
+    DroppedReply,
+    Held,
+    HeldReply,
+    Published,
+    Watch,
+)
+from asyncflow.weights.slices import Box
+from asyncflow.weights.transports.base import Transport
+
+log = logging.getLogger(__name__)
+
+_WATCH_S = 5.0
+_CALL_S = 10.0
+_PAUSE_S = 0.5
+_GOODBYE_S = 1.0
+
+
+class Linked(Protocol):
+    """Whoever has a client to the driver: a ``Membership``."""
+
+    @property
+    def driver(self) -> RpcClient:
+        """The client."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """A version in this worker's memory. origin: the part that this worker published, or the manifest it pulled."""
+
+    arena: Arena
+    origin: Part | Manifest
+
+
+class Holder:
+    """Holds versions for the worker with id ``worker``.
+
+    membership: gives the client to the driver; transport: serves what is held, and belongs to the holder from now on;
+    in_use: gives the versions that must not be dropped now. changed: the event that the next change will set.
+    """
+
+    def __init__(
+        self,
+        *,
+        membership: Linked,
+        worker: str,
+        transport: Transport,
+        in_use: Callable[[], Collection[Version]] = tuple,
+    ) -> None:
+        self.worker = worker
+        self.transport = transport
+        self.address = ""
+        self.copies: dict[Version, Copy] = {}
+        self.view: CatalogueView = EMPTY_VIEW
+        self._driver = membership.driver
+        self._in_use = in_use
+        self.changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Serve and begin to watch the catalogue; the driver may come later."""
+        self.address = await self.transport.start(self._read)
+        self.spawn(self._watch())
+        self.spawn(self._keep_true())
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work`` until this holder is closed; it must not end by itself."""
+        task = asyncio.create_task(work, name=f"weights of {self.worker}")
+        task.add_done_callback(_report)
+        self._tasks.append(task)
+
+    async def close(self) -> None:
+        """Tell the catalogue, serve no longer, and drop every copy."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        goodbye = Dropped(worker=self.worker, versions=tuple(version.packed for version in self.copies))
+        self.copies.clear()
+        try:
+            await self._driver.call("weights.dropped", goodbye, DroppedReply, timeout=_GOODBYE_S)
+        except AsyncFlowError as error:
+            log.info("weights: left without a goodbye: %s", error)
+        await self.transport.close()
+
+    def add(self, version: Version, copy: Copy) -> None:
+        """Hold ``copy`` of ``version`` from now on, and announce it."""
+        self.copies[version] = copy
+        self.notify()
+
+    def notify(self) -> None:
+        """Wake everybody who waits for a change, also of what is in use."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    async def change(self) -> None:
+        """Wait until the view or the holdings change."""
+        await self.changed.wait()
+
+    async def wait_for(self, predicate: Callable[[], bool], *, what: str, timeout: float) -> None:
+        """Wait until ``predicate`` of view and holdings is true. Raises DeadlineExceeded that names ``what``."""
+        try:
+            async with asyncio.timeout(timeout):
+                while not predicate():
+                    await self.change()
+        except TimeoutError:
+            hint = f"The catalogue offers {', '.join(map(str, self.view.available)) or 'no version'}."
+            raise DeadlineExceeded(
+                f"{what} within {timeout:g} s", where=f"weights of {self.worker}", hint=hint
+            ) from None
+
+    async def publish(self, version: Version, arena: Arena, part: Part, *, timeout: float) -> bool:
+        """Hold what this worker publishes of a version and announce it; say whether the version is complete now.
+
+        Raises Fenced or Refused, and then nothing has changed; DeadlineExceeded, and then it is held all the same, and
+        announced as soon as the driver can be reached.
+        """
+        before = self.copies.get(version)
+        self.copies[version] = Copy(arena=arena, origin=part)
+        try:
+            return await persist(lambda: self._publish(part), what=f"publishing {version}", timeout=timeout)
+        except Refused:
+            del self.copies[version]
+            if before is not None:
+                self.copies[version] = before
+            raise
+
+    def _read(self, version: Version, tensor: str, box: Box) -> memoryview:
+        copy = self.copies.get(version)
+        if copy is None:
+            raise StaleHandle(f"{version} is not held any more", where=f"weights of {self.worker}")
+        return copy.arena.read(tensor, box)
+
+    async def _watch(self) -> None:
+        while True:
+            known = Watch(worker=self.worker, epoch=self.view.epoch, revision=self.view.revision, wait_s=_WATCH_S)
+            try:
+                view = await self._driver.call("weights.watch", known, CatalogueView, timeout=_WATCH_S + _CALL_S)
+            except AsyncFlowError as error:
+                log.debug("weights: the catalogue cannot be watched: %s", error)
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            if (view.epoch, view.revision) != (known.epoch, known.revision):
+                self.view = view
+                self.notify()
+
+    async def _keep_true(self) -> None:
+        while True:
+            changed = self.changed
+            self._release()
+            try:
+                if self.view.epoch:
+                    await self._announce()
+            except AsyncFlowError as error:
+                log.info("weights: could not announce what is held: %s", error)
+                await asyncio.sleep(_PAUSE_S)
+            else:
+                await changed.wait()
+
+    def _release(self) -> None:
+        for version in [Version.unpack(packed) for packed in self.view.releasable]:
+            if version in self.copies and version not in self._in_use():
+                del self.copies[version]
+                log.info("weights: dropped %s", version)
+
+    async def _announce(self) -> None:
+        believed = self.view.held_by(self.worker)
+        for version in sorted(self.copies.keys() - believed):
+            copy = self.copies.get(version)
+            if copy is None:
+                continue
+            try:
+                await (self._publish(copy.origin) if isinstance(copy.origin, Part) else self._hold(copy, copy.origin))
+            except Refused as error:
+                del self.copies[version]
+                log.warning("weights: dropped %s: %s", version, error)
+        if removed := believed - self.copies.keys():
+            request = Dropped(worker=self.worker, versions=tuple(version.packed for version in removed))
+            await self._driver.call("weights.dropped", request, DroppedReply, timeout=_CALL_S)
+
+    async def _publish(self, part: Part) -> bool:
+        return (await self._driver.call("weights.publish", part, Published, timeout=_CALL_S)).complete
+
+    async def _hold(self, copy: Copy, manifest: Manifest) -> None:
+        boxes = copy.arena.boxes
+        whole = all(boxes.get(entry.name) == Box.whole(entry.shape) for entry in manifest.tensors)
+        request = Held(
+            worker=self.worker,
+            address=self.address,
+            version=manifest.version,
+            regions=None if whole else boxes,
+        )
+        reply = await self._driver.call("weights.held", request, HeldReply, timeout=_CALL_S)
+        if not reply.known:
+            told = msgspec.structs.replace(request, manifest=manifest)
+            await self._driver.call("weights.held", told, HeldReply, timeout=_CALL_S)
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s ended unexpectedly", task.get_name(), exc_info=error)

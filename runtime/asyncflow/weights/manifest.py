@@ -1,0 +1,198 @@
+"""What a version consists of: tensors, the slices they were published in, and the digest of each.
+
+A manifest is content, never place: it is the same at whoever holds the version, and a slice's ``holder`` only says who
+published it.
+
+Invariant: a manifest that passed ``check`` is complete (its slices tile every tensor) and consistent (sizes follow from
+shapes, ``digest`` from the entries), so that two manifests with equal digests describe equal bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from math import prod
+
+import msgspec
+import numpy as np
+
+from asyncflow.errors import ProtocolError, Refused
+from asyncflow.identity import Version
+from asyncflow.weights.slices import AnyArray, Box, intersect, split, subtract, view
+
+DTYPES: Mapping[str, np.dtype[np.generic]] = {
+    "bfloat16": np.dtype(np.uint16),
+    **{
+        name: np.dtype(name)
+        for name in ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+    },
+}
+"""The dtypes that weights may have. A numpy uint16 array always means the bits of bfloat16."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MAX_RANK = 8
+_DIGEST_BYTES = 16
+_HASH_STRIDE = 1 << 20
+
+
+class Slice(msgspec.Struct, frozen=True, kw_only=True):
+    """One box of a tensor as it was published: by whom, how many bytes, and their digest (``digest_of``)."""
+
+    box: Box
+    holder: str
+    nbytes: int
+    digest: str
+
+
+class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor: its name, dtype (a key of ``DTYPES``), whole shape, and the slices it was published in."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    slices: tuple[Slice, ...]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * self.itemsize
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank ``part`` of ``parts`` publishes of a version; ``address`` is where it serves it."""
+
+    version: int
+    part: int
+    parts: int
+    worker: str
+    address: str
+    tensors: tuple[TensorEntry, ...]
+
+    def check(self) -> None:
+        """Raise ProtocolError unless every entry is well formed and has exactly one slice, of this worker."""
+        if not 0 <= self.part < self.parts:
+            raise ProtocolError(f"part {self.part} of {self.parts} does not exist", where=_where(self.version))
+        _check_entries(self.tensors)
+        for entry in self.tensors:
+            if [piece.holder for piece in entry.slices] != [self.worker]:
+                raise ProtocolError(f"{entry.name!r} is not one slice of {self.worker}", where=_where(self.version))
+
+    @property
+    def regions(self) -> dict[str, Box]:
+        """The box of each tensor that this rank holds."""
+        return {entry.name: entry.slices[0].box for entry in self.tensors}
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """A complete version: packed ``Version``, tensors in name order, their bytes, and the digest of all of it."""
+
+    version: int
+    tensors: tuple[TensorEntry, ...]
+    nbytes: int
+    digest: str
+
+    def check(self) -> None:
+        """Raise ProtocolError unless the manifest keeps its invariant."""
+        _check_entries(self.tensors)
+        for entry in self.tensors:
+            _check_tiling(entry)
+        if self.nbytes != sum(entry.nbytes for entry in self.tensors):
+            raise ProtocolError(f"{self.nbytes} bytes do not follow from the tensors", where=_where(self.version))
+        if self.digest != _digest_of_entries(self.tensors):
+            raise ProtocolError("the digest does not follow from the tensors", where=_where(self.version))
+
+
+def merge(parts: Iterable[Part]) -> Manifest:
+    """Make the manifest of a version from the parts of all ranks. Raises Refused where they do not fit together."""
+    found = list(parts)
+    entries: dict[str, TensorEntry] = {}
+    for entry in (entry for part in found for entry in part.tensors):
+        known = entries.get(entry.name)
+        if known is None:
+            entries[entry.name] = entry
+            continue
+        if (known.dtype, known.shape) != (entry.dtype, entry.shape):
+            what = f"{entry.name!r} is {known.dtype}{known.shape} at one rank, {entry.dtype}{entry.shape} at another"
+            raise Refused(what, where=_where(found[0].version), hint="Publish the same model from all ranks.")
+        boxes = {piece.box: piece.digest for piece in known.slices}
+        for piece in entry.slices:
+            if boxes.get(piece.box, piece.digest) != piece.digest:
+                what = f"two ranks publish different bytes for {entry.name!r} at {piece.box}"
+                raise Refused(what, where=_where(found[0].version), hint="Replicated weights have drifted apart.")
+        fresh = tuple(piece for piece in entry.slices if piece.box not in boxes)
+        entries[entry.name] = msgspec.structs.replace(known, slices=known.slices + fresh)
+    tensors = tuple(entries[name] for name in sorted(entries))
+    for entry in tensors:
+        try:
+            _check_tiling(entry)
+        except ProtocolError as error:
+            raise Refused(error.what, where=_where(found[0].version), hint="Check the ranks' slices.") from error
+    return Manifest(
+        version=found[0].version,
+        tensors=tensors,
+        nbytes=sum(entry.nbytes for entry in tensors),
+        digest=_digest_of_entries(tensors),
+    )
+
+
+def dtype_name(array: AnyArray) -> str:
+    """Give the name under which an array's dtype is published. Raises Refused for a dtype that weights cannot have."""
+    name = _NAMES.get(array.dtype)
+    if name is None:
+        hint = f"Weights may be {', '.join(DTYPES)}; bfloat16 as its bits in uint16."
+        raise Refused(f"dtype {array.dtype} cannot be published", where="weights", hint=hint)
+    return name
+
+
+def digest_of(array: AnyArray) -> str:
+    """Give the blake2b-16 of an array's bytes in C order, in hex. Copies at most 1 MiB; releases the GIL meanwhile."""
+    digest = blake2b(digest_size=_DIGEST_BYTES)
+    at = Box.whole(array.shape)
+    for box in split(at, max(1, _HASH_STRIDE // array.itemsize)):
+        digest.update(np.ascontiguousarray(view(array, at, box)).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _digest_of_entries(tensors: Sequence[TensorEntry]) -> str:
+    content = [
+        (entry.name, entry.dtype, entry.shape, sorted((piece.box.offset, piece.digest) for piece in entry.slices))
+        for entry in tensors
+    ]
+    return blake2b(msgspec.msgpack.encode(content), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def _check_entries(tensors: Sequence[TensorEntry]) -> None:
+    names: set[str] = set()
+    for entry in tensors:
+        where = f"weights manifest, {entry.name!r}"
+        if entry.name in names:
+            raise ProtocolError("the tensor is named twice", where=where)
+        names.add(entry.name)
+        if entry.dtype not in DTYPES:
+            raise ProtocolError(f"unknown dtype {entry.dtype!r}", where=where)
+        if len(entry.shape) > _MAX_RANK or any(size < 0 for size in entry.shape):
+            raise ProtocolError(f"impossible shape {entry.shape}", where=where)
+        for piece in entry.slices:
+            if not piece.box.fits(entry.shape):
+                raise ProtocolError(f"{piece.box} does not lie inside {entry.shape}", where=where)
+            if piece.nbytes != piece.box.volume * entry.itemsize:
+                raise ProtocolError(f"{piece.nbytes} bytes do not follow from {piece.box}", where=where)
+
+
+def _check_tiling(entry: TensorEntry) -> None:
+    boxes = [piece.box for piece in entry.slices]
+    where = f"weights manifest, {entry.name!r}"
+    if missing := subtract(Box.whole(entry.shape), boxes):
+        raise ProtocolError(f"nobody publishes {missing[0]}", where=where)
+    for index, box in enumerate(boxes):
+        if any(intersect(box, other) for other in boxes[:index]):
+            raise ProtocolError(f"{box} overlaps another slice", where=where)
+
+
+def _where(version: int) -> str:
+    return f"weights {Version.unpack(version)}"

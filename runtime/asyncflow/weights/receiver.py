@@ -1,0 +1,259 @@
+"""The rollout's side: it pulls versions into host memory at its own pace, while generation goes on, and serves them.
+
+Invariants: an arena's arrays are handed out only when every byte was checked; a version in use, staged or waited for is
+never dropped; only the event loop's idle moments and a digest thread are used, so the engine is not held up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from asyncflow.errors import AsyncFlowError, ProtocolError, StaleHandle
+from asyncflow.identity import Version
+from asyncflow.net.rpc import persist
+from asyncflow.weights.arena import Arena
+from asyncflow.weights.holder import Copy, Holder, Linked
+from asyncflow.weights.manifest import Manifest
+from asyncflow.weights.messages import CatalogueView, Locate, Located, newest_step
+from asyncflow.weights.policy import next_version
+from asyncflow.weights.slices import AnyArray, Box, subtract, view
+from asyncflow.weights.transfer import Sources, Transfer, TransferRecord
+from asyncflow.weights.transports.base import Source, Transport
+
+log = logging.getLogger(__name__)
+
+_CALL_S = 10.0
+_PAUSE_S = 0.5
+_RECORDS = 256
+
+Layout = Callable[[str, tuple[int, ...]], Box | None]
+"""Says which box of a tensor (name, shape) a receiver needs; None: nothing of it."""
+
+
+def whole(name: str, shape: tuple[int, ...]) -> Box | None:
+    """Need all of every tensor."""
+    del name
+    return Box.whole(shape)
+
+
+class WeightReceiver:
+    """Pulls the versions that ``want`` names, and those that ``ensure`` asks for.
+
+    membership: gives the client to the driver; worker: id of this worker; transport: made for this receiver alone;
+    want: the step to fetch next given the catalogue, None for nothing (asked again at every change, see ``notify``);
+    layout: what is needed of each tensor; on_transfer: called with the record of every finished transfer.
+    """
+
+    def __init__(
+        self,
+        *,
+        membership: Linked,
+        worker: str,
+        transport: Transport,
+        want: Callable[[CatalogueView], int | None] = newest_step,
+        layout: Layout = whole,
+        on_transfer: Callable[[TransferRecord], None] | None = None,
+    ) -> None:
+        self.transfers: deque[TransferRecord] = deque(maxlen=_RECORDS)
+        self._holder = Holder(membership=membership, worker=worker, transport=transport, in_use=self._in_use)
+        self._driver = membership.driver
+        self._want = want
+        self._layout = layout
+        self._on_transfer = on_transfer
+        self._asked: Counter[int] = Counter()
+        self._current: Version | None = None
+        self._transfer: Transfer | None = None
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-digest")
+
+    @property
+    def view(self) -> CatalogueView:
+        """The catalogue as known now."""
+        return self._holder.view
+
+    @property
+    def current(self) -> Version | None:
+        """The version that was taken last."""
+        return self._current
+
+    @property
+    def staged(self) -> Version | None:
+        """The newest version that is complete here and newer than the current one."""
+        return max((v for v in self._holder.copies if self._current is None or v > self._current), default=None)
+
+    @property
+    def held(self) -> list[int]:
+        """The steps that can be taken now, in order."""
+        return sorted({version.step for version in self._holder.copies})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the versions held here."""
+        return sum(copy.arena.nbytes for copy in self._holder.copies.values())
+
+    @property
+    def progress(self) -> tuple[Version, int, int] | None:
+        """The version that is being pulled, its bytes that are here, and all its bytes; None when nothing is."""
+        if self._transfer is None:
+            return None
+        return self._transfer.version, self._transfer.nbytes - self._transfer.missing, self._transfer.nbytes
+
+    def available(self) -> list[int]:
+        """Give the steps that are held or could be loaded, in order."""
+        return sorted({*self.held, *(version.step for version in self.view.available)})
+
+    async def start(self) -> None:
+        """Begin to watch, pull and serve."""
+        await self._holder.start()
+        self._holder.spawn(self._run())
+
+    async def close(self) -> None:
+        """End the pull and serve no longer. Arrays that were taken stay valid."""
+        await self._holder.close()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def notify(self) -> None:
+        """Ask ``want`` again: what it depends on has changed."""
+        self._holder.notify()
+
+    def take(self, step: int) -> tuple[Version, Mapping[str, AnyArray]]:
+        """Hand a held version of ``step``, of the newest attempt held, to the engine: it is the current one now.
+
+        The arrays are read-only views of host memory, bfloat16 as its bits in uint16; they stay valid for as long as
+        they are referenced. Raises StaleHandle where the step is not held: ``ensure`` it first.
+        """
+        version = self._held(step)
+        if version is None:
+            raise StaleHandle(f"step {step} is not held, only {self.held}", where="weights", hint="ensure() it first.")
+        self._current = version
+        self.notify()
+        return version, self._holder.copies[version].arena.tensors
+
+    async def ensure(self, step: int, *, timeout: float) -> Version:
+        """Wait until a version of ``step`` can be taken, and fetch it before anything else. Raises DeadlineExceeded."""
+        self._asked[step] += 1
+        self.notify()
+        try:
+            await self.wait_for(
+                lambda: self._held(step) is not None, what=f"no weights of step {step}", timeout=timeout
+            )
+        finally:
+            self._asked[step] -= 1
+            self._asked += Counter()
+        version = self._held(step)
+        assert version is not None
+        return version
+
+    async def wait_for(self, predicate: Callable[[], bool], *, what: str, timeout: float) -> None:
+        """Wait until ``predicate``, of this receiver's state, is true. Raises DeadlineExceeded that names ``what``."""
+        await self._holder.wait_for(predicate, what=what, timeout=timeout)
+
+    def _held(self, step: int) -> Version | None:
+        return max((version for version in self._holder.copies if version.step == step), default=None)
+
+    def _in_use(self) -> set[Version]:
+        asked = {self._held(step) for step in self._asked}
+        return {version for version in (self._current, self.staged, *asked) if version is not None}
+
+    async def _run(self) -> None:
+        unfinished: Version | None = None
+        transfer: asyncio.Task[None] | None = None
+        try:
+            while True:
+                changed = self._holder.changed
+                if transfer is not None and transfer.done():
+                    transfer.result()
+                    transfer = unfinished = None
+                target = next_version(
+                    self.view,
+                    held=self._holder.copies,
+                    unfinished=unfinished,
+                    asked=list(self._asked),
+                    wanted=self._want(self.view),
+                )
+                if target is not None and target != unfinished:
+                    await _cancel(transfer)
+                    unfinished = target
+                    transfer = asyncio.create_task(self._pull(target), name=f"pull {target}")
+                    transfer.add_done_callback(lambda _: self._holder.notify())
+                await changed.wait()
+        finally:
+            await _cancel(transfer)
+
+    async def _pull(self, version: Version) -> None:
+        try:
+            located = await self._locate(version)
+            record = await self._fill(version, located)
+        except AsyncFlowError as error:
+            log.warning("weights: %s was not pulled: %s", version, error)
+            await asyncio.sleep(_PAUSE_S)
+            return
+        log.info("weights: %s: %d bytes in %.2f s", version, record.nbytes, record.finished - record.started)
+        self.transfers.append(record)
+        if self._on_transfer is not None:
+            self._on_transfer(record)
+
+    async def _fill(self, version: Version, located: Located) -> TransferRecord:
+        manifest = located.manifest
+        manifest.check()
+        if manifest.version != version.packed:
+            raise ProtocolError(
+                f"the manifest of {Version.unpack(manifest.version)} came for {version}", where="weights"
+            )
+        wanted = {entry.name: (entry.dtype, self._layout(entry.name, entry.shape)) for entry in manifest.tensors}
+        arena = Arena({name: (dtype, box) for name, (dtype, box) in wanted.items() if box is not None})
+        regions = dict(located.regions)
+        self._transfer = Transfer(
+            manifest=manifest,
+            arena=arena,
+            receiver=self._holder.worker,
+            transport=self._holder.transport,
+            sources=lambda: self._sources(version, regions),
+            changed=self._holder.change,
+            known=self._known(),
+            executor=self._executor,
+        )
+        try:
+            record = await self._transfer.run()
+        finally:
+            self._transfer = None
+        self._holder.add(version, Copy(arena=arena, origin=manifest))
+        return record
+
+    async def _sources(self, version: Version, regions: dict[str, Mapping[str, Box]]) -> Sources:
+        known = self.view.get(version)
+        holders = [holder for holder in known.holders if holder.worker != self._holder.worker] if known else []
+        if any(not holder.whole and holder.worker not in regions for holder in holders):
+            regions.update((await self._locate(version)).regions)
+        return {
+            Source(worker=holder.worker, address=holder.address): None if holder.whole else regions[holder.worker]
+            for holder in holders
+            if holder.whole or holder.worker in regions
+        }
+
+    async def _locate(self, version: Version) -> Located:
+        return await persist(
+            lambda: self._driver.call("weights.manifest", Locate(version=version.packed), Located, timeout=_CALL_S),
+            what=f"the manifest of {version}",
+            timeout=3 * _CALL_S,
+        )
+
+    def _known(self) -> dict[str, AnyArray]:
+        """Give by digest the published slices that are at hand in other versions."""
+        return {
+            piece.digest: view(copy.arena.arrays[entry.name], copy.arena.boxes[entry.name], piece.box)
+            for copy in self._holder.copies.values()
+            if isinstance(copy.origin, Manifest)
+            for entry in copy.origin.tensors
+            for piece in entry.slices
+            if entry.name in copy.arena.boxes and not subtract(piece.box, [copy.arena.boxes[entry.name]])
+        }
+
+
+async def _cancel(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

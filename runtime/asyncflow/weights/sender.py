@@ -1,0 +1,116 @@
+"""The trainer's side: a rank copies its slices of a new version aside, and announces them.
+
+Invariant: when ``publish`` has copied, the trainer may change its tensors; what was published never changes, and is
+served until the catalogue releases it. Nobody's pull is ever waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncflow.errors import Refused
+from asyncflow.identity import Version
+from asyncflow.weights.arena import Arena
+from asyncflow.weights.holder import Holder, Linked
+from asyncflow.weights.manifest import Part, Slice, TensorEntry, digest_of, dtype_name
+from asyncflow.weights.slices import AnyArray, Box
+from asyncflow.weights.transports.base import Transport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """The slice of a tensor of ``shape`` that begins at ``offset`` and that this rank holds."""
+
+    array: AnyArray
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        """Where the slice lies in the tensor."""
+        return Box(self.offset, self.array.shape)
+
+
+Tensors = Mapping[str, AnyArray | Shard]
+"""By name whole tensors, or slices of them. dtypes: those of ``manifest.DTYPES``; uint16 means the bits of bfloat16."""
+
+
+class WeightSender:
+    """Publishes the versions of trainer rank ``part`` of ``parts`` and serves them.
+
+    membership: gives the client to the driver; worker: id of this worker; transport: made for this sender alone.
+    """
+
+    def __init__(self, *, membership: Linked, worker: str, transport: Transport, part: int = 0, parts: int = 1) -> None:
+        self._holder = Holder(membership=membership, worker=worker, transport=transport)
+        self._part = part
+        self._parts = parts
+
+    @property
+    def versions(self) -> list[Version]:
+        """The versions whose memory is held here, oldest first."""
+        return sorted(self._holder.copies)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the versions held here."""
+        return sum(copy.arena.nbytes for copy in self._holder.copies.values())
+
+    async def start(self) -> None:
+        """Begin to serve."""
+        await self._holder.start()
+
+    async def close(self) -> None:
+        """Serve no longer; versions live on only where others have pulled them."""
+        await self._holder.close()
+
+    def copy(self, version: Version, tensors: Tensors) -> tuple[Arena, Part]:
+        """Copy tensors aside and digest them. Blocks; meant for the trainer's own thread, with ``announce`` to follow.
+
+        Raises Refused for a dtype that cannot be published, or a slice that sticks out of its tensor.
+        """
+        shards = {name: _shard(name, given) for name, given in tensors.items()}
+        arena = Arena({name: (dtype_name(shard.array), shard.box) for name, shard in shards.items()})
+        for name, shard in shards.items():
+            np.copyto(arena.arrays[name], shard.array)
+        part = Part(
+            version=version.packed,
+            part=self._part,
+            parts=self._parts,
+            worker=self._holder.worker,
+            address=self._holder.address,
+            tensors=tuple(self._entry(name, shards[name], arena.arrays[name]) for name in sorted(shards)),
+        )
+        return arena, part
+
+    async def announce(self, copied: tuple[Arena, Part], *, timeout: float) -> bool:
+        """Announce what ``copy`` gave; say whether all ranks' parts of the version have arrived.
+
+        Raises Fenced when a newer trainer attempt has published, Refused when the content contradicts what is known,
+        DeadlineExceeded when the driver could not be reached: it is then announced as soon as it can.
+        """
+        arena, part = copied
+        return await self._holder.publish(Version.unpack(part.version), arena, part, timeout=timeout)
+
+    async def publish(self, version: Version, tensors: Tensors, *, timeout: float) -> bool:
+        """Copy ``tensors`` in another thread and announce them: ``copy`` and ``announce`` in one.
+
+        The tensors must not change until it returns.
+        """
+        return await self.announce(await asyncio.to_thread(self.copy, version, tensors), timeout=timeout)
+
+    def _entry(self, name: str, shard: Shard, array: AnyArray) -> TensorEntry:
+        piece = Slice(box=shard.box, holder=self._holder.worker, nbytes=array.nbytes, digest=digest_of(array))
+        return TensorEntry(name=name, dtype=dtype_name(array), shape=shard.shape, slices=(piece,))
+
+
+def _shard(name: str, given: AnyArray | Shard) -> Shard:
+    if not isinstance(given, Shard):
+        return Shard(array=given, offset=(0,) * given.ndim, shape=given.shape)
+    if not given.box.fits(given.shape):
+        raise Refused(f"{name!r}: {given.box} does not lie inside {given.shape}", where="weights")
+    return given

@@ -1,0 +1,125 @@
+"""Boxes of tensors: the arithmetic that lets any sharded layout feed any other.
+
+A box is an axis-aligned region of one tensor in global coordinates. Nothing here knows where bytes lie.
+
+Invariants: boxes that ``subtract``, ``split`` or ``route`` give are disjoint, non-empty, inside what was asked for, and
+together with what is reported missing they cover all of it. ``split`` gives its pieces in C order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, TypeVar, cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+H = TypeVar("H", bound=Hashable)
+AnyArray = NDArray[np.generic]
+
+
+class Box(msgspec.Struct, frozen=True, array_like=True):
+    """A region of a tensor: along axis i the indices offset[i] <= x < offset[i] + extent[i]. Rank 0 is one element."""
+
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Iterable[int]) -> Box:
+        """Give the box that covers a tensor of ``shape``."""
+        extent = tuple(int(size) for size in shape)
+        return cls((0,) * len(extent), extent)
+
+    @property
+    def volume(self) -> int:
+        """Number of elements."""
+        return prod(self.extent)
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Say whether the box is well formed and lies inside a tensor of ``shape``."""
+        return len(self.offset) == len(self.extent) == len(shape) and all(
+            start >= 0 and size >= 0 and start + size <= limit
+            for start, size, limit in zip(self.offset, self.extent, shape, strict=True)
+        )
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """Give the region that two boxes of one tensor share, None where it is empty."""
+    start = tuple(map(max, a.offset, b.offset))
+    stop = (min(i + x, j + y) for i, x, j, y in zip(a.offset, a.extent, b.offset, b.extent, strict=True))
+    extent = tuple(end - begin for begin, end in zip(start, stop, strict=True))
+    return Box(start, extent) if all(size > 0 for size in extent) else None
+
+
+def subtract(box: Box, others: Iterable[Box]) -> list[Box]:
+    """Give what is left of ``box`` without ``others``, as disjoint boxes."""
+    left = [box] if box.volume else []
+    for other in others:
+        left = [piece for part in left for piece in _without(part, other)]
+    return left
+
+
+def _without(box: Box, other: Box) -> Iterator[Box]:
+    common = intersect(box, other)
+    if common is None:
+        yield box
+        return
+    offset, extent = list(box.offset), list(box.extent)
+    for axis in range(len(offset)):
+        before = common.offset[axis] - offset[axis]
+        after = extent[axis] - before - common.extent[axis]
+        for start, size in ((offset[axis], before), (common.offset[axis] + common.extent[axis], after)):
+            if size > 0:
+                yield Box((*offset[:axis], start, *offset[axis + 1 :]), (*extent[:axis], size, *extent[axis + 1 :]))
+        offset[axis], extent[axis] = common.offset[axis], common.extent[axis]
+
+
+def split(box: Box, limit: int) -> Iterator[Box]:
+    """Cut ``box`` into pieces of at most ``limit`` elements (at least 1), contiguous in C order and in that order."""
+    if not box.volume:
+        return
+    inner, axis = 1, len(box.extent)
+    while axis and inner * box.extent[axis - 1] <= limit:
+        axis -= 1
+        inner *= box.extent[axis]
+    if not axis:
+        yield box
+        return
+    axis -= 1
+    rows = max(1, limit // inner)
+    for outer in np.ndindex(*box.extent[:axis]):
+        head = tuple(start + index for start, index in zip(box.offset, outer, strict=False))
+        for begin in range(0, box.extent[axis], rows):
+            yield Box(
+                (*head, box.offset[axis] + begin, *box.offset[axis + 1 :]),
+                ((1,) * axis) + (min(rows, box.extent[axis] - begin), *box.extent[axis + 1 :]),
+            )
+
+
+def route(wanted: Iterable[Box], sources: Mapping[H, Box | None]) -> tuple[dict[H, list[Box]], list[Box]]:
+    """Say which source gives which piece of the wanted boxes of one tensor, and what nobody has.
+
+    sources: in order of preference, the box that each holds of this tensor (None: nothing).
+    """
+    left = [box for box in wanted if box.volume]
+    routes: dict[H, list[Box]] = {}
+    for source, held in sources.items():
+        if held is None or not left:
+            continue
+        given = [common for box in left if (common := intersect(box, held)) is not None]
+        if given:
+            routes[source] = given
+            left = [piece for box in left for piece in subtract(box, [held])]
+    return routes, left
+
+
+def view(array: AnyArray, at: Box, box: Box) -> AnyArray:
+    """Give the part ``box`` of ``array``, which holds the region ``at``: a view. Raises ValueError if it sticks out."""
+    inside = Box(tuple(map(int.__sub__, box.offset, at.offset)), box.extent)
+    if not inside.fits(at.extent):
+        raise ValueError(f"{box} does not lie inside {at}")
+    inner = (slice(start, start + size) for start, size in zip(inside.offset, inside.extent, strict=True))
+    index: tuple[Any, ...] = (*inner, ...)
+    return cast(AnyArray, array[index])

@@ -1,0 +1,52 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncflow.algorithms.advantages import AdvantageName, group_advantages
+from asyncflow.algorithms.filters import zero_variance
+from asyncflow.errors import AsyncFlowError, ManifestError
+
+NAMES: tuple[AdvantageName, ...] = ("grpo", "dr-grpo", "rloo")
+rewards = st.lists(st.floats(-10, 10), min_size=2, max_size=16).map(np.array)
+
+
+def test_formulas_by_hand() -> None:
+    group = np.array([0.0, 0.0, 1.0, 1.0])
+    std = np.sqrt(1 / 3)
+    np.testing.assert_allclose(group_advantages(group, name="grpo"), np.array([-0.5, -0.5, 0.5, 0.5]) / (std + 1e-6))
+    np.testing.assert_allclose(group_advantages(group, name="dr-grpo"), [-0.5, -0.5, 0.5, 0.5])
+    np.testing.assert_allclose(group_advantages(group, name="rloo"), np.array([-2, -2, 2, 2]) / 3, rtol=1e-6)
+
+
+@given(rewards)
+def test_rloo_compares_with_the_others(group: np.ndarray) -> None:
+    others = [np.delete(group, i).mean() for i in range(len(group))]
+    np.testing.assert_allclose(group_advantages(group, name="rloo"), group - others, atol=1e-5)
+
+
+@given(rewards, st.sampled_from(NAMES))
+def test_advantages_sum_to_zero_and_keep_the_order(group: np.ndarray, name: AdvantageName) -> None:
+    advantages = group_advantages(group, name=name)
+    assert advantages.dtype == np.float32
+    assert abs(advantages.sum()) < 1e-3
+    assert (np.diff(advantages[np.argsort(group)]) >= 0).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_rewards_teach_exactly_nothing(name: AdvantageName) -> None:
+    assert (group_advantages(np.full(3, 0.1), name=name) == 0).all()
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(ManifestError, match="no sibling"):
+        group_advantages(np.array([1.0]))
+    with pytest.raises(ManifestError, match="unknown advantage"):
+        group_advantages(np.array([1.0, 2.0]), name="best")  # type: ignore[arg-type]
+    with pytest.raises(AsyncFlowError, match="finite"):
+        group_advantages(np.array([1.0, np.nan]))
+
+
+def test_filter_sees_variance() -> None:
+    assert zero_variance(np.full(3, 0.1))
+    assert not zero_variance(np.array([0.1, 0.1, 0.2]))

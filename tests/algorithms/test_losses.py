@@ -1,0 +1,101 @@
+import numpy as np
+import pytest
+import torch
+
+from asyncflow.algorithms.aggregation import Aggregation, LossTotals
+from asyncflow.algorithms.grpo import GrpoLoss
+from asyncflow.algorithms.kl import KlName, kl_penalty
+from asyncflow.algorithms.losses import Clip, ppo_clip
+from asyncflow.errors import ManifestError, NotYetError
+
+
+def terms(ratio: float, advantage: float, clip: Clip) -> tuple[float, float, tuple[bool, bool, bool]]:
+    """Loss, gradient by log-prob, and which clip was at work."""
+    logprobs = torch.tensor([np.log(ratio)], dtype=torch.float64, requires_grad=True)
+    got = ppo_clip(logprobs, torch.zeros(1), torch.tensor([advantage], dtype=torch.float64), clip)
+    (gradient,) = torch.autograd.grad(got.loss.sum(), logprobs)
+    return got.loss.item(), gradient.item(), (bool(got.clipped_low), bool(got.clipped_high), bool(got.clipped_dual))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient", "which"),
+    [
+        (1.1, 2.0, -2.2, -2.2, (False, False, False)),
+        (1.5, 2.0, -2.56, 0.0, (False, True, False)),
+        (0.5, 2.0, -1.0, -1.0, (False, False, False)),
+        (0.5, -2.0, 1.6, 0.0, (True, False, False)),
+        (2.0, -2.0, 4.0, 4.0, (False, False, False)),
+        (5.0, -2.0, 6.0, 0.0, (False, False, True)),
+        (5.0, 0.0, 0.0, 0.0, (False, False, False)),
+    ],
+)
+def test_clipped_loss(ratio: float, advantage: float, loss: float, gradient: float, which: tuple[bool, ...]) -> None:
+    clip = Clip(low=0.2, high=0.28, dual=3.0)
+    got_loss, got_gradient, got_which = terms(ratio, advantage, clip)
+    assert got_loss == pytest.approx(loss)
+    assert got_gradient == pytest.approx(gradient)
+    assert got_which == which
+
+
+def test_absurd_ratio_stays_finite() -> None:
+    loss, gradient, _ = terms(1e300, -1.0, Clip())
+    assert np.isfinite([loss, gradient]).all()
+
+
+def test_bad_clips_are_refused() -> None:
+    for bad in ({"low": 1.0}, {"high": -0.1}, {"dual": 1.0}):
+        with pytest.raises(ManifestError):
+            Clip(**bad)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "gradient"),
+    [
+        ("k1", 0.3, 1.0),
+        ("k2", 0.045, 0.3),
+        ("k3", np.exp(-0.3) - 0.7, 1 - np.exp(-0.3)),
+        ("k3+", np.exp(-0.3) - 0.7, 0.3),
+    ],
+)
+def test_divergence(name: KlName, value: float, gradient: float) -> None:
+    logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    got = kl_penalty(logprobs, torch.tensor([-1.3], dtype=torch.float64), name)
+    assert got.item() == pytest.approx(value)
+    assert float(torch.autograd.grad(got.sum(), logprobs)[0]) == pytest.approx(gradient)
+
+
+def test_expected_k2_gradient_is_that_of_the_divergence() -> None:
+    scores = torch.tensor([0.3, -1.2, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.1, 0.2, -0.4, 0.9], dtype=torch.float64).log_softmax(0)
+    policy = scores.log_softmax(0)
+    true = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), scores, retain_graph=True)[0]
+    for name in ("k2", "k3+"):
+        expected = (policy.exp().detach() * kl_penalty(policy, reference, name)).sum()
+        torch.testing.assert_close(torch.autograd.grad(expected, scores, retain_graph=True)[0], true)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ManifestError):
+        kl_penalty(torch.zeros(1), torch.zeros(1), "k4")  # type: ignore[arg-type]
+    with pytest.raises(NotYetError, match="lagged"):
+        GrpoLoss(old="lagged")  # type: ignore[arg-type]
+
+
+def test_only_a_lone_policy_term_can_be_silent() -> None:
+    advantages = np.array([0.0, 1.0], dtype=np.float32)
+    assert GrpoLoss().silent(advantages).tolist() == [True, False]
+    assert not GrpoLoss(kl=0.1).silent(advantages).any()
+    assert not GrpoLoss(entropy=0.1).silent(advantages).any()
+
+
+def test_aggregation_weights_and_divisors() -> None:
+    tokens, totals = np.array([4, 0, 2]), LossTotals(6, 2)
+    expected = {"token-mean": 6, "token-sum": 1, "seq-mean-token-sum": 2, "seq-mean-token-mean": 2}
+    for name, divisor in expected.items():
+        assert Aggregation(name=name).divisor(totals) == divisor  # type: ignore[arg-type]
+    assert Aggregation().weights(tokens).tolist() == [1, 1, 1]
+    assert Aggregation(name="seq-mean-token-mean").weights(tokens).tolist() == [0.25, 1, 0.5]
+    assert Aggregation(name="seq-mean-token-sum-norm", horizon=8).weights(tokens).tolist() == [0.125] * 3
+    assert Aggregation().divisor(LossTotals(0, 0)) == 1
+    with pytest.raises(ManifestError, match="longest response"):
+        Aggregation(name="seq-mean-token-sum-norm")

@@ -1,0 +1,107 @@
+"""Progress is what the files of lines say, also after the driver was killed in the middle of a line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncflow.driver.evaluation import EvaluationResult
+from asyncflow.driver.journal import Journal
+from asyncflow.driver.progress import Progress
+from asyncflow.driver.summary import summarize
+from asyncflow.queue.messages import AuditReport
+
+
+def step_line(step: int, *, attempt: int = 0, at: float = 0.0, **fields: Any) -> dict[str, Any]:
+    line = {
+        "step": step,
+        "attempt": attempt,
+        "at": at,
+        "reward": 0.5,
+        "samples": 4,
+        "tokens": 100,
+        "response_tokens": 40,
+        "lag_start_max": 1,
+        "lag_start_mean": 1.0,
+        "lag_end_max": 1,
+        "lag_token_mean": 1.0,
+        "logprob_gap_p99": None,
+        "wall_s": 2.0,
+        "wait_s": 0.5,
+    }
+    return line | fields
+
+
+def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'{"a":1}\n{"a":2')
+    journal = Journal(path)
+    journal.append({"a": 3})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"a": 1}, {"a": 3}]
+    assert journal.lines == [{"a": 1}, {"a": 3}]
+
+
+def test_a_restarted_driver_sees_the_same_figures(tmp_path: Path) -> None:
+    progress = Progress(tmp_path, steps=10, now=100.0)
+    progress.note("first dispatch", at=101.0)
+    for step in range(1, 5):
+        progress.step(step_line(step, at=100.0 + 2 * step))
+    progress.evaluated(EvaluationResult(step=0, prompts=8, accuracy=0.25, greedy=None), at=104.0)
+    again = Progress(tmp_path, steps=10, now=500.0)
+    assert again.started == 100.0
+    assert again.done == 4
+    assert again.lines == progress.lines
+    assert again.evaluations == progress.evaluations
+    assert again.tokens_per_second() == pytest.approx(50.0)
+    assert again.eta_seconds() == pytest.approx(12.0)
+
+
+def test_a_step_made_again_replaces_it_and_all_that_followed(tmp_path: Path) -> None:
+    progress = Progress(tmp_path, steps=10, now=0.0)
+    for step in (1, 2, 3):
+        progress.step(step_line(step, at=float(step)))
+    progress.step(step_line(2, attempt=1, at=9.0))
+    assert [(line["step"], line["attempt"]) for line in progress.lines] == [(1, 0), (2, 1)]
+    assert progress.done == 2
+
+
+def test_the_summary_counts_what_was_measured(tmp_path: Path) -> None:
+    progress = Progress(tmp_path, steps=2, now=100.0)
+    progress.note("first dispatch", at=110.0)
+    progress.evaluated(EvaluationResult(step=0, prompts=8, accuracy=0.25, greedy=0.5), at=112.0)
+    progress.step(step_line(1, at=115.0, reward=0.3, lag_start_max=0, lag_start_mean=0.0, logprob_gap_p99=1e-6))
+    progress.step(step_line(2, at=120.0, reward=0.9))
+    progress.evaluated(EvaluationResult(step=2, prompts=8, accuracy=0.75, greedy=1.0), at=125.0)
+    audit = AuditReport(
+        dispatched=8,
+        trained=8,
+        filtered=0,
+        dropped=0,
+        unfinished=0,
+        lost=0,
+        duplicated=0,
+        last_committed_step=2,
+        attempts=1,
+        redeliveries=0,
+        closed=True,
+        problems=[],
+    )
+    summary = summarize(
+        progress,
+        audit=audit,
+        phase="Succeeded",
+        finished=130.0,
+        tokens_generated=90,
+        devices=2,
+        idle_share={"trainer": 0.1},
+    )
+    assert summary["steps"] == 2
+    assert summary["wall_s"] == 30.0
+    assert (summary["eval_accuracy_first"], summary["eval_accuracy_last"]) == (0.25, 0.75)
+    assert (summary["eval_greedy_first"], summary["eval_greedy_last"]) == (0.5, 1.0)
+    assert (summary["reward_first"], summary["reward_last"]) == (0.3, 0.9)
+    assert summary["tpspd"] == pytest.approx(200 / 10 / 2)
+    assert (summary["staleness_start_max"], summary["staleness_start_mean"]) == (1, 0.5)
+    assert summary["logprob_gap_p99"] == 1e-6
+    assert (summary["samples_dispatched"], summary["samples_lost"], summary["samples_duplicated"]) == (8, 0, 0)

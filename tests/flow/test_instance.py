@@ -1,0 +1,294 @@
+"""The state machine alone, and then in a small world whose events come in any order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncflow.flow.instance import Ask, Instance, Work
+from asyncflow.flow.schedule import Window
+from asyncflow.identity import NEWEST, Version
+
+
+def work(name, step, *, newest=None, purpose="train"):
+    return Work(name, purpose, Window(step, step if newest is None else newest))
+
+
+def at(step, *, swap_at="quota", slots=4, ahead=0, **settings):
+    instance = Instance(swap_at=swap_at, slots=slots, ahead=ahead, **settings)
+    instance.know(staged=Version(0, step), in_memory=[step], available=[step])
+    assert instance.swap() == step
+    instance.loaded(Version(0, step))
+    instance.know(staged=None, in_memory=[step], available=[step])
+    instance.eval_parked()
+    return instance
+
+
+def begin(instance, *works):
+    assert instance.take(works) == []
+    instance.ready([w.id for w in works])
+    return [w.id for w in instance.admit()]
+
+
+def stage(instance, step, *, attempt=0):
+    memory = {instance.current.step, step}
+    instance.know(staged=Version(attempt, step), in_memory=memory, available=memory)
+
+
+def test_without_weights_it_claims_nothing_and_wants_the_newest():
+    instance = Instance(swap_at="quota", slots=4)
+    assert instance.ask("train") is None
+    assert instance.ask("eval") is None
+    assert instance.swap() is None
+    assert instance.want([], required=[]) is None
+    assert instance.want([Version(0, 3), Version(0, 4)], required=[3]) == 4
+
+
+def test_quota_works_for_its_version_and_then_goes_where_a_claim_leads():
+    instance = at(0, ahead=2)
+    assert instance.ask("train") == Ask(0, (), 6)
+    assert begin(instance, work("a", 0), work("b", 0)) == ["a", "b"]
+    assert instance.ask("train") == Ask(0, (), 4)
+    stage(instance, 1)
+    assert instance.ask("train") == Ask(0, (1,), 4)
+    assert instance.swap() is None
+    assert begin(instance, work("c", 1)) == []
+    assert instance.ask("train") is None
+    assert instance.swap() is None
+    instance.release("a")
+    instance.release("b")
+    assert instance.swap() == 1
+    instance.loaded(Version(0, 1))
+    assert [w.id for w in instance.admit()] == ["c"]
+
+
+def test_quota_idle_takes_what_only_an_older_version_may_make():
+    instance = at(5)
+    instance.know(staged=None, in_memory=[5], available=[3, 5])
+    assert instance.ask("train") == Ask(5, (3,), 4)
+    assert begin(instance, work("a", 5)) == ["a"]
+    assert instance.ask("train") == Ask(5, (), 3)
+    instance.release("a")
+    assert begin(instance, work("old", 3)) == []
+    assert instance.want([Version(0, 3), Version(0, 5)], required=[3]) == 3
+    assert instance.swap() == 3
+    instance.know(staged=Version(0, 5), in_memory=[3, 5], available=[3, 5])
+    instance.loaded(Version(0, 3))
+    assert [w.id for w in instance.admit()] == ["old"]
+    instance.eval_parked()
+    assert instance.ask("train") == Ask(3, (5,), 3)
+
+
+def test_sequence_stops_admitting_lets_run_out_and_swaps():
+    instance = at(4, swap_at="sequence")
+    assert begin(instance, work("a", 3, newest=NEWEST)) == ["a"]
+    assert instance.ask("train") == Ask(4, (), 3)
+    stage(instance, 6)
+    assert instance.ask("train") is None
+    assert begin(instance, work("late", 3, newest=NEWEST)) == []
+    assert instance.swap() is None
+    instance.release("a")
+    assert instance.swap() == 6
+    instance.loaded(Version(0, 6))
+    assert [w.id for w in instance.admit()] == ["late"]
+
+
+def test_sequence_goes_on_from_a_restarted_trainer():
+    instance = at(7, swap_at="sequence")
+    stage(instance, 5, attempt=1)
+    assert instance.swap() == 5
+    instance.loaded(Version(1, 5))
+    assert instance.ask("train") == Ask(5, (), 4)
+    assert instance.take([work("gone", 2, newest=4)]) == [work("gone", 2, newest=4)]
+
+
+def test_sequence_visits_an_older_version_for_evaluation_only():
+    instance = at(6, swap_at="sequence")
+    instance.know(staged=None, in_memory=[6], available=[5, 6])
+    assert begin(instance, work("a", 4, newest=NEWEST)) == ["a"]
+    assert instance.ask("eval") == Ask(6, (5,), 1)
+    assert begin(instance, work("e", 5, purpose="eval"), work("b", 4, newest=NEWEST)) == ["b"]
+    assert instance.swap() is None
+    instance.release("a")
+    instance.release("b")
+    assert instance.swap() == 5
+    instance.know(staged=Version(0, 6), in_memory=[5, 6], available=[5, 6])
+    instance.loaded(Version(0, 5))
+    assert begin(instance, work("c", 4, newest=NEWEST)) == ["e"]
+    instance.release("e")
+    assert instance.swap() == 6
+    instance.loaded(Version(0, 6))
+    assert [w.id for w in instance.admit()] == ["c"]
+
+
+@pytest.mark.parametrize("swap_at", ["quota", "sequence"])
+def test_a_version_is_not_left_while_its_evaluation_has_rows(swap_at):
+    instance = at(2, swap_at=swap_at, slots=8)
+    begin(instance, work("t", 2, newest=NEWEST if swap_at == "sequence" else 2))
+    assert begin(instance, work("e", 2, purpose="eval")) == ["e"]
+    stage(instance, 3)
+    assert instance.ask("eval") == Ask(2, (), 1)
+    assert instance.ask("train") == (Ask(2, (), 6) if swap_at == "quota" else None)
+    instance.release("t")
+    instance.release("e")
+    assert instance.ask("eval").rows == 8
+    assert instance.swap() is None
+    instance.eval_parked()
+    assert instance.swap() == (3 if swap_at == "sequence" else None)
+    assert instance.ask("train") == (Ask(2, (3,), 8) if swap_at == "quota" else None)
+
+
+def test_rows_that_are_fetched_hold_up_the_swap_and_a_drain_ends_all():
+    instance = at(0)
+    stage(instance, 1)
+    instance.take([work("slow", 0), work("next", 1)])
+    instance.ready(["next"])
+    assert instance.admit() == []
+    assert instance.swap() is None
+    instance.release("slow")
+    assert instance.swap() == 1
+    instance.drain()
+    assert instance.swap() is None
+    assert instance.ask("train") is None
+    assert instance.ask("eval") is None
+
+
+def test_it_wants_what_unfinished_steps_need_before_what_is_newest():
+    versions = [Version(0, step) for step in range(3, 9)]
+    instance = at(4)
+    assert instance.want(versions, required=[4, 6, 7]) == 6
+    assert instance.want(versions, required=[]) == 8
+    assert instance.want(versions[:2], required=[4]) is None
+
+
+@dataclass
+class World:
+    """One instance, the pools that it claims from, and a catalogue."""
+
+    instance: Instance
+    quota: bool
+    rows: list[Work]
+    slots: int
+    published: list[Version] = field(default_factory=list)
+    memory: set[Version] = field(default_factory=set)
+    began: dict[object, Version] = field(default_factory=dict)
+    done: set[object] = field(default_factory=set)
+    floor: Version | None = None
+
+    def tell(self):
+        current = self.instance.current
+        staged = max((v for v in self.memory if current is None or v > current), default=None)
+        steps = {v.step for v in self.memory}
+        self.instance.know(staged=staged, in_memory=steps, available=steps | {v.step for v in self.published})
+
+    def publish(self):
+        self.published.append(Version(0, len(self.published)))
+
+    def pull(self):
+        required = {w.window.oldest for w in self.rows if w.window.oldest == w.window.newest}
+        step = self.instance.want(self.published, required=required)
+        if step is not None:
+            self.memory.add(self.published[step])
+
+    def claim(self, purpose):
+        ask = self.instance.ask(purpose)
+        if ask is None:
+            return False
+        assert 0 < ask.rows <= self.slots + 2
+        for steps in ([ask.version], ask.accept):
+            fit = [
+                w
+                for w in self.rows
+                if w.purpose == purpose and any(w.window.oldest <= s <= w.window.newest for s in steps)
+            ][: ask.rows]
+            if fit:
+                self.rows = [w for w in self.rows if w not in fit]
+                assert self.instance.take(fit) == []
+                self.instance.ready([w.id for w in fit])
+                return True
+        if purpose == "eval":
+            self.instance.eval_parked()
+        return False
+
+    def admit(self):
+        begun = self.instance.admit()
+        for w in begun:
+            version = self.instance.current
+            assert w.window.oldest <= version.step <= w.window.newest
+            if not self.quota and w.purpose == "train":
+                assert self.floor is None or version >= self.floor
+                self.floor = version
+            assert w.id not in self.began
+            self.began[w.id] = version
+        assert self.instance.running <= self.slots + 2
+        return bool(begun)
+
+    def finish(self, which):
+        running = [i for i in self.began if i not in self.done]
+        if running:
+            name = running[which % len(running)]
+            self.done.add(name)
+            self.instance.release(name)
+
+    def swap(self):
+        step = self.instance.swap()
+        if step is None:
+            return False
+        assert self.instance.running == 0
+        version = self.published[step]
+        if version not in self.memory:
+            return False
+        assert version != self.instance.current
+        self.instance.loaded(version)
+        return True
+
+
+@st.composite
+def worlds(draw):
+    quota = draw(st.booleans())
+    steps = draw(st.integers(1, 6))
+    rows = []
+    for k in range(1, steps + 1):
+        oldest = max(0, k - 2)
+        window = Window(oldest, oldest if quota else NEWEST)
+        rows += [Work((k, i), "train", window) for i in range(draw(st.integers(0, 6)))]
+        pinned = Window(k - 1, k - 1)
+        rows += [Work(("e", k, i), "eval", pinned) for i in range(draw(st.integers(0, 3)))]
+    slots = draw(st.integers(1, 5))
+    instance = Instance(swap_at="quota" if quota else "sequence", slots=slots, ahead=2)
+    return World(instance, quota, draw(st.permutations(rows)), slots), steps
+
+
+@settings(max_examples=300, deadline=None)
+@given(worlds(), st.lists(st.tuples(st.integers(0, 7), st.integers(0, 99)), max_size=120))
+def test_any_order_of_events_keeps_the_invariants_and_everything_is_served(made, events):
+    world, steps = made
+    total = len(world.rows)
+    actions = [
+        world.pull,
+        lambda: world.claim("train"),
+        lambda: world.claim("eval"),
+        world.admit,
+        world.swap,
+        lambda: world.publish() if len(world.published) < steps else None,
+    ]
+    for action, which in events:
+        world.tell()
+        if action < len(actions):
+            actions[action]()
+        else:
+            world.finish(which)
+    while len(world.published) < steps:
+        world.publish()
+    for _ in range(60 + 20 * total):
+        if len(world.done) == total:
+            break
+        for act in (*actions[:5], lambda: world.finish(0)):
+            world.tell()
+            act()
+    assert len(world.done) == total, (world.instance.current, world.rows, world.instance.held)
+    if world.quota:
+        assert all(v.step == name[0] - 2 or v.step == 0 for name, v in world.began.items() if name[0] != "e")

@@ -1,0 +1,56 @@
+"""Runs a supervisor over stand-ins: ``harness.py FOLDER ROLES END_S ACTIVE_S``.
+
+ROLES: {"rollout": {"replicas": 1, "gang": false, "restarts": 3, "does": [BEHAVIOUR, ...]}, ...} as JSON.
+"""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from asyncflow.plan.roles import Readiness, Resources, RestartPolicy, Role
+from asyncflow.substrates.local.crew import Seat
+from asyncflow.substrates.local.folder import RunFolder
+from asyncflow.substrates.local.supervisor import Supervisor
+from asyncflow.substrates.local.terms import Launch, Limits
+
+STANDIN = str(Path(__file__).with_name("standin.py"))
+
+
+def main(path: str, parts: str, end_s: str, active_s: str) -> int:
+    wanted = json.loads(parts)
+    folder = RunFolder.claim(Path(path), resume=(Path(path) / "job.yaml").exists())
+    folder.job.touch()
+    roles = [
+        Role(
+            name=name,
+            replicas=options.get("replicas", 1),
+            core=1,
+            most=1,
+            gang=options.get("gang", False),
+            leader=name == "driver",
+            restart=RestartPolicy(max_restarts=options.get("restarts", 3), window_s=3600, backoff_s=0.05),
+            resources=Resources(cpu=1),
+            readiness=Readiness(path="/readyz", port="http", within_s=1),
+        )
+        for name, options in wanted.items()
+    ]
+    limits = Limits(active_s=float(active_s) if active_s else None, end_s=float(end_s))
+
+    def launch(seat: Seat, attempt: int) -> Launch:
+        does = wanted[seat.role].get("does", [])
+        return Launch(argv=[sys.executable, STANDIN, *does, "--", str(seat), str(attempt)], env={})
+
+    async def run() -> int:
+        outcome = await Supervisor(roles=roles, launch=launch, folder=folder, limits=limits).run()
+        if outcome.failure:
+            sys.stderr.write(f"{outcome.failure}\n")
+        return outcome.exit_code
+
+    code = asyncio.run(run())
+    folder.release()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

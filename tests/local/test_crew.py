@@ -1,0 +1,180 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncflow.plan.roles import Readiness, Resources, RestartPolicy, Role
+from asyncflow.substrates.local.crew import Crew, Seat, State
+from asyncflow.substrates.local.exits import ExitStatus
+from asyncflow.substrates.local.restart import LONGEST_S, SETTLED_S, Budget, delay
+
+OK = ExitStatus()
+KILLED = ExitStatus(signal=9)
+REFUSED = ExitStatus(status=2)
+
+
+def role(name, replicas=1, *, gang=False, leader=False, restarts=3, window_s=100.0, backoff_s=1.0):
+    return Role(
+        name=name,
+        replicas=replicas,
+        core=replicas,
+        most=replicas,
+        gang=gang,
+        leader=leader,
+        restart=RestartPolicy(max_restarts=restarts, window_s=window_s, backoff_s=backoff_s),
+        resources=Resources(cpu=1),
+        readiness=Readiness(path="/readyz", port="http", within_s=1),
+    )
+
+
+def started(*roles, attempts=None):
+    crew = Crew(roles, now=0.0, attempts=attempts)
+    crew.due(0.0)
+    return crew
+
+
+def test_everything_starts_at_once_in_plan_order():
+    crew = Crew([role("driver", leader=True), role("rollout", 2)], now=0.0)
+    assert [str(start.seat) for start in crew.due(0.0)] == ["driver-0", "rollout-0", "rollout-1"]
+    assert crew.due(0.0) == []
+    assert crew.wake_at() is None
+
+
+def test_a_replica_starts_again_alone_after_its_backoff():
+    crew = started(role("rollout", 2))
+    others, restart = crew.ended(Seat("rollout", 1), KILLED, 5.0)
+    assert others == []
+    assert restart is not None
+    assert (restart.seats, restart.attempt, restart.delay_s) == ((Seat("rollout", 1),), 1, 1.0)
+    assert crew.due(5.9) == []
+    assert crew.wake_at() == 6.0
+    assert crew.due(6.0) == [(Seat("rollout", 1), 1)]
+
+
+def test_failures_in_a_row_wait_longer_and_a_long_life_ends_the_row():
+    crew = started(role("rollout", restarts=9))
+    now, waits = 0.0, []
+    for lived in (0.1, 0.1, 0.1, SETTLED_S):
+        now += lived
+        _, restart = crew.ended(Seat("rollout", 0), KILLED, now)
+        waits.append(restart.delay_s)
+        now += restart.delay_s
+        crew.due(now)
+    assert waits == [1.0, 2.0, 4.0, 1.0]
+
+
+def test_a_gang_starts_again_only_when_all_of_it_is_down():
+    crew = started(role("trainer", 3, gang=True))
+    ranks = [Seat("trainer", rank) for rank in range(3)]
+    others, restart = crew.ended(ranks[1], KILLED, 1.0)
+    assert others == [ranks[0], ranks[2]]
+    assert restart.seats == tuple(ranks)
+    assert crew.wake_at() is None
+    assert crew.ended(ranks[0], KILLED, 2.0) == ([], None)
+    assert crew.due(99.0) == []
+    assert crew.ended(ranks[2], OK, 3.0) == ([], None)
+    assert crew.due(4.0) == [(rank, 1) for rank in ranks]
+
+
+def test_a_gang_takes_along_ranks_that_were_done():
+    crew = started(role("trainer", 2, gang=True))
+    crew.ended(Seat("trainer", 0), OK, 1.0)
+    crew.ended(Seat("trainer", 1), KILLED, 2.0)
+    assert len(crew.due(3.0)) == 2
+
+
+def test_the_leader_decides_and_others_are_not_needed():
+    crew = started(role("driver", leader=True), role("rollout"))
+    crew.ended(Seat("rollout", 0), OK, 1.0)
+    assert crew.verdict is None
+    crew.ended(Seat("driver", 0), OK, 2.0)
+    assert crew.verdict.ok
+
+
+def test_without_a_leader_all_must_be_done():
+    crew = started(role("rollout", 2))
+    crew.ended(Seat("rollout", 0), OK, 1.0)
+    assert crew.verdict is None
+    crew.ended(Seat("rollout", 1), OK, 1.0)
+    assert crew.verdict.ok
+
+
+def test_used_up_restarts_fail_the_job_and_name_the_culprit():
+    crew = started(role("driver", leader=True), role("rollout", 2, restarts=1))
+    crew.ended(Seat("rollout", 0), KILLED, 1.0)
+    _, restart = crew.ended(Seat("rollout", 1), ExitStatus(status=7), 2.0)
+    assert restart is None
+    assert (crew.verdict.ok, crew.verdict.culprit) == (False, Seat("rollout", 1))
+    assert "all 1 restarts within 100 s" in crew.verdict.reason
+    assert crew.due(999.0) == []
+
+
+def test_a_role_that_refuses_its_input_costs_no_restart():
+    crew = started(role("driver", leader=True, restarts=5))
+    crew.ended(Seat("driver", 0), REFUSED, 1.0)
+    assert not crew.verdict.ok
+
+
+def test_a_stopped_crew_starts_nothing_and_decides_nothing_more():
+    crew = started(role("driver", leader=True), role("trainer", 2, gang=True))
+    crew.ended(Seat("trainer", 0), KILLED, 1.0)
+    crew.stop("SIGINT")
+    crew.ended(Seat("trainer", 1), KILLED, 2.0)
+    crew.ended(Seat("driver", 0), OK, 2.0)
+    assert not crew.verdict.ok
+    assert crew.due(99.0) == []
+    assert crew.wake_at() is None
+
+
+def test_first_attempts_of_a_resumed_job():
+    crew = Crew([role("rollout", 2), role("trainer")], now=0.0, attempts={"rollout": 4})
+    assert [start.attempt for start in crew.due(0.0)] == [4, 4, 0]
+
+
+@given(times=st.lists(st.floats(0, 1000), min_size=1, max_size=40), most=st.integers(0, 5), window=st.floats(1, 300))
+def test_no_window_holds_more_restarts_than_allowed(times, most, window):
+    budget = Budget(RestartPolicy(max_restarts=most, window_s=window, backoff_s=1))
+    granted = [now for now in sorted(times) if budget.grant(now)]
+    for first in granted:
+        assert sum(first <= now < first + window for now in granted) <= most
+
+
+@given(failures=st.integers(1, 10_000), backoff=st.floats(0, 3600))
+def test_a_delay_never_falls_and_has_a_ceiling(failures, backoff):
+    policy = RestartPolicy(max_restarts=1, window_s=1, backoff_s=backoff)
+    assert delay(policy, failures) <= delay(policy, failures + 1) <= LONGEST_S
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_no_seat_ever_has_two_processes_and_attempts_only_grow(data):
+    crew = Crew(
+        [role("driver", leader=True), role("trainer", 3, gang=True, restarts=50), role("rollout", 2, restarts=50)],
+        now=0.0,
+    )
+    running: dict[Seat, int] = {}
+    last: dict[Seat, int] = {}
+    now = 0.0
+    for _ in range(30):
+        now += data.draw(st.floats(0, 5))
+        for seat, attempt in crew.due(now):
+            assert seat not in running
+            assert attempt > last.get(seat, -1)
+            running[seat] = last[seat] = attempt
+        assert all(crew.seats[seat][0] in (State.RUNNING, State.ENDING) for seat in running)
+        gang = {running[seat] for seat in running if seat.role == "trainer"}
+        assert len(gang) <= 1
+        if not running:
+            continue
+        seat = data.draw(st.sampled_from(sorted(running)))
+        del running[seat]
+        crew.ended(seat, data.draw(st.sampled_from([OK, KILLED])), now)
+    if crew.verdict:
+        assert crew.due(now + 1000) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "text", "ok"), [(0, "exit status 0", True), (3 << 8, "exit status 3", False), (9, "SIGKILL", False)]
+)
+def test_an_exit_status_reads_the_word_of_waitpid(word, text, ok):
+    status = ExitStatus.of(word)
+    assert (str(status), status.ok) == (text, ok)

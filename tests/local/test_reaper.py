@@ -1,0 +1,61 @@
+import os
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+
+from asyncflow.substrates.local import leash, reaper
+
+pytestmark = pytest.mark.process
+SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
+
+
+@pytest.fixture
+def sleeper():
+    started = []
+
+    def start(**options):
+        started.append(subprocess.Popen(SLEEP, **options))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_members_are_those_of_its_sessions_and_those_with_its_mark(sleeper):
+    mark = uuid.uuid4().hex
+    marked = sleeper(env={reaper.MARK: mark})
+    in_session = sleeper(env={}, start_new_session=True)
+    others = [sleeper(), sleeper(env={reaper.MARK: mark + "0"}), sleeper(env={"OTHER": f"{reaper.MARK}={mark}"})]
+    time.sleep(0.1)
+    assert set(reaper.members(mark=mark, sessions={in_session.pid})) == {marked.pid, in_session.pid}
+    assert reaper.sweep(mark=mark, sessions={in_session.pid}) == []
+    assert marked.wait(5) == in_session.wait(5) == -9
+    assert [other.poll() for other in others] == [None, None, None]
+
+
+def test_what_does_not_die_in_time_is_told(sleeper):
+    mark = uuid.uuid4().hex
+    sleeper(env={reaper.MARK: mark})
+    time.sleep(0.1)
+    zombie_parent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={reaper.MARK: mark})
+    assert reaper.sweep(mark=mark, sessions=(), within_s=5.0) == []
+    zombie_parent.wait(5)
+
+
+def test_a_leashed_process_whose_parent_is_already_gone_ends_itself():
+    code = "from asyncflow.substrates.local.leash import leash; leash(); print('went on')"
+    env = {**os.environ, leash.PARENT: "1"}
+    run = subprocess.run([sys.executable, "-c", code], env=env, check=False, capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "went on" not in run.stdout
+
+
+def test_without_a_supervisor_there_is_no_leash():
+    code = "from asyncflow.substrates.local.leash import leash; leash(); print('went on')"
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "went on" in run.stdout

@@ -1,0 +1,164 @@
+import os
+import signal
+import socket
+import time
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+
+JOB = {
+    "driver": {},
+    "controller": {},
+    "storage": {},
+    "trainer": {"replicas": 2, "gang": True},
+    "rollout": {"replicas": 2, "does": ["children"]},
+}
+SEATS = ["driver-0", "controller-0", "storage-0", "trainer-0", "trainer-1", "rollout-0", "rollout-1"]
+
+
+def test_a_job_succeeds_when_its_driver_does_and_the_others_are_told_to_end(start):
+    run = start(driver={"does": ["done-after=0.3"]}, storage={}, rollout={"does": ["exit=0"]})
+    assert run.wait() == 0
+    assert run.ended() == ["storage-0"]
+    states = {placed.role: placed.state for placed in run.record().processes}
+    assert states["driver"] == "done"
+    assert states["rollout"] == "done"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_everything_in_order(start, number, code):
+    before = set(os.listdir("/dev/shm"))
+    run = start(**JOB)
+    pids = [pid for seat in SEATS for pid in run.pids(seat)]
+    begun = time.monotonic()
+    run.process.send_signal(number)
+    assert run.wait() == code
+    assert time.monotonic() - begun < 10.0
+    run.nothing_left(pids)
+    ended = [seat.partition("-")[0] for seat in run.ended()]
+    assert ended == ["rollout", "rollout", "trainer", "trainer", "driver", *ended[5:]]
+    assert sorted(ended[5:]) == ["controller", "storage"]
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_roles_that_refuse_to_end_are_killed_in_time(start):
+    roles = {role: {**options, "does": ["stubborn"]} for role, options in JOB.items()}
+    run = start(end_s=2.0, **roles)
+    pids = [pid for seat in SEATS for pid in run.pids(seat)]
+    begun = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
+    assert time.monotonic() - begun < 4.0
+    run.nothing_left(pids)
+
+
+def test_a_job_out_of_time_fails_and_says_so(start):
+    run = start(driver={}, rollout={}, active_s="0.5")
+    assert run.wait() == 1
+    assert "has not finished within its" in run.said()
+
+
+def test_a_second_signal_ends_everything_at_once(start):
+    run = start(driver={"does": ["stubborn"]}, rollout={"does": ["stubborn"]})
+    pids = run.pids("driver-0") + run.pids("rollout-0")
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    begun = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
+    assert time.monotonic() - begun < 2.0
+    run.nothing_left(pids)
+
+
+def test_a_stopped_role_still_ends_in_order(start):
+    run = start(driver={}, rollout={})
+    os.kill(run.pids("rollout-0")[0], signal.SIGSTOP)
+    run.pids("driver-0")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 143
+    assert run.ended() == ["rollout-0", "driver-0"]
+
+
+def test_sigkill_of_the_supervisor_leaves_nothing(start):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    run = start(**{**JOB, "driver": {"does": [f"listen={port}"]}})
+    pids = [pid for seat in SEATS for pid in run.pids(seat)]
+    assert len(run.reapers()) == 1
+    run.process.kill()
+    run.wait()
+    run.nothing_left(pids)
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_a_killed_reaper_is_replaced_and_the_new_one_knows_the_run(start):
+    run = start(rollout={"does": ["children"]})
+    pids = run.pids("rollout-0")
+    os.kill(run.reapers()[0], signal.SIGKILL)
+    run.wait_until(run.reapers, "another reaper")
+    time.sleep(0.3)
+    run.process.kill()
+    run.wait()
+    run.nothing_left(pids)
+
+
+def test_a_killed_rollout_starts_again_alone_with_the_next_attempt(start):
+    run = start(driver={}, rollout={"replicas": 2, "does": ["children"]})
+    first = run.pids("rollout-1")
+    run.pids("rollout-0")
+    run.pids("driver-0")
+    os.kill(first[0], signal.SIGKILL)
+    second = run.pids("rollout-1", 1)
+    run.wait_until(lambda: not any(run.alive(pid) for pid in first[:3]), "what the old rollout started")
+    assert run.alive(run.pids("rollout-0")[0])
+    assert run.alive(run.pids("driver-0")[0])
+    placed = {(each.role, each.index): each for each in run.record().processes}
+    assert (placed["rollout", 1].attempt, placed["rollout", 1].pid) == (1, second[0])
+    assert placed["rollout", 0].attempt == 0
+    log = (run.folder / "logs" / "rollout-1.log").read_text()
+    assert "rollout-1 attempt 0 says hello" in log
+    assert "attempt 0 ended: SIGKILL" in log
+    assert "rollout-1 attempt 1 says hello" in log
+
+
+def test_a_gang_ends_and_starts_again_as_one(start):
+    run = start(driver={}, trainer={"replicas": 3, "gang": True, "does": ["stubborn"]})
+    ranks = [run.pids(f"trainer-{rank}")[0] for rank in range(3)]
+    driver = run.pids("driver-0")
+    os.kill(ranks[1], signal.SIGKILL)
+    for rank in range(3):
+        run.pids(f"trainer-{rank}", 1)
+    assert not any(run.alive(pid) for pid in ranks)
+    assert run.alive(driver[0])
+
+
+def test_when_the_restarts_are_used_up_the_job_fails_and_says_why(start):
+    run = start(driver={}, rollout={"restarts": 2, "does": ["crash-below=99"]})
+    assert run.wait() == 1
+    said = run.said()
+    assert "rollout-0 ended with exit status 1 and all 2 restarts" in said
+    assert "attempt 2 crashes" in said
+    assert "rollout-0.log" in said
+    assert run.ended() == ["driver-0"] or not (run.cwd / "driver-0.0.json").exists()
+
+
+def test_a_role_that_refuses_its_input_is_not_started_again(start):
+    run = start(driver={"does": ["exit=2"]}, rollout={})
+    assert run.wait() == 1
+    assert "refuses its input" in run.said()
+    assert [placed.attempt for placed in run.record().processes] == [0, 0]
+
+
+def test_a_crash_loop_that_ends_in_time_does_no_harm(start):
+    run = start(driver={"does": ["crash-below=2", "done-after=0.1"]})
+    assert run.wait() == 0
+    assert run.record().processes[0].restarts == 2
+
+
+def test_a_resumed_run_never_uses_an_attempt_again(start):
+    assert start(driver={"does": ["crash-below=1", "exit=0"]}).wait() == 0
+    run = start(driver={"does": ["exit=0"]})
+    assert run.wait() == 0
+    assert run.record().processes[0].attempt == 2

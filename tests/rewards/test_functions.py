@@ -1,0 +1,90 @@
+"""Extractors, the registry, and the built-in functions inside real reward processes."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncflow.data.gym import open_gym
+from asyncflow.errors import ManifestError
+from asyncflow.rewards.extract import boxed, last_number, text
+from asyncflow.rewards.pool import RewardPool
+from asyncflow.rewards.registry import check
+from asyncflow.rewards.wire import Example
+
+
+@pytest.mark.parametrize(
+    ("response", "number"),
+    [
+        ("The answer is 5.", "5"),
+        ("5 - 7 = -2", "-2"),
+        ("3-2", "2"),
+        ("= \N{MINUS SIGN}4", "-4"),
+        ("so 1,000 - 1 = +999.", "999"),
+        ("3.50 or 3,5", "5"),
+        ("1,234,567.25", "1234567.25"),
+        ("(-8)", "-8"),
+        ("none", ""),
+        ("", ""),
+    ],
+)
+def test_last_number(response: str, number: str) -> None:
+    assert last_number(response) == number
+
+
+@given(st.text(alphabet="abc =.\n"), st.integers(-(10**9), 10**9))
+def test_last_number_finds_any_number_at_the_end(before: str, number: int) -> None:
+    assert last_number(f"{before} {number}") == str(number)
+    assert last_number(f"{before} {number:,}.") == str(number)
+
+
+def test_boxed() -> None:
+    assert boxed(r"\boxed{1} then \boxed{\frac{1}{2} }") == r"\frac{1}{2}"
+    assert boxed(r"\boxed{1") == ""
+    assert boxed("1") == ""
+    assert text(" a b\n") == "a b"
+
+
+def test_the_registry_refuses_what_it_can_tell_without_running_code(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("raise SystemExit")
+    check("mine:score", "text", workdir=tmp_path)
+    check("task", "last_number", workdir=tmp_path)
+    for function, extractor in [("task", "nose"), ("tasks", "text"), ("a:b:c", "text"), ("absent_one:f", "text")]:
+        with pytest.raises(ManifestError, match="reward"):
+            check(function, extractor, workdir=tmp_path)
+
+
+async def test_math_verify_runs_in_the_main_thread_of_a_child(tmp_path: Path) -> None:
+    pool = RewardPool(function="math_verify", workdir=tmp_path, timeout_s=30)
+    await pool.start()
+    responses = [r"so it is $\frac{1}{2}$", "The answer is 0.5", r"\boxed{0.50}", "it is 3", ""]
+    results = [await pool.score(Example(prompt="", response=r, answer=r"\frac{1}{2}")) for r in responses]
+    await pool.close()
+    assert [r.value for r in results] == [1.0, 1.0, 1.0, 0.0, 0.0]
+    assert not any(r.flag for r in results)
+
+
+async def test_gym_scores_with_the_datasets_own_checker(tmp_path: Path) -> None:
+    source = open_gym("chain_sum", config={"max_terms": 3}, seed=1, purpose="train", size=None, where="data.train")
+    prompt = source.prompt(0)
+    pool = RewardPool(function="gym", extractor="last_number", workdir=tmp_path, timeout_s=30)
+    await pool.start()
+
+    async def value(response: str) -> float:
+        example = Example(prompt=prompt.question, response=response, answer=prompt.answer, meta=prompt.meta)
+        return (await pool.score(example)).value
+
+    assert await value(f"I think it is {prompt.answer}.00!") == 1.0
+    assert await value(f"{int(prompt.answer) + 1}") < 1.0
+    assert await value("no idea") < 1.0
+    assert (await pool.score(Example(prompt="", response="1", answer="1"))).flag == "error"
+    await pool.close()
+
+
+async def test_task_compares_exactly(tmp_path: Path) -> None:
+    pool = RewardPool(function="task", workdir=tmp_path)
+    await pool.start()
+    values = [(await pool.score(Example(prompt="", response=r, answer="012"))).value for r in ("012", "12", "0123")]
+    await pool.close()
+    assert values == [1.0, 0.0, 0.0]

@@ -1,0 +1,187 @@
+"""The pool against real processes: a stuck, dying or lying reward function delays and harms only its own sample."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncflow.errors import ManifestError
+from asyncflow.rewards.pool import RewardPool
+from asyncflow.rewards.wire import Example
+
+FUNCTION = """
+    import os, sys, time
+
+    def score(*, response, prompt, answer, meta):
+        print("anything", flush=True)
+        match response:
+            case "stuck":
+                while True:
+                    pass
+            case "exit":
+                os._exit(3)
+            case "raise":
+                raise KeyError("no such thing")
+            case "text":
+                return "1.0"
+            case "nan":
+                return float("nan")
+            case "huge":
+                return 10**400
+            case "pid":
+                return os.getpid()
+            case "stdin":
+                return float(len(sys.stdin.read()))
+            case "torch":
+                return float("torch" in sys.modules)
+            case "fork":
+                child = os.fork()
+                while True:
+                    time.sleep(60)
+        return 1.0 if response == answer else 0.25
+
+    broken = 3
+"""
+
+
+@pytest.fixture
+def workdir(tmp_path: Path) -> Path:
+    (tmp_path / "myreward.py").write_text(textwrap.dedent(FUNCTION))
+    return tmp_path
+
+
+@pytest.fixture
+async def pool(workdir: Path):
+    pool = RewardPool(function="myreward:score", workdir=workdir, timeout_s=2.0)
+    await pool.start()
+    yield pool
+    await pool.close()
+    assert pool.workers == 0
+
+
+def example(response: str, answer: object = None) -> Example:
+    return Example(prompt="p", response=response, answer=answer)
+
+
+async def test_a_user_function_scores_and_may_print_and_sees_no_input(pool: RewardPool) -> None:
+    assert (await pool.score(example(" 42 ", "42"))).value == 1.0
+    assert (await pool.score(example("41", "42"))).value == 0.25
+    assert (await pool.score(example("stdin"))).value == 0.0
+    assert (await pool.score(example("torch"))).value == 0.0
+    assert pool.outcomes == {"": 4, "timeout": 0, "error": 0, "crashed": 0}
+
+
+@pytest.mark.parametrize("response", ["raise", "text", "nan", "huge"])
+async def test_what_is_no_finite_number_is_flagged(pool: RewardPool, response: str) -> None:
+    before = (await pool.score(example("pid"))).value
+    result = await pool.score(example(response))
+    assert (result.value, result.flag) == (0.0, "error")
+    assert result.detail
+    assert (await pool.score(example("pid"))).value == before
+
+
+async def test_an_example_that_cannot_be_sent_is_flagged(pool: RewardPool) -> None:
+    result = await pool.score(Example(prompt="p", response="r", answer=object()))
+    assert (result.flag, result.value) == ("error", 0.0)
+    assert (await pool.score(example("x", "x"))).value == 1.0
+
+
+async def test_a_process_that_dies_is_replaced(pool: RewardPool) -> None:
+    result = await pool.score(example("exit"))
+    assert (result.value, result.flag) == (0.0, "crashed")
+    assert pool.outcomes["crashed"] == 1
+    assert (await pool.score(example("x", "x"))).value == 1.0
+
+
+async def test_a_process_killed_while_idle_harms_nobody(pool: RewardPool) -> None:
+    pid = int((await pool.score(example("pid"))).value)
+    os.kill(pid, signal.SIGKILL)
+    assert (await pool.score(example("x", "x"))).value == 1.0
+
+
+async def test_a_stuck_sample_delays_only_itself(workdir: Path) -> None:
+    pool = RewardPool(function="myreward:score", workdir=workdir, timeout_s=15.0, max_workers=3, on_timeout="drop")
+    await pool.start()
+    stuck = [asyncio.create_task(pool.score(example("stuck"))) for _ in range(2)]
+    await asyncio.sleep(0)
+    rest = await asyncio.gather(*(pool.score(example("x", "x")) for _ in range(20)))
+    assert [result.value for result in rest] == [1.0] * 20
+    assert not any(task.done() for task in stuck)
+    assert pool.workers == 3
+    await pool.close()
+    assert [(await task).flag for task in stuck] == ["crashed", "crashed"]
+
+
+async def test_a_stuck_sample_is_killed_at_its_deadline_with_all_that_it_started(workdir: Path) -> None:
+    pool = RewardPool(function="myreward:score", workdir=workdir, timeout_s=1.0, on_timeout="drop")
+    await pool.start()
+    pid = int((await pool.score(example("pid"))).value)
+    result = await pool.score(example("fork"))
+    assert (result.value, result.flag, result.drop) == (0.0, "timeout", True)
+    assert not [p for p in psutil.process_iter(["pid", "status"]) if _in_group(p, pid)]
+    assert (await pool.score(example("x", "x"))).value == 1.0
+    await pool.close()
+
+
+def _in_group(process: psutil.Process, group: int) -> bool:
+    try:
+        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False
+
+
+async def test_a_cancelled_score_leaves_no_late_answer(pool: RewardPool) -> None:
+    task = asyncio.create_task(pool.score(example("stuck")))
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await pool.score(example("x", "x"))).value == 1.0
+
+
+@pytest.mark.parametrize("function", ["myreward:absent", "myreward:broken", "absent_module:score"])
+async def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(workdir: Path, function: str) -> None:
+    pool = RewardPool(function=function, workdir=workdir)
+    with pytest.raises(ManifestError, match=r"reward\.function"):
+        await pool.start()
+    await pool.close()
+
+
+@pytest.mark.parametrize("response", ["idle", "stuck"])
+def test_reward_processes_die_with_a_killed_parent(workdir: Path, response: str) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(PARENT), response]
+    parent = subprocess.Popen(command, cwd=workdir, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    assert child.is_running()
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the reward process outlives its parent"
+        time.sleep(0.02)
+
+
+PARENT = """
+    import asyncio, pathlib, sys
+    from asyncflow.rewards.pool import RewardPool
+    from asyncflow.rewards.wire import Example
+
+    async def main():
+        pool = RewardPool(function="myreward:score", workdir=pathlib.Path.cwd(), timeout_s=60)
+        await pool.start()
+        pid = (await pool.score(Example(prompt="", response="pid"))).value
+        stuck = asyncio.create_task(pool.score(Example(prompt="", response=sys.argv[1])))
+        await asyncio.sleep(0.2)
+        print(int(pid), flush=True)
+        await asyncio.sleep(60)
+
+    asyncio.run(main())
+"""

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from asyncflow.errors import ManifestError, Refused
+from asyncflow.identity import SampleKey, Version
+from asyncflow.rollout.engines import open_engine
+from asyncflow.rollout.engines.base import GenerationRequest
+
+
+def simulated(slots=4, **options):
+    return open_engine("simulated", folder=None, slots=slots, max_length=128, options=options)
+
+
+def request(serial, sample=0, **changes):
+    return GenerationRequest(key=SampleKey(serial, sample), prompt_ids=(1, 2), max_tokens=64, **changes)
+
+
+async def test_responses_are_keyed_by_the_sample():
+    results = []
+    for slots in (1, 8):
+        engine = simulated(slots, tokens=16, sigma=0.8)
+        await engine.load(Version(0, 3), {})
+        results.append(await asyncio.gather(*(engine.generate(request(s, j)) for s in range(50) for j in range(4))))
+    for a, b in zip(*results, strict=True):
+        assert np.array_equal(a.ids, b.ids)
+        assert len(a.ids) == len(a.logprobs) == len(a.versions)
+        assert set(a.versions.tolist()) == {Version(0, 3).packed}
+    lengths = [len(a.ids) for a in results[0]]
+    assert 13 <= np.median(lengths) <= 19
+    assert 1 <= min(lengths) < 8
+    assert 32 < max(lengths) <= 64
+
+
+async def test_slots_bound_what_runs_and_loading_waits_for_nobody():
+    engine = simulated(3, token_s=1.0)
+    with pytest.raises(Refused):
+        await engine.generate(request(0))
+    await engine.load(Version(0, 0), {})
+    tasks = [asyncio.create_task(engine.generate(request(s))) for s in range(5)]
+    await asyncio.sleep(0)
+    assert engine.stats().running == 3
+    assert engine.stats().waiting == 2
+    with pytest.raises(Refused):
+        await engine.load(Version(0, 1), {})
+    tasks[0].cancel()
+    await engine.abort([SampleKey(1, 0)])
+    assert (await tasks[1]).finish == "aborted"
+    await engine.close()
+    assert (await tasks[2]).finish == "aborted"
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert engine.stats().running == engine.stats().waiting == 0
+
+
+def test_options_are_checked():
+    for options in ({"speed": 1}, {"token_s": -1.0}, {"token_s": "fast"}, {"sigma": float("inf")}):
+        with pytest.raises(ManifestError, match="options"):
+            simulated(**options)
+
+
+def test_needs_no_torch():
+    code = "import sys, asyncflow.rollout.engines.simulated; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)

@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+
+from asyncflow.errors import ManifestError, NotYetError, Refused
+from asyncflow.identity import SampleKey, Version
+from asyncflow.rollout.engines import open_engine
+from asyncflow.rollout.engines.base import GenerationRequest
+
+from .conftest import random_weights, write_config
+
+V1, V2 = Version(0, 1), Version(0, 2)
+
+
+def make_engine(folder, *, slots=8, max_length=48, dtype="float32"):
+    return open_engine("transformers", folder=folder, slots=slots, max_length=max_length, dtype=dtype)
+
+
+def request(serial, sample=0, *, prompt=None, **changes):
+    prompt = prompt or tuple((serial * 7 + i * 3) % 60 + 1 for i in range(3 + serial % 11))
+    settings = {"max_tokens": 20, "seed": 5, "stop_ids": (0, 7, 11), **changes}
+    return GenerationRequest(key=SampleKey(serial, sample), prompt_ids=prompt, **settings)
+
+
+def same(a, b):
+    return (
+        a.finish == b.finish
+        and np.array_equal(a.ids, b.ids)
+        and np.array_equal(a.logprobs, b.logprobs)
+        and np.array_equal(a.versions, b.versions)
+    )
+
+
+async def generate_all(engine, requests):
+    return await asyncio.gather(*(engine.generate(r) for r in requests))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_sequence_is_the_same_whoever_runs_beside_it(tiny, dtype):
+    engine = make_engine(tiny, dtype=dtype)
+    await engine.start()
+    await engine.load(V1, random_weights(tiny, seed=1))
+    requests = [request(s, j, temperature=0.0 if s % 5 == 4 else 1.0) for s in range(10) for j in range(3)]
+    alone = [await engine.generate(r) for r in requests[::4]]
+    crowded = (await generate_all(engine, requests))[::4]
+    shuffled = list(requests)
+    random.Random(3).shuffle(shuffled)
+    again = dict(zip((r.key for r in shuffled), await generate_all(engine, shuffled), strict=True))
+    await engine.close()
+    for r, a, b in zip(requests[::4], alone, crowded, strict=True):
+        assert same(a, b)
+        assert same(a, again[r.key])
+        assert set(a.versions.tolist()) == {V1.packed}
+        assert a.finish == ("stop" if a.ids[-1] in r.stop_ids else "length")
+        assert not set(a.ids[:-1].tolist()) & set(r.stop_ids)
+    assert len({tuple(c.ids.tolist()) for c in crowded}) > 3
+
+
+async def test_a_group_is_prefilled_once(tiny):
+    engine = make_engine(tiny, slots=4)
+    await engine.start()
+    await engine.load(V1, random_weights(tiny, seed=1))
+    await generate_all(engine, [request(3, j) for j in range(12)])
+    assert engine.stats().prefilled == 1
+    await engine.load(V2, random_weights(tiny, seed=2))
+    await generate_all(engine, [request(3, j) for j in range(12)])
+    stats = engine.stats()
+    await engine.close()
+    assert stats.prefilled == 2
+    assert stats.running == stats.waiting == 0
+    assert stats.tokens["train"] > 0
+    assert stats.busy_s > 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
+    ],
+)
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+async def test_logprobs_are_those_of_an_ordinary_forward(tmp_path, changes, temperature):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = write_config(tmp_path / "m", **changes)
+    weights = random_weights(folder, seed=1)
+    engine = make_engine(folder)
+    await engine.start()
+    await engine.load(V1, weights)
+    requests = [request(s, temperature=temperature) for s in range(6)]
+    completions = await generate_all(engine, requests)
+    await engine.close()
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    model.load_state_dict({k: torch.from_numpy(v) for k, v in weights.items()}, strict=False)
+    model.tie_weights()
+    for r, c in zip(requests, completions, strict=True):
+        ids = torch.tensor([[*r.prompt_ids, *c.ids.tolist()]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(r.prompt_ids) - 1 : -1]
+        expected = torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, ids[0, len(r.prompt_ids) :, None])
+        assert np.abs(expected[:, 0].numpy() - c.logprobs).max() < 2e-5
+        if temperature == 0:
+            assert logits.argmax(-1).tolist() == c.ids.tolist()
+
+
+async def test_samples_follow_the_distribution(tiny):
+    engine = make_engine(tiny, slots=64)
+    await engine.start()
+    await engine.load(V1, random_weights(tiny, seed=1))
+    first = await generate_all(engine, [request(2, j, max_tokens=1) for j in range(3000)])
+    await engine.close()
+    logprob = {int(c.ids[0]): float(c.logprobs[0]) for c in first}
+    counts = np.bincount([int(c.ids[0]) for c in first], minlength=61)
+    expected = np.array([np.exp(logprob.get(i, -np.inf)) for i in range(61)]) * 3000
+    common = expected > 20
+    assert expected.sum() > 0.97 * 3000
+    assert (np.abs(counts - expected)[common] < 4.5 * np.sqrt(expected[common])).all()
+
+
+async def test_weights_are_checked_before_any_is_overwritten(tmp_path, tiny):
+    good = random_weights(tiny, seed=1)
+    engine = make_engine(tiny)
+    await engine.start()
+    with pytest.raises(Refused, match="no weights"):
+        await engine.generate(request(1))
+    await engine.load(V1, good)
+    before = await engine.generate(request(1))
+    name = next(iter(good))
+    last = list(good)[-1]
+    for bad, message in [
+        ({k: v for k, v in good.items() if k != last}, f"missing {last}"),
+        ({**good, "stranger": good[name]}, "unexpected stranger"),
+        ({**good, last: good[last][:-1]}, "not \\("),
+        ({**good, last: good[last].astype(np.float64)}, "float64"),
+    ]:
+        changed = {k: v + 1 if k == name else v for k, v in bad.items()}
+        with pytest.raises(ManifestError, match=message):
+            await engine.load(V2, changed)
+    assert engine.version == V1
+    assert same(before, await engine.generate(request(1)))
+    await engine.load(V2, random_weights(tiny, seed=2))
+    after = await engine.generate(request(1))
+    await engine.close()
+    assert engine.version == V2
+    assert set(after.versions.tolist()) == {V2.packed}
+    assert not np.array_equal(before.logprobs, after.logprobs)
+
+
+async def test_tied_weights_may_come_under_any_of_their_names(tmp_path):
+    folder = write_config(tmp_path / "m", tie_word_embeddings=True)
+    once, twice = random_weights(folder, seed=1), random_weights(folder, seed=1, tied_names=True)
+    assert len(twice) == len(once) + 1
+    engine = make_engine(folder)
+    await engine.start()
+    results = []
+    for weights in (once, twice):
+        await engine.load(V1, weights)
+        results.append(await engine.generate(request(1)))
+    with pytest.raises(ManifestError, match="tied"):
+        await engine.load(V2, {**twice, "lm_head.weight": twice["lm_head.weight"] + 1})
+    await engine.close()
+    assert same(*results)
+
+
+async def test_bfloat16_bits_are_taken_by_either_dtype(tiny):
+    import torch
+
+    weights = random_weights(tiny, seed=1)
+    rounded = {k: torch.from_numpy(v).bfloat16() for k, v in weights.items()}
+    bits = {k: v.view(torch.uint16).numpy().copy() for k, v in rounded.items()}
+    for array in bits.values():
+        array.flags.writeable = False
+    results = []
+    for dtype, tensors in [("float32", bits), ("float32", {k: v.float().numpy() for k, v in rounded.items()})]:
+        engine = make_engine(tiny, dtype=dtype)
+        await engine.start()
+        await engine.load(V1, tensors)
+        results.append(await engine.generate(request(1)))
+        await engine.close()
+    assert same(*results)
+
+
+async def test_cancel_and_abort_free_the_slot_at_the_next_step(tiny):
+    engine = make_engine(tiny, slots=2, max_length=250)
+    await engine.start()
+    await engine.load(V1, random_weights(tiny, seed=1))
+    long = [request(s, stop_ids=(), max_tokens=230) for s in range(4)]
+    tasks = [asyncio.create_task(engine.generate(r)) for r in long]
+    while engine.stats().steps < 3:
+        await asyncio.sleep(0.001)
+    with pytest.raises(Refused, match="run under"):
+        await engine.load(V2, random_weights(tiny, seed=2))
+    await engine.abort([long[0].key, long[3].key])
+    tasks[1].cancel()
+    partial, waiting = await tasks[0], await tasks[3]
+    assert partial.finish == waiting.finish == "aborted"
+    assert 0 < len(partial.ids) < 230
+    assert len(waiting.ids) == 0
+    with pytest.raises(asyncio.CancelledError):
+        await tasks[1]
+    whole = await tasks[2]
+    assert whole.finish == "length"
+    again = await engine.generate(long[0])
+    assert np.array_equal(again.ids[: len(partial.ids)], partial.ids)
+    await engine.close()
+    with pytest.raises(Refused, match="closed"):
+        await engine.generate(request(1))
+
+
+async def test_what_cannot_work_is_refused(tmp_path, tiny):
+    for changes in (
+        {"model_type": "gpt2"},
+        {"rope_parameters": {"rope_type": "dynamic"}},
+        {"use_sliding_window": True},
+    ):
+        engine = make_engine(write_config(tmp_path / "bad", **changes))
+        with pytest.raises(NotYetError):
+            await engine.start()
+    for bad in ({"dtype": "float16"}, {"max_length": 300}):
+        engine = make_engine(tiny, **bad)
+        with pytest.raises(ManifestError):
+            await engine.start()
+    engine = make_engine(tiny, max_length=24)
+    for changes, error in [
+        ({"top_p": 0.9}, NotYetError),
+        ({"top_k": 5}, NotYetError),
+        ({"max_tokens": 0}, ManifestError),
+        ({"max_tokens": 23}, ManifestError),
+        ({"temperature": float("nan")}, ManifestError),
+    ]:
+        with pytest.raises(error):
+            await engine.generate(request(1, **changes))
+    with pytest.raises(ManifestError, match="Known: "):
+        open_engine("nope", folder=None, slots=1, max_length=8)

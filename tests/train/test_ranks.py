@@ -1,0 +1,102 @@
+"""Gangs of real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from train_reference import HORIZON, reference_gradient, relative_error, samples
+
+from asyncflow.algorithms.aggregation import Aggregation
+from asyncflow.algorithms.grpo import GrpoLoss
+from asyncflow.errors import Fenced, ProtocolError, Refused
+from asyncflow.net.rpc import RpcClient, RpcServer
+from asyncflow.train.ranks import Alone, GatherService, HostGroup, Share, Shares
+
+SCRIPT = str(Path(__file__).with_name("rank_process.py"))
+
+
+def gang(kind: str, folder: Path, world: int) -> list[dict[str, np.ndarray]]:
+    ranks = [
+        subprocess.Popen([sys.executable, SCRIPT, kind, str(folder), str(rank), str(world), "3"])
+        for rank in reversed(range(world))
+    ]
+    assert [rank.wait(60) for rank in ranks] == [0] * world
+    return [dict(np.load(folder / f"result-{rank}.npz")) for rank in range(world)]
+
+
+@pytest.mark.process
+def test_every_rank_gets_what_all_ranks_gave(tmp_path: Path) -> None:
+    for result in gang("gathers", tmp_path, 3):
+        expected = [[[rank, number] for rank in range(3)] for number in range(50)]
+        assert result["rounds"].tolist() == expected
+        np.testing.assert_array_equal(result["floats"], np.repeat(np.arange(3) / 3, 4).reshape(3, 2, 2))
+
+
+@pytest.mark.process
+def test_ranks_count_together(tmp_path: Path) -> None:
+    for result in gang("counts", tmp_path, 2):
+        assert result["counts"].tolist() == [1] * 8
+
+
+@pytest.mark.process
+def test_two_ranks_make_the_gradient_of_one_padded_batch(tmp_path: Path, tiny_folder: Path) -> None:
+    shutil.copytree(tiny_folder, tmp_path / "model")
+    first, second = gang("gradients", tmp_path, 2)
+    assert first.keys() == second.keys()
+    for name in first:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+    loss = GrpoLoss(aggregation=Aggregation(name="seq-mean-token-mean", horizon=HORIZON), kl=0.05, kl_name="k3")
+    expected = reference_gradient(tiny_folder, samples(), loss)
+    got = {
+        name.removeprefix("gradient1/"): torch.from_numpy(array)
+        for name, array in first.items()
+        if name.startswith("gradient1/")
+    }
+    assert relative_error(got, expected) < 1e-5
+
+
+def test_alone_there_is_nobody_to_ask() -> None:
+    assert Alone().gather(np.array([1, 2]), what="numbers").tolist() == [[1, 2]]
+
+
+async def test_what_does_not_belong_together_is_refused() -> None:
+    server = RpcServer(name="trainer-0")
+    GatherService(attempt=2, world=2).attach(server)
+    await server.start()
+    client = RpcClient(name="rank", resolve=server.address)
+
+    async def share(**other: object) -> None:
+        fields = {"attempt": 2, "round": 1, "rank": 0, "dtype": "<i8", "shape": [1]} | other
+        await client.call_frames("trainer.gather", Share(**fields), Shares, timeout=0.3, frames=[bytes(8)])
+
+    with pytest.raises(Fenced, match="attempt 1"):
+        await share(attempt=1)
+    with pytest.raises(ProtocolError, match="world of 2"):
+        await share(rank=2)
+    waiting = asyncio.create_task(share())
+    await asyncio.sleep(0.1)
+    with pytest.raises(ProtocolError, match="does not fit"):
+        await share(rank=1, shape=[2])
+    await share(rank=1)
+    await waiting
+    await client.close()
+    await server.close()
+
+
+async def test_a_rank_that_leaves_waits_for_nobody() -> None:
+    group = HostGroup(rank=1, world=2, attempt=0, leader=lambda: None, loop=asyncio.get_running_loop())
+    waiting = asyncio.create_task(asyncio.to_thread(group.gather, np.zeros(1), what="numbers"))
+    await asyncio.sleep(0.1)
+    group.abandon()
+    with pytest.raises(Refused, match="numbers"):
+        await waiting
+    with pytest.raises(Refused, match="left"):
+        await asyncio.to_thread(group.gather, np.zeros(1), what="numbers")
+    await group.close()

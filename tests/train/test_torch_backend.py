@@ -1,0 +1,154 @@
+"""What the torch backend keeps beside its gradient: bits over a resume, exactness of what is left out, metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from train_reference import part, samples
+
+from asyncflow.algorithms.grpo import GrpoLoss
+from asyncflow.errors import CheckpointError, ManifestError
+from asyncflow.train.backends.torch import TorchBackend
+from asyncflow.train.ranks import Alone
+from asyncflow.train.settings import BackendSettings, OptimizerSettings
+
+
+def backend(folder: Path, *, checkpoint: Path | None = None, loss: GrpoLoss | None = None, **more: Any) -> TorchBackend:
+    optimizer = more.pop("optimizer", OptimizerSettings(learning_rate=1e-3, steps=8, warmup_steps=2, weight_decay=0.1))
+    made = TorchBackend(BackendSettings(optimizer=optimizer, loss=loss or GrpoLoss(), threads=1, **more), group=Alone())
+    made.load(folder, checkpoint=checkpoint)
+    return made
+
+
+def train(trainer: TorchBackend, first: int, last: int) -> dict[str, float]:
+    batch, metrics = samples(), {}
+    for step in range(first, last + 1):
+        for start in range(0, len(batch), 6):
+            trainer.micro_batch(part(batch, range(start, min(start + 6, len(batch)))), version=step - 1)
+        metrics = trainer.finish_step(step)
+    return metrics
+
+
+def weights(trainer: TorchBackend) -> dict[str, np.ndarray]:
+    return {name: array.copy() for name, array in trainer.tensors()}
+
+
+def assert_same_bits(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].tobytes() == b[name].tobytes(), name
+
+
+def test_two_runs_and_a_resumed_one_have_the_same_bits(tiny_folder: Path, tmp_path: Path) -> None:
+    loss = GrpoLoss(kl=0.1, entropy=0.01)
+    runs = [backend(tiny_folder, loss=loss) for _ in range(2)]
+    for run in runs:
+        train(run, 1, 3)
+    runs[0].save(tmp_path)
+    resumed = backend(tiny_folder, loss=loss, checkpoint=tmp_path)
+    assert_same_bits(weights(resumed), weights(runs[0]))
+    metrics = [train(run, 4, 6) for run in (*runs, resumed)]
+    assert_same_bits(weights(runs[0]), weights(runs[1]))
+    assert_same_bits(weights(runs[0]), weights(resumed))
+    assert metrics[0] == metrics[1] == metrics[2]
+    assert metrics[0]["kl"] > 0
+
+
+def test_micro_batches_leave_the_weights_alone_and_restart_cleanly(tiny_folder: Path) -> None:
+    trainer, fresh = backend(tiny_folder), backend(tiny_folder)
+    before = weights(trainer)
+    trainer.micro_batch(samples(), version=0)
+    assert_same_bits(weights(trainer), before)
+    trainer.load(tiny_folder, checkpoint=None)
+    train(trainer, 1, 1)
+    train(fresh, 1, 1)
+    assert_same_bits(weights(trainer), weights(fresh))
+
+
+def test_a_silent_sample_counts_and_costs_nothing(tiny_folder: Path) -> None:
+    quiet = samples()
+    quiet.advantages[:8] = 0
+    computed, everything = backend(tiny_folder), backend(tiny_folder, loss=GrpoLoss(entropy=1e-30))
+    for trainer in (computed, everything):
+        trainer.micro_batch(quiet, version=0)
+    metrics, other = computed.finish_step(1), everything.finish_step(1)
+    assert metrics["computed_tokens"] < other["computed_tokens"]
+    assert metrics["silent_samples"] == 8
+    assert metrics["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+
+
+def test_a_step_without_any_gradient_is_still_a_step(tiny_folder: Path) -> None:
+    trainer = backend(tiny_folder, optimizer=OptimizerSettings(learning_rate=1e-3, steps=2))
+    before = weights(trainer)
+    metrics = trainer.finish_step(1)
+    assert metrics["grad_norm"] == 0
+    assert_same_bits(weights(trainer), before)
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing(tiny_folder: Path) -> None:
+    trainer = backend(tiny_folder)
+    before, batch = weights(trainer), samples()
+    batch.advantages[3] = np.inf
+    trainer.micro_batch(batch, version=0)
+    metrics = trainer.finish_step(1)
+    assert metrics["skipped"] == 1
+    assert all(np.isfinite(value) for value in metrics.values())
+    assert_same_bits(weights(trainer), before)
+    train(trainer, 2, 2)
+    assert all(np.isfinite(array).all() for array in weights(trainer).values())
+
+
+def test_clipping_bounds_the_step(tiny_folder: Path) -> None:
+    trainer = backend(tiny_folder, optimizer=OptimizerSettings(learning_rate=1e-3, steps=2, max_grad_norm=1e-3))
+    seen = []
+    step = trainer._optimizer._adam.step
+    trainer._optimizer._adam.step = lambda: (seen.append(trainer._optimizer.gradient.norm().item()), step())
+    metrics = train(trainer, 1, 1)
+    assert metrics["grad_norm"] > 1e-3
+    assert seen == [pytest.approx(1e-3, rel=1e-4)]
+
+
+def test_bfloat16_computes_nearly_the_same_and_keeps_float32_weights(tiny_folder: Path) -> None:
+    exact, half = backend(tiny_folder), backend(tiny_folder, compute="bfloat16")
+    a, b = train(exact, 1, 1), train(half, 1, 1)
+    assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=0.1)
+    assert {array.dtype for array in weights(half).values()} == {np.dtype(np.float32)}
+
+
+def test_tied_weights_are_published_once(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    config = Qwen3Config(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=16,
+        vocab_size=64,
+        tie_word_embeddings=True,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    trainer = backend(tmp_path / "model")
+    train(trainer, 1, 1)
+    assert "lm_head.weight" not in weights(trainer)
+    (tmp_path / "saved").mkdir()
+    trainer.save(tmp_path / "saved")
+    assert_same_bits(weights(backend(tmp_path / "model", checkpoint=tmp_path / "saved")), weights(trainer))
+
+
+def test_what_does_not_fit_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="no model"):
+        backend(tmp_path)
+    trainer = backend(tiny_folder)
+    trainer.save(tmp_path)
+    stored = dict(trainer.tensors())
+    from safetensors.torch import save_file
+
+    save_file({name: torch.zeros(3) for name in stored}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="do not fit"):
+        backend(tiny_folder, checkpoint=tmp_path)

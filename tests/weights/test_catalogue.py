@@ -1,0 +1,204 @@
+"""The catalogue against a model of who holds what, under any history."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from asyncflow.errors import Fenced, Refused, StaleHandle
+from asyncflow.identity import Version
+from asyncflow.weights.catalogue import Catalogue, Holding
+from asyncflow.weights.manifest import Part, Slice, TensorEntry, merge
+from asyncflow.weights.slices import Box
+
+ROWS = 4
+KEEP = 2
+
+
+def rows(rank: int, parts: int) -> Box:
+    size = ROWS // parts
+    return Box((rank * size,), (size,))
+
+
+def part(version: Version, rank: int = 0, parts: int = 1, *, worker: str = "", digest: str = "") -> Part:
+    box, worker = rows(rank, parts), worker or f"t{version.attempt}.{rank}"
+    piece = Slice(box=box, holder=worker, nbytes=box.volume * 4, digest=digest or f"{version.step}.{rank}")
+    entry = TensorEntry(name="w", dtype="float32", shape=(ROWS,), slices=(piece,))
+    return Part(
+        version=version.packed, part=rank, parts=parts, worker=worker, address=f"tcp://{worker}", tensors=(entry,)
+    )
+
+
+def holding(worker: str, regions: dict[str, Box] | None = None) -> Holding:
+    return Holding(worker=worker, address=f"tcp://{worker}", regions=regions)
+
+
+class Histories(RuleBasedStateMachine):
+    """Two-rank trainers of rising attempts, receivers that hold whole versions or halves, steps required at will."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.catalogue = Catalogue(keep=KEEP)
+        self.attempt = 0
+        self.parts: dict[Version, set[int]] = {}
+        self.complete: set[Version] = set()
+        self.held: dict[tuple[str, Version], set[int]] = {}
+        self.required: set[int] | None = None
+        self.newest: Version | None = None
+        self.revision = 0
+
+    def covered(self, version: Version) -> bool:
+        rows_held = [part for (_, v), part in self.held.items() if v == version]
+        return version in self.complete and set().union(*rows_held) == {0, 1}
+
+    def forget_unheld(self) -> None:
+        alive = {version for _, version in self.held}
+        self.complete &= alive
+        for version in self.parts:
+            publishers = {worker for worker, v in self.held if v == version}
+            if version not in self.complete:
+                ranks = {rank for rank in self.parts[version] if f"t{version.attempt}.{rank}" in publishers}
+                self.parts[version] = ranks
+
+    @rule(attempt=st.integers(0, 3), step=st.integers(0, 5), rank=st.integers(0, 1))
+    def publish(self, attempt: int, step: int, rank: int) -> None:
+        version = Version(attempt, step)
+        if attempt < self.attempt:
+            with pytest.raises(Fenced):
+                self.catalogue.publish(part(version, rank, 2))
+            return
+        self.attempt = attempt
+        self.parts.setdefault(version, set()).add(rank)
+        if self.parts[version] == {0, 1}:
+            self.complete.add(version)
+        assert self.catalogue.publish(part(version, rank, 2)) == (version in self.complete)
+        self.held[f"t{attempt}.{rank}", version] = {rank}
+
+    @precondition(lambda self: self.complete)
+    @rule(data=st.data(), worker=st.sampled_from(["a", "b", "c"]), half=st.sampled_from([None, 0, 1]))
+    def hold(self, data: st.DataObject, worker: str, half: int | None) -> None:
+        version = data.draw(st.sampled_from(sorted(self.complete)))
+        regions = None if half is None else {"w": rows(half, 2)}
+        self.catalogue.hold(version, holding(worker, regions))
+        self.held[worker, version] = {0, 1} if half is None else {half}
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        worker, _ = data.draw(st.sampled_from(sorted(self.held)))
+        for version in self.catalogue.releasable(worker):
+            self.catalogue.drop(worker, version)
+            del self.held[worker, version]
+        self.forget_unheld()
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        gone, _ = data.draw(st.sampled_from(sorted(self.held)))
+        self.catalogue.leave(gone)
+        self.held = {key: ranks for key, ranks in self.held.items() if key[0] != gone}
+        self.forget_unheld()
+
+    @rule(steps=st.sets(st.integers(0, 5)))
+    def require(self, steps: set[int]) -> None:
+        self.required = steps
+        self.catalogue.require(steps)
+
+    @invariant()
+    def found_is_alive_and_of_the_newest_attempt(self) -> None:
+        for step in range(6):
+            alive = [version for version in self.complete if version.step == step and self.covered(version)]
+            assert self.catalogue.find(step) == max(alive, default=None)
+
+    @invariant()
+    def what_is_needed_is_never_releasable(self) -> None:
+        alive = sorted(version for version in self.complete if self.covered(version))
+        kept = set(alive[-KEEP:]) | {self.catalogue.find(step) for step in self.required or ()}
+        for worker in {worker for worker, _ in self.held}:
+            releasable = set(self.catalogue.releasable(worker))
+            assert not releasable & kept
+            assert self.required is not None or not releasable
+            assert all((worker, version) in self.held for version in releasable)
+
+    @invariant()
+    def what_nobody_needs_is_releasable(self) -> None:
+        alive = sorted(version for version in self.complete if self.covered(version))
+        if self.required is not None:
+            for worker, version in self.held:
+                older = version in alive[:-KEEP] and version != self.catalogue.newest
+                if older and self.catalogue.find(version.step) not in {None, version}:
+                    assert version in self.catalogue.releasable(worker)
+
+    @invariant()
+    def nothing_goes_back(self) -> None:
+        newest = self.catalogue.newest
+        assert self.newest is None or (newest is not None and newest >= self.newest)
+        assert self.catalogue.revision >= self.revision
+        self.newest, self.revision = newest, self.catalogue.revision
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_version_is_visible_only_when_all_parts_have_arrived():
+    catalogue = Catalogue()
+    assert not catalogue.publish(part(Version(0, 1), 0, 2))
+    assert catalogue.find(1) is None
+    with pytest.raises(StaleHandle):
+        catalogue.manifest(Version(0, 1))
+    assert catalogue.publish(part(Version(0, 1), 1, 2))
+    assert catalogue.find(1) == catalogue.newest == Version(0, 1)
+
+
+def test_a_part_may_come_again_but_not_with_other_content():
+    catalogue = Catalogue()
+    catalogue.publish(part(Version(0, 1), 0, 2))
+    catalogue.publish(part(Version(0, 1), 0, 2))
+    with pytest.raises(Refused, match="other content"):
+        catalogue.publish(part(Version(0, 1), 0, 2, digest="x"))
+    with pytest.raises(Refused, match="4 parts, but another rank"):
+        catalogue.publish(part(Version(0, 1), 1, 4))
+    catalogue.publish(part(Version(0, 1), 1, 2))
+    revision = catalogue.revision
+    assert catalogue.publish(part(Version(0, 1), 1, 2))
+    assert catalogue.revision == revision
+    with pytest.raises(Refused, match="other content"):
+        catalogue.publish(part(Version(0, 1), 1, 2, digest="x"))
+
+
+def test_a_fence_counts_before_the_new_attempt_has_published():
+    catalogue = Catalogue()
+    catalogue.fence(2)
+    with pytest.raises(Fenced, match="attempt 1 publishes"):
+        catalogue.publish(part(Version(1, 9)))
+    catalogue.publish(part(Version(2, 4)))
+    assert catalogue.newest == Version(2, 4)
+
+
+def test_a_restarted_catalogue_learns_from_holders_and_their_word_must_agree():
+    catalogue, version = Catalogue(), Version(1, 3)
+    with pytest.raises(StaleHandle):
+        catalogue.hold(version, holding("a"))
+    catalogue.tell(merge([part(version)]))
+    catalogue.hold(version, holding("a"))
+    assert catalogue.find(3) == version
+    with pytest.raises(Refused, match="two different"):
+        catalogue.tell(merge([part(version, digest="x")]))
+    catalogue.publish(part(version))
+    assert {holder.worker for holder in catalogue.holders(version)} == {"a", "t1.0"}
+    assert catalogue.releasable("a") == []
+
+
+def test_holders_of_a_lost_newest_version_keep_the_one_before():
+    catalogue = Catalogue(keep=1)
+    catalogue.require([])
+    for step in (1, 2):
+        catalogue.publish(part(Version(0, step)))
+    catalogue.hold(Version(0, 1), holding("a"))
+    assert catalogue.releasable("a") == [Version(0, 1)]
+    catalogue.leave("t0.0")
+    assert catalogue.releasable("a") == []
+    assert (catalogue.find(1), catalogue.find(2), catalogue.newest) == (Version(0, 1), None, Version(0, 2))

@@ -1,0 +1,182 @@
+"""Holders, receivers and the driver die, stop and come back: real processes, real signals."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from asyncio.subprocess import PIPE, Process
+from pathlib import Path
+
+import numpy as np
+import pytest
+from weights_world import Relay, RelayedTransport, bulk, until
+
+from asyncflow.identity import Version
+from asyncflow.weights.manifest import digest_of
+from asyncflow.weights.policy import preference
+from asyncflow.weights.transports.host import HostTransport
+
+SOON = 40.0
+
+
+class Worker:
+    """A ``worker_process.py`` and its conversation."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+
+    async def says(self, expected: str) -> str:
+        async with asyncio.timeout(SOON):
+            while line := (await self.process.stdout.readline()).decode().strip():
+                if line.startswith(expected):
+                    return line
+        raise AssertionError(f"it ended before it said {expected!r}")
+
+    def tell(self, *words) -> None:
+        self.process.stdin.write((" ".join(map(str, words)) + "\n").encode())
+
+
+@pytest.fixture
+async def spawn():
+    workers = []
+
+    async def start(*arguments) -> Worker:
+        script = Path(__file__).with_name("worker_process.py")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, str(script), *map(str, arguments), stdin=PIPE, stdout=PIPE
+        )
+        workers.append(Worker(process))
+        return workers[-1]
+
+    yield start
+    for worker in workers:
+        if worker.process.returncode is None:
+            worker.process.kill()
+        await worker.process.wait()
+
+
+def receiver_that_prefers(first: str, others: list[str], version: Version) -> str:
+    names = (f"rollout-{index}" for index in range(1000))
+    return next(
+        name for name in names if preference([first, *others], version=version, receiver=name, faults={})[0] == first
+    )
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_transfer_goes_on_with_another_holder_when_its_own_fails_in_the_middle(world, spawn, fault):
+    version = Version(0, 1)
+    victim = await spawn("sender", world.address, "victim", 2 << 20)
+    victim.tell(0, 1)
+    await victim.says("published")
+    peer = await world.sender("peer")
+    await peer.publish(version, bulk(1), timeout=SOON)
+    name = receiver_that_prefers("victim", ["peer"], version)
+    receiver = await world.receiver(name, transport=HostTransport(name=name, patience_s=1.0))
+    await until(lambda: receiver.progress is not None and receiver.progress[1] > 1 << 20, "the middle")
+    victim.process.send_signal(fault)
+    await receiver.ensure(1, timeout=SOON)
+    record = receiver.transfers[0]
+    assert record.faults >= 1
+    assert record.holders["victim"] > 1 << 20
+    assert sum(record.holders.values()) == record.nbytes
+    taken = receiver.take(1)[1]
+    assert all(np.array_equal(taken[name].view(np.uint8), array.view(np.uint8)) for name, array in bulk(1).items())
+
+
+@pytest.mark.process
+async def test_a_stopped_receiver_holds_up_nobody_and_catches_up(world, spawn):
+    sender = await world.sender(transport=HostTransport(name="trainer"))
+    stopped, going = [await spawn("receiver", world.address, name) for name in ("stopped", "going")]
+    await sender.publish(Version(0, 0), bulk(0), timeout=SOON)
+    for worker in (stopped, going):
+        await worker.says("took 0")
+    world.service.require([])
+    stopped.process.send_signal(signal.SIGSTOP)
+    for step in range(1, 4):
+        await sender.publish(Version(0, step), bulk(step), timeout=SOON)
+        assert (await going.says(f"took {step}")).split()[2] == digest_of(bulk(step)["big"])
+    await until(lambda: [version.step for version in sender.versions] == [2, 3], "old versions are dropped")
+    stopped.process.send_signal(signal.SIGCONT)
+    assert (await stopped.says("took 3")).split()[2] == digest_of(bulk(3)["big"])
+
+
+@pytest.mark.process
+async def test_a_killed_trainer_leaves_its_versions_alive_at_the_rollouts(world, spawn):
+    trainer = await spawn("sender", world.address, "trainer")
+    early = await world.receiver("early")
+    for step in (0, 1):
+        trainer.tell(0, step)
+        await early.ensure(step, timeout=SOON)
+    trainer.process.kill()
+    await trainer.process.wait()
+    world.service.leave("trainer")
+    late = await world.receiver("late")
+    for step in (0, 1):
+        await late.ensure(step, timeout=SOON)
+        assert np.array_equal(late.take(step)[1]["small"], bulk(step)["small"])
+    successor = await world.sender("successor")
+    await successor.publish(Version(1, 1), bulk(1), timeout=SOON)
+    await late.wait_for(lambda: late.staged == Version(1, 1), what="θ1@1", timeout=SOON)
+
+
+@pytest.mark.process
+async def test_a_killed_driver_that_comes_back_learns_everything_again(world, spawn):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        world.address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    driver = await spawn("driver", world.address, "driver")
+    await driver.says("ready")
+    sender, receiver = await world.sender(), await world.receiver("early")
+    await sender.publish(Version(0, 1), bulk(1), timeout=SOON)
+    await receiver.ensure(1, timeout=SOON)
+    driver.process.kill()
+    await driver.process.wait()
+    publishing = asyncio.create_task(sender.publish(Version(0, 2), bulk(2), timeout=SOON))
+    driver = await spawn("driver", world.address, "driver")
+    await driver.says("ready")
+    assert await publishing
+    await receiver.wait_for(lambda: receiver.staged == Version(0, 2), what="θ2", timeout=SOON)
+    await sender.close()
+    late = await world.receiver("late")
+    for step in (1, 2):
+        await late.ensure(step, timeout=SOON)
+    assert {worker for record in late.transfers for worker in record.holders} <= {"early", "trainer"}
+
+
+async def test_a_newer_version_replaces_an_unfinished_one_that_is_not_required(world):
+    relay = Relay(limit=1 << 20)
+    sender = await world.sender(transport=RelayedTransport(relay=relay, name="trainer"))
+    await sender.publish(Version(0, 0), bulk(0), timeout=SOON)
+    receiver = await world.receiver()
+    await until(lambda: receiver.progress is not None and receiver.progress[1] > 0, "θ0 has begun")
+    await sender.publish(Version(0, 1), bulk(1), timeout=SOON)
+    await until(lambda: receiver.progress is not None and receiver.progress[0] == Version(0, 1), "θ1 has begun")
+    relay.resume()
+    await receiver.ensure(1, timeout=SOON)
+    assert [record.version.step for record in receiver.transfers] == [1]
+
+
+async def test_an_unfinished_version_that_a_step_requires_comes_first(world):
+    relay = Relay(limit=1 << 20)
+    sender = await world.sender(transport=RelayedTransport(relay=relay, name="trainer"))
+    world.service.require([0])
+    await sender.publish(Version(0, 0), bulk(0), timeout=SOON)
+    receiver = await world.receiver()
+    await until(lambda: receiver.progress is not None and receiver.progress[1] > 0, "θ0 has begun")
+    await sender.publish(Version(0, 1), bulk(1), timeout=SOON)
+    await receiver.wait_for(lambda: receiver.available() == [0, 1], what="the news", timeout=SOON)
+    relay.resume()
+    await receiver.wait_for(lambda: receiver.held == [0, 1], what="both", timeout=SOON)
+    assert [record.version.step for record in receiver.transfers] == [0, 1]
+
+
+async def test_a_slow_link_is_not_taken_for_a_dead_peer(world):
+    relay = Relay(bytes_per_s=1 << 20)
+    sender = await world.sender(transport=RelayedTransport(relay=relay, name="trainer"))
+    await sender.publish(Version(0, 0), bulk(0, mebibytes=2), timeout=SOON)
+    receiver = await world.receiver()
+    await receiver.ensure(0, timeout=SOON)
+    assert receiver.transfers[0].faults == 0

@@ -1,0 +1,270 @@
+"""Publishing and pulling over real sockets in one process."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from asyncflow.errors import DeadlineExceeded, Fenced, Refused, StaleHandle
+from asyncflow.identity import Version
+from asyncflow.weights.sender import Shard
+from asyncflow.weights.slices import Box
+from asyncflow.weights.transports.host import HostTransport
+
+SOON = 20.0
+
+
+def same(left, right) -> bool:
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and np.array_equal(left[name], right[name]) for name in left
+    )
+
+
+async def test_a_published_version_reaches_every_receiver(world, weights):
+    sender = await world.sender()
+    receivers = [await world.receiver() for _ in range(3)]
+    tensors = weights(1)
+    assert await sender.publish(Version(0, 0), tensors, timeout=SOON)
+    for receiver in receivers:
+        assert await receiver.ensure(0, timeout=SOON) == Version(0, 0)
+        version, taken = receiver.take(0)
+        assert version == receiver.current == Version(0, 0)
+        assert same(dict(taken), tensors)
+        assert receiver.staged is None
+        assert not any(array.flags.writeable for array in taken.values())
+        assert receiver.transfers[0].nbytes == sum(array.nbytes for array in tensors.values())
+        assert sum(receiver.transfers[0].holders.values()) == receiver.transfers[0].nbytes
+
+
+async def test_what_was_published_does_not_change_with_the_trainers_tensors(world, weights):
+    sender, tensors = await world.sender(), weights(1)
+    await sender.publish(Version(0, 0), tensors, timeout=SOON)
+    expected = {name: array.copy() for name, array in tensors.items()}
+    for array in tensors.values():
+        array[...] = 0
+    receiver = await world.receiver()
+    await receiver.ensure(0, timeout=SOON)
+    assert same(dict(receiver.take(0)[1]), expected)
+
+
+async def test_any_sharding_feeds_any_other(world):
+    rng = np.random.default_rng(0)
+    whole = {"w": rng.standard_normal((12, 10)).astype(np.float32), "b": rng.standard_normal(10).astype(np.float32)}
+    for part in range(3):
+        sender = await world.sender(f"rank{part}", part=part, parts=3)
+        rows = Shard(array=whole["w"][4 * part : 4 * part + 4], offset=(4 * part, 0), shape=(12, 10))
+        complete = await sender.publish(Version(0, 0), {"w": rows, "b": whole["b"]}, timeout=SOON)
+        assert complete == (part == 2)
+
+    def columns(half: int):
+        def layout(name: str, shape: tuple[int, ...]) -> Box | None:
+            return Box((0, 5 * half), (12, 5)) if name == "w" else Box.whole(shape) if half else None
+
+        return layout
+
+    halves = [await world.receiver(f"half{half}", layout=columns(half)) for half in range(2)]
+    for half, receiver in enumerate(halves):
+        await receiver.ensure(0, timeout=SOON)
+        taken = receiver.take(0)[1]
+        assert np.array_equal(taken["w"], whole["w"][:, 5 * half : 5 * half + 5])
+        assert ("b" in taken) == bool(half)
+    everything = await world.receiver("all")
+    await everything.ensure(0, timeout=SOON)
+    assert same(dict(everything.take(0)[1]), whole)
+
+
+async def test_sharded_receivers_together_keep_a_version_alive(world):
+    whole = {"w": np.arange(60, dtype=np.int32).reshape(6, 10)}
+    sender = await world.sender()
+    await sender.publish(Version(0, 3), whole, timeout=SOON)
+    for half in range(2):
+        part = await world.receiver(f"half{half}", layout=lambda _name, _shape, at=5 * half: Box((0, at), (6, 5)))
+        await part.ensure(3, timeout=SOON)
+    halves = {"half0", "half1"}
+    await world.service.wait_for(
+        lambda known: halves <= {holding.worker for holding in known.holders(Version(0, 3))},
+        what="halves",
+        timeout=SOON,
+    )
+    await sender.close()
+    late = await world.receiver("late")
+    await late.ensure(3, timeout=SOON)
+    assert same(dict(late.take(3)[1]), whole)
+    assert late.transfers[0].holders.keys() == halves
+
+
+async def test_a_newcomer_catches_up_from_a_peer_when_the_trainer_is_gone(world, weights):
+    sender, early = await world.sender(), await world.receiver("early")
+    await sender.publish(Version(0, 7), weights(7), timeout=SOON)
+    await early.ensure(7, timeout=SOON)
+    await world.service.wait_for(
+        lambda known: any(holding.worker == "early" for holding in known.holders(Version(0, 7))), what="-", timeout=SOON
+    )
+    await sender.close()
+    late = await world.receiver("late")
+    await late.ensure(7, timeout=SOON)
+    assert same(dict(late.take(7)[1]), weights(7))
+    assert late.transfers[0].holders.keys() == {"early"}
+
+
+async def test_the_newest_version_is_staged_while_another_is_in_use(world, weights):
+    sender, receiver = await world.sender(), await world.receiver()
+    await sender.publish(Version(0, 0), weights(0), timeout=SOON)
+    await receiver.ensure(0, timeout=SOON)
+    _, old = receiver.take(0)
+    await sender.publish(Version(0, 1), weights(1), timeout=SOON)
+    await receiver.wait_for(lambda: receiver.staged == Version(0, 1), what="θ1", timeout=SOON)
+    assert receiver.current == Version(0, 0)
+    assert same(dict(old), weights(0))
+    receiver.take(1)
+    assert receiver.staged is None
+
+
+async def test_versions_are_released_when_no_step_needs_them(world, weights):
+    sender, receiver = await world.sender(), await world.receiver()
+    for step in range(5):
+        await sender.publish(Version(0, step), weights(step), timeout=SOON)
+        await receiver.ensure(step, timeout=SOON)
+    receiver.take(0)
+    assert len(sender.versions) == 5
+    world.service.require({1})
+    await receiver.wait_for(lambda: receiver.held == [0, 1, 3, 4], what="release of θ2", timeout=SOON)
+    receiver.take(3)
+    await receiver.wait_for(lambda: receiver.held == [1, 3, 4], what="release of θ0", timeout=SOON)
+    late = await world.receiver("late", want=lambda view: None)
+    await late.wait_for(lambda: late.available() == [1, 3, 4], what="the catalogue", timeout=SOON)
+    await late.ensure(1, timeout=SOON)
+    assert same(dict(late.take(1)[1]), weights(1))
+    assert [version.step for version in sender.versions] == [1, 3, 4]
+
+
+async def test_taken_arrays_outlive_the_receiver(world, weights):
+    sender, receiver = await world.sender(), await world.receiver()
+    await sender.publish(Version(0, 0), weights(0), timeout=SOON)
+    await receiver.ensure(0, timeout=SOON)
+    _, taken = receiver.take(0)
+    await receiver.close()
+    assert receiver.nbytes == 0
+    assert same(dict(taken), weights(0))
+
+
+async def test_an_older_attempt_is_fenced_and_a_repeated_publication_is_not(world, weights):
+    old, new = await world.sender("old"), await world.sender("new")
+    await old.publish(Version(0, 4), weights(4), timeout=SOON)
+    assert await old.publish(Version(0, 4), weights(4), timeout=SOON)
+    with pytest.raises(Refused, match="other content"):
+        await old.publish(Version(0, 4), weights(5), timeout=SOON)
+    assert old.versions == [Version(0, 4)]
+    await new.publish(Version(1, 2), weights(2), timeout=SOON)
+    with pytest.raises(Fenced, match="attempt 0 publishes θ5, but attempt 1"):
+        await old.publish(Version(0, 5), weights(5), timeout=SOON)
+    assert Version(0, 5) not in old.versions
+
+
+async def test_a_step_published_again_by_a_newer_attempt_is_not_moved_again(world, weights):
+    receiver = await world.receiver()
+    for attempt in range(2):
+        sender = await world.sender(f"trainer@{attempt}")
+        await sender.publish(Version(attempt, 4), weights(4), timeout=SOON)
+        await receiver.wait_for(lambda at=attempt: receiver.staged == Version(at, 4), what="θ4", timeout=SOON)
+    assert receiver.transfers[1].reused == receiver.transfers[1].nbytes
+    assert receiver.take(4)[0] == Version(1, 4)
+
+
+async def test_wrong_bytes_of_one_holder_are_noticed_and_pulled_elsewhere(world, weights):
+    sender = await world.sender("honest")
+    await sender.publish(Version(0, 0), weights(0), timeout=SOON)
+    corrupt = await world.receiver("corrupt")
+    await corrupt.ensure(0, timeout=SOON)
+    await world.service.wait_for(lambda known: len(known.holders(Version(0, 0))) == 2, what="two holders", timeout=SOON)
+    corrupt._holder.copies[Version(0, 0)].arena.arrays["embed"][3, 3] += 1
+    receivers = [await world.receiver(f"rollout-{index}") for index in range(6)]
+    for receiver in receivers:
+        await receiver.ensure(0, timeout=SOON)
+        assert same(dict(receiver.take(0)[1]), weights(0))
+    assert any(receiver.transfers[0].faults for receiver in receivers)
+
+
+async def test_what_is_missing_is_named(world):
+    receiver = await world.receiver()
+    with pytest.raises(StaleHandle, match="step 3 is not held"):
+        receiver.take(3)
+    with pytest.raises(DeadlineExceeded, match="no weights of step 3"):
+        await receiver.ensure(3, timeout=0.05)
+    sender = await world.sender()
+    with pytest.raises(Refused, match="complex64"):
+        await sender.publish(Version(0, 0), {"w": np.zeros(3, np.complex64)}, timeout=SOON)
+
+
+async def test_a_restarted_driver_is_told_again(world, weights):
+    sender, receiver = await world.sender(), await world.receiver("rollout")
+    for step in (4, 5):
+        await sender.publish(Version(1, step), weights(step), timeout=SOON)
+        await receiver.ensure(step, timeout=SOON)
+    await sender.close()
+    await world.stop_driver()
+    service = await world.start_driver()
+    await service.wait_for(
+        lambda known: known.find(4) is not None and known.find(5) is not None, what="both versions", timeout=SOON
+    )
+    assert service.catalogue.newest == Version(1, 5)
+    assert service.catalogue.releasable("rollout") == []
+    late = await world.receiver("late")
+    await late.ensure(4, timeout=SOON)
+    assert same(dict(late.take(4)[1]), weights(4))
+
+
+async def test_publishing_goes_through_when_the_driver_comes_back(world, weights):
+    sender = await world.sender()
+    await world.stop_driver()
+    with pytest.raises(DeadlineExceeded, match="publishing θ2"):
+        await sender.publish(Version(0, 2), weights(2), timeout=0.2)
+    publishing = asyncio.create_task(sender.publish(Version(0, 3), weights(3), timeout=SOON))
+    service = await world.start_driver()
+    assert await publishing
+    await service.wait_for(lambda known: known.find(2) is not None, what="θ2", timeout=SOON)
+
+
+async def test_a_worker_that_was_believed_dead_announces_again(world, weights):
+    sender = await world.sender()
+    await sender.publish(Version(0, 2), weights(2), timeout=SOON)
+    world.service.leave("trainer")
+    assert world.service.catalogue.find(2) is None
+    await world.service.wait_for(lambda known: known.find(2) is not None, what="θ2", timeout=SOON)
+
+
+async def test_the_want_of_the_worker_decides(world, weights):
+    sender, wanted = await world.sender(), [None]
+    receiver = await world.receiver(want=lambda view: wanted[0])
+    for step in range(3):
+        await sender.publish(Version(0, step), weights(step), timeout=SOON)
+    await receiver.wait_for(lambda: receiver.available() == [0, 1, 2], what="the catalogue", timeout=SOON)
+    assert receiver.held == []
+    wanted[0] = 1
+    receiver.notify()
+    await receiver.wait_for(lambda: receiver.held == [1], what="θ1", timeout=SOON)
+
+
+async def test_large_tensors_come_in_bounded_chunks(world):
+    tensors = {"w": np.random.default_rng(0).standard_normal((2048, 300))}
+    sender = await world.sender()
+    await sender.publish(Version(0, 0), tensors, timeout=SOON)
+    largest = 0
+    transport = HostTransport(name="rollout", chunk_bytes=1 << 18, window=3)
+    pull = transport.pull
+
+    async def spying(*args, sink, **options):
+        def measure(region, data):
+            nonlocal largest
+            largest = max(largest, data.nbytes)
+            sink(region, data)
+
+        await pull(*args, sink=measure, **options)
+
+    transport.pull = spying
+    receiver = await world.receiver(transport=transport)
+    await receiver.ensure(0, timeout=SOON)
+    assert same(dict(receiver.take(0)[1]), tensors)
+    assert 1 << 17 < largest <= 1 << 18

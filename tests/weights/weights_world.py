@@ -1,0 +1,148 @@
+"""A driver with a catalogue, workers that dial it over real sockets, and a relay to hold up what they send."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from asyncflow.net.rpc import RpcClient, RpcServer
+from asyncflow.weights.receiver import WeightReceiver
+from asyncflow.weights.sender import WeightSender
+from asyncflow.weights.service import CatalogueService
+from asyncflow.weights.transports.host import HostTransport
+
+
+@dataclass
+class Link:
+    driver: RpcClient
+
+
+@dataclass
+class World:
+    server: RpcServer | None = None
+    service: CatalogueService | None = None
+    address: str | None = None
+    _close: list[Callable[[], Any]] = field(default_factory=list)
+
+    async def start_driver(self) -> CatalogueService:
+        self.server = RpcServer(name="driver")
+        self.service = CatalogueService(self.server)
+        self.address = await self.server.start()
+        return self.service
+
+    async def stop_driver(self) -> None:
+        assert self.server is not None
+        self.address = None
+        await self.server.close()
+
+    def link(self, worker: str) -> Link:
+        client = RpcClient(name=worker, resolve=lambda: self.address)
+        self._close.append(client.close)
+        return Link(driver=client)
+
+    async def sender(self, worker: str = "trainer", **options: Any) -> WeightSender:
+        transport = options.pop("transport", None) or HostTransport(name=worker)
+        sender = WeightSender(membership=self.link(worker), worker=worker, transport=transport, **options)
+        await sender.start()
+        self._close.append(sender.close)
+        return sender
+
+    async def receiver(self, worker: str = "", **options: Any) -> WeightReceiver:
+        worker = worker or f"rollout-{uuid.uuid4().hex[:6]}"
+        transport = options.pop("transport", None) or HostTransport(name=worker)
+        receiver = WeightReceiver(membership=self.link(worker), worker=worker, transport=transport, **options)
+        await receiver.start()
+        self._close.append(receiver.close)
+        return receiver
+
+    async def close(self) -> None:
+        for close in reversed(self._close):
+            await close()
+        await self.stop_driver()
+
+
+class Relay:
+    """Stands between a transport and its peers: lets ``limit`` bytes pass, then nothing until ``resume``."""
+
+    def __init__(self, *, limit: int | None = None, bytes_per_s: float | None = None) -> None:
+        self._left = limit
+        self._rate = bytes_per_s
+        self._open = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def resume(self) -> None:
+        self._left = None
+        self._open.set()
+
+    async def start(self, address: str) -> str:
+        host, port = address.removeprefix("tcp://").split(":")
+
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            upstream, downstream = await asyncio.open_connection(host, int(port), limit=1 << 16)
+            for work in (self._pump(reader, downstream, False), self._pump(upstream, writer, True)):
+                task = asyncio.create_task(work)
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+        self._server = await asyncio.start_server(connected, "127.0.0.1", 0, limit=1 << 16)
+        return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def close(self) -> None:
+        self._server.close()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, capped: bool) -> None:
+        try:
+            while data := await reader.read(1 << 14):
+                if capped and self._left is not None:
+                    self._left -= len(data)
+                    if self._left < 0:
+                        await self._open.wait()
+                if capped and self._rate is not None:
+                    await asyncio.sleep(len(data) / self._rate)
+                writer.write(data)
+                await writer.drain()
+        except ConnectionError:
+            return
+        finally:
+            writer.close()
+
+
+class RelayedTransport(HostTransport):
+    """The host network with a relay before what this worker serves."""
+
+    def __init__(self, *, relay: Relay, **options: Any) -> None:
+        super().__init__(**options)
+        self._relay = relay
+
+    async def start(self, read: Any) -> str:
+        return await self._relay.start(await super().start(read))
+
+    async def close(self) -> None:
+        await self._relay.close()
+        await super().close()
+
+
+async def until(predicate: Callable[[], bool], what: str) -> None:
+    """Wait for something that nobody announces."""
+    async with asyncio.timeout(30):
+        while not predicate():
+            await asyncio.sleep(0.01)
+    assert predicate(), what
+
+
+def bulk(seed: int, mebibytes: int = 4) -> dict[str, np.ndarray]:
+    """Weights of a few mebibytes in two tensors, made of a seed."""
+    rng = np.random.default_rng(seed)
+    return {
+        "big": rng.integers(0, 2**32, (mebibytes * 1024, 255), dtype=np.uint32).view(np.float32),
+        "small": rng.integers(0, 2**32, mebibytes * 1024, dtype=np.uint32).view(np.int32),
+    }
