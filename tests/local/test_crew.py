@@ -144,7 +144,7 @@ def test_a_delay_never_falls_and_has_a_ceiling(failures, backoff):
     assert delay(policy, failures) <= delay(policy, failures + 1) <= LONGEST_S
 
 
-@settings(max_examples=200)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_no_seat_ever_has_two_processes_and_attempts_only_grow(data):
     crew = Crew(

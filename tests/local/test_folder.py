@@ -40,7 +40,7 @@ def test_a_folder_with_other_files_is_used_as_it_is(tmp_path):
 
 def test_a_run_is_not_written_over(tmp_path):
     path = begun(tmp_path / "run")
-    with pytest.raises(ManifestError, match="--resume.*--fresh.*--output"):
+    with pytest.raises(ManifestError, match=r"--resume.*--fresh.*--output"):
         RunFolder.claim(path)
 
 
@@ -66,7 +66,7 @@ def test_fresh_moves_runs_aside_and_deletes_none(tmp_path):
         assert (folder.moved_to / "job.yaml").exists()
         assert not (path / "job.yaml").exists()
         folder.release()
-        begun(path) if not folder.job.exists() else None
+        begun(path)
 
 
 def test_fresh_without_a_run_is_an_ordinary_beginning(tmp_path):

@@ -96,8 +96,9 @@ def test_sigkill_of_the_supervisor_leaves_nothing(start):
 def test_a_killed_reaper_is_replaced_and_the_new_one_knows_the_run(start):
     run = start(rollout={"does": ["children"]})
     pids = run.pids("rollout-0")
-    os.kill(run.reapers()[0], signal.SIGKILL)
-    run.wait_until(run.reapers, "another reaper")
+    [old] = run.reapers()
+    os.kill(old, signal.SIGKILL)
+    run.wait_until(lambda: set(run.reapers()) - {old}, "another reaper")
     time.sleep(0.3)
     run.process.kill()
     run.wait()
@@ -162,3 +163,20 @@ def test_a_resumed_run_never_uses_an_attempt_again(start):
     run = start(driver={"does": ["exit=0"]})
     assert run.wait() == 0
     assert run.record().processes[0].attempt == 2
+
+
+def test_what_a_killed_supervisor_left_has_ended_before_the_next_run_begins(start):
+    first = start(driver={}, rollout={"does": ["children"]})
+    rollout, marked, unmarked, elsewhere = first.pids("rollout-0")
+    first.pids("driver-0")
+    reaper = first.reapers()[0]
+    os.kill(reaper, signal.SIGSTOP)
+    first.process.kill()
+    first.wait()
+    second = start(driver={}, rollout={})
+    second.pids("driver-0", 1)
+    assert not any(map(second.alive, [rollout, marked, elsewhere]))
+    os.kill(reaper, signal.SIGCONT)
+    second.wait_until(lambda: not second.alive(unmarked), "the stopped reaper to do its work")
+    second.process.send_signal(signal.SIGTERM)
+    assert second.wait() == 143

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from asyncflow.errors import Fenced, Refused, StaleHandle
+from asyncflow.errors import Fenced, ProtocolError, Refused, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.weights.catalogue import Catalogue, Holding
 from asyncflow.weights.manifest import Part, Slice, TensorEntry, merge
@@ -182,11 +182,13 @@ def test_a_restarted_catalogue_learns_from_holders_and_their_word_must_agree():
     catalogue, version = Catalogue(), Version(1, 3)
     with pytest.raises(StaleHandle):
         catalogue.hold(version, holding("a"))
-    catalogue.tell(merge([part(version)]))
-    catalogue.hold(version, holding("a"))
+    with pytest.raises(ProtocolError, match="no region"):
+        catalogue.hold(version, holding("a", {"w": Box((0,), (ROWS + 1,))}), manifest=merge([part(version)]))
+    assert catalogue.versions == []
+    catalogue.hold(version, holding("a"), manifest=merge([part(version)]))
     assert catalogue.find(3) == version
     with pytest.raises(Refused, match="two different"):
-        catalogue.tell(merge([part(version, digest="x")]))
+        catalogue.hold(version, holding("b"), manifest=merge([part(version, digest="x")]))
     catalogue.publish(part(version))
     assert {holder.worker for holder in catalogue.holders(version)} == {"a", "t1.0"}
     assert catalogue.releasable("a") == []

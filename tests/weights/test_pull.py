@@ -9,6 +9,7 @@ import pytest
 
 from asyncflow.errors import DeadlineExceeded, Fenced, Refused, StaleHandle
 from asyncflow.identity import Version
+from asyncflow.weights.messages import CatalogueView, Watch
 from asyncflow.weights.sender import Shard
 from asyncflow.weights.slices import Box
 from asyncflow.weights.transports.host import HostTransport
@@ -191,7 +192,7 @@ async def test_what_is_missing_is_named(world):
     receiver = await world.receiver()
     with pytest.raises(StaleHandle, match="step 3 is not held"):
         receiver.take(3)
-    with pytest.raises(DeadlineExceeded, match="no weights of step 3"):
+    with pytest.raises(DeadlineExceeded, match="weights of step 3 did not come"):
         await receiver.ensure(3, timeout=0.05)
     sender = await world.sender()
     with pytest.raises(Refused, match="complex64"):
@@ -268,3 +269,10 @@ async def test_large_tensors_come_in_bounded_chunks(world):
     await receiver.ensure(0, timeout=SOON)
     assert same(dict(receiver.take(0)[1]), tensors)
     assert 1 << 17 < largest <= 1 << 18
+
+
+async def test_a_watch_is_answered_at_once_by_another_catalogue_of_the_same_revision(world):
+    driver = world.link("worker").driver
+    known = world.service.view()
+    stale = Watch(worker="w", epoch="of the driver before", revision=known.revision, wait_s=30.0)
+    assert await driver.call("weights.watch", stale, CatalogueView, timeout=5.0) == known

@@ -26,6 +26,8 @@ _CHARACTERS_OF_A_NODE = 100
 
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,300})")
 _FLOAT = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]{1,3})?")
+_BREAKS = re.compile("[\x85\u2028\u2029\ufeff]")
+"""Characters that YAML takes for line breaks, or for nothing, unless they are escaped."""
 _WORDS: dict[str, bool | None] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
     **dict.fromkeys(("true", "True", "TRUE"), True),
@@ -168,7 +170,12 @@ def _scalar(event: Any) -> str | int | float | bool | None:
 class _Dumper(yaml.SafeDumper):
     """Quotes every text that this module, or an older YAML, would read as something else."""
 
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        quoted = '"' if _BREAKS.search(text) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=quoted)
 
+
+_Dumper.add_representer(str, _Dumper.represent_text)
 for _pattern in (_INT, _FLOAT):
     _Dumper.add_implicit_resolver("tag:asyncflow.dev:number", re.compile(rf"^(?:{_pattern.pattern})$"), None)
 

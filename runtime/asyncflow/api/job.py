@@ -131,8 +131,10 @@ class RLJobSpec(Spec):
         Rule(
             reads=("elasticity.enabled", "rollout.min_replicas", "rollout.max_replicas", "rollout.replicas"),
             ok=lambda job: not job.elasticity.enabled or job.rollout.min_replicas < job.rollout.max_replicas,
-            cel="!self.elasticity.enabled || (has(self.rollout.minReplicas) ? self.rollout.minReplicas : 1)"
-            " < (has(self.rollout.maxReplicas) ? self.rollout.maxReplicas : self.rollout.replicas)",
+            cel="!self.elasticity.enabled"
+            " || (has(self.rollout.minReplicas) ? self.rollout.minReplicas : self.rollout.replicas > 0 ? 1 : 0)"
+            " < (has(self.rollout.maxReplicas) ? self.rollout.maxReplicas"
+            " : self.rollout.replicas > 0 ? self.rollout.replicas : 1)",
             why="minReplicas equals maxReplicas: there is nothing to scale",
             fix="Give rollout.minReplicas < rollout.maxReplicas",
         ),

@@ -7,6 +7,7 @@ counterpart there raises, it is not passed on.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from asyncflow.api.base import Frozen, Rule, Spec
@@ -96,8 +97,25 @@ class _Inliner:
     def _property(self, source: Schema, *, needed: bool) -> Schema:
         schema = self.of(source)
         if not needed and "anyOf" not in source and "default" not in schema and "properties" in schema:
-            schema["default"] = {}
+            model = self._models[source["$ref"].rpartition("/")[2]]
+            schema["default"] = _least(model, schema)
         return schema
+
+
+def _least(model: type[Spec], schema: Schema) -> Schema:
+    """Give the least default of an object: what its rules read, for they judge a default before it is filled in."""
+    default: Schema = {}
+    for reads in (
+        *(read for rule in model.rules for read in rule.reads),
+        *(each.reads for each in model.frozen_fields),
+    ):
+        here, part = default, schema
+        for name in place_of(reads):
+            part = part["properties"][name]
+            if "default" not in part:
+                break
+            here = here.setdefault(name, copy.deepcopy(part["default"]))
+    return default
 
 
 def _models(root: type[Spec]) -> dict[str, type[Spec]]:

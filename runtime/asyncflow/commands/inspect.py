@@ -17,6 +17,11 @@ from asyncflow.errors import ManifestError
 _WIDTH = 160
 """Columns where there is no terminal whose width could be asked for."""
 
+_ACCOUNT = (
+    *("dispatched", "trained", "filtered", "dropped", "unfinished", "lost", "duplicated"),
+    *("redeliveries", "attempts", "last_committed_step"),
+)
+
 
 def validate(file: Path, overrides: Sequence[str]) -> None:
     """Say that a manifest is good. Raises ManifestError where it is not."""
@@ -54,9 +59,11 @@ def audit(directory: Path) -> int:
     if not ledger.is_dir():
         raise ManifestError("there is no ledger", where=str(ledger), hint="Give the folder of a run")
     report = audit_ledger(ledger)
-    for name in ("dispatched", "trained", "filtered", "dropped", "unfinished", "lost", "duplicated"):
-        click.echo(f"{name:<12}{getattr(report, name):>12}")
-    return 1 if report.lost or report.duplicated else 0
+    for name in _ACCOUNT:
+        click.echo(f"{name.replace('_', ' '):<20}{getattr(report, name):>12}")
+    for problem in report.problems:
+        click.echo(problem, err=True)
+    return 0 if report.ok else 1
 
 
 def crds(directory: Path, *, check: bool) -> int:

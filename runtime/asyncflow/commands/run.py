@@ -11,13 +11,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import click
 from rich.console import Console
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import load_job, to_yaml
-from asyncflow.commands.manifest import folder_of, resolved_job
+from asyncflow.commands.manifest import resolved_job
 from asyncflow.plan.job import plan
-from asyncflow.substrates.local.folder import RunFolder, write_atomic
+from asyncflow.substrates.local.atomic import write_atomic
+from asyncflow.substrates.local.folder import RunFolder
 from asyncflow.substrates.local.placement import launcher
 from asyncflow.substrates.local.ports import PortReservation
 from asyncflow.substrates.local.resume import differences
@@ -33,15 +35,14 @@ def run(file: Path, *, output: Path | None, overrides: Sequence[str], resume: bo
     Raises ManifestError before anything was started, another AsyncFlowError where the job failed.
     """
     job = resolved_job(file, overrides)
-    console = Console(highlight=False)
     folder = RunFolder.claim(output or Path("runs") / job.name, resume=resume, fresh=fresh)
     try:
         if resume:
             for difference in differences(load_job(folder.job), job):
-                console.print(f"changed: {difference}", markup=False)
+                click.echo(f"changed: {difference}")
         if folder.moved_to:
-            console.print(f"the run that was there is now in {folder.moved_to}", markup=False)
-        outcome, seen = _supervise(job, folder_of(job, file), folder, console)
+            click.echo(f"the run that was there is now in {folder.moved_to}")
+        outcome, seen = _supervise(job, folder)
     finally:
         folder.release()
     if not seen:
@@ -51,7 +52,7 @@ def run(file: Path, *, output: Path | None, overrides: Sequence[str], resume: bo
     return outcome.exit_code
 
 
-def _supervise(job: RLJob, modules: Path, folder: RunFolder, console: Console) -> tuple[Outcome, bool]:
+def _supervise(job: RLJob, folder: RunFolder) -> tuple[Outcome, bool]:
     """Run everything; give the outcome, and whether all of the view could be written."""
     write_atomic(folder.job, to_yaml(job).encode())
     folder.write_token()
@@ -61,12 +62,13 @@ def _supervise(job: RLJob, modules: Path, folder: RunFolder, console: Console) -
         limits = job.spec.limits
         supervisor = Supervisor(
             roles=places.roles,
-            launch=launcher(places, folder=folder, driver=driver, http_port=http_port, modules=modules),
+            launch=launcher(places, folder=folder, driver=driver, http_port=http_port),
             folder=folder,
             driver=driver,
             http=f"http://127.0.0.1:{http_port}",
             limits=Limits(active_s=limits.active_deadline_seconds, end_s=limits.stop_seconds),
         )
+        console = Console(highlight=False)
         watch = Watch(
             name=job.name, folder=folder.path, http_port=http_port, placed=lambda: supervisor.placed, console=console
         )

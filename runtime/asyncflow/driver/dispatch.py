@@ -16,6 +16,7 @@ import numpy as np
 
 from asyncflow.data.prompter import Prompter
 from asyncflow.driver.book import PromptBook
+from asyncflow.driver.tasks import TRAIN
 from asyncflow.errors import ManifestError
 from asyncflow.flow.admission import Admission, Flow, admit
 from asyncflow.flow.schedule import Schedule
@@ -25,13 +26,12 @@ from asyncflow.queue.messages import RowMeta
 
 log = logging.getLogger(__name__)
 
-TRAIN = "train"
 CALL_TIMEOUT_S = 60.0
 PROMPTS_PER_PUT = 32
 
 
 def prompt_columns(prompter: Prompter, serials: Iterable[int], *, copies: int) -> dict[str, Jagged]:
-    """Give the columns ``prompt_ids`` int32 and ``task`` uint8 (a packed ``Prompt``) for ``copies`` rows of each serial."""
+    """Give the columns ``prompt_ids`` int32 and ``task`` uint8 (a packed ``Prompt``), ``copies`` rows a serial."""
     ids: list[np.ndarray] = []
     tasks: list[np.ndarray] = []
     for serial in serials:

@@ -22,28 +22,30 @@ from asyncflow.api.job import RLJob
 from asyncflow.api.status import DriverStatus, Phase
 from asyncflow.data.prompter import Prompter
 from asyncflow.driver.book import PromptBook
-from asyncflow.driver.dispatch import CALL_TIMEOUT_S, TRAIN, Dispatcher
-from asyncflow.driver.evaluation import EVAL, Evaluation, EvaluationResult
-from asyncflow.driver.groups import Groups
+from asyncflow.driver.dispatch import CALL_TIMEOUT_S, Dispatcher
+from asyncflow.driver.evaluation import Evaluation, EvaluationResult
+from asyncflow.driver.groups import GroupPolicy, Groups
 from asyncflow.driver.lives import Lives
-from asyncflow.driver.policies import admission_of, collects_whole_steps, group_policy_of, schedule_of
-from asyncflow.driver.progress import Progress
+from asyncflow.driver.policies import admission_of, schedule_of
+from asyncflow.driver.progress import Progress, line_of
 from asyncflow.driver.status import build_status, rollout_state, waiting_for
 from asyncflow.driver.summary import summarize
+from asyncflow.driver.tasks import EVAL, TRAIN
 from asyncflow.driver.wake import Wake, persevere
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, StaleHandle
 from asyncflow.flow.admission import Flow
 from asyncflow.net.directory import Directives, Directory, Member
 from asyncflow.net.rpc import RpcServer
 from asyncflow.queue.client import QueueClient
-from asyncflow.queue.messages import QueueStats, TaskSpec
+from asyncflow.queue.messages import QueueStats
+from asyncflow.telemetry.metrics import DriverMetrics
 from asyncflow.train.report import Reported, TrainReport
 from asyncflow.weights.service import CatalogueService
 
 log = logging.getLogger(__name__)
 
 PULSE_S = 0.5
-DRIVER_LEASE_S = 10.0
+EXPIRE_S = 10.0
 FAREWELL_S = 8.0
 FULL = 0.8
 """Share of the queue's bytes at which a checkpoint is forced, so that its commit frees them."""
@@ -62,12 +64,14 @@ class Driver:
         queue: QueueClient,
         train_prompts: Prompter,
         eval_prompts: Prompter | None,
+        metrics: DriverMetrics,
     ) -> None:
         spec = job.spec
         self.job = job
         self.folder = folder
         self.directory = directory
         self.queue = queue
+        self.metrics = metrics
         self.schedule = schedule_of(spec)
         self.progress = Progress(folder, steps=spec.algorithm.steps, now=time.time())
         self.book = PromptBook(prompts_per_step=spec.algorithm.prompts_per_step, steps=spec.algorithm.steps)
@@ -97,7 +101,7 @@ class Driver:
         )
         self._groups = Groups(
             queue=queue,
-            policy=group_policy_of(spec),
+            policy=GroupPolicy.of(spec),
             finished=self._generated_groups.add,
             excluded=self._exclude,
         )
@@ -208,35 +212,9 @@ class Driver:
             await asyncio.sleep(0.05)
 
     async def _restore(self) -> None:
-        await self.queue.declare(self._tasks(), timeout=CALL_TIMEOUT_S)
         snapshot = await self.queue.snapshot(partition=TRAIN, timeout=CALL_TIMEOUT_S)
         self.book.restore(snapshot)
         await self.queue.clear_partition(partition=EVAL, timeout=CALL_TIMEOUT_S)
-
-    def _tasks(self) -> Sequence[TaskSpec]:
-        lease_s = self.job.spec.rollout.lease_seconds
-        made = ["response_ids", "logprobs", "versions", "reward"]
-        order = "key" if collects_whole_steps(self.job.spec) else "fifo"
-        return [
-            TaskSpec(
-                partition=TRAIN, name="rollout", needs=["prompt_ids", "task"], writes=made, groups=True, lease_s=lease_s
-            ),
-            TaskSpec(
-                partition=TRAIN,
-                name="advantage",
-                needs=["reward"],
-                writes=["advantage"],
-                groups=True,
-                lease_s=DRIVER_LEASE_S,
-            ),
-            TaskSpec(
-                partition=TRAIN, name="train", needs=["prompt_ids", *made, "advantage"], kind="gang", order=order
-            ),
-            TaskSpec(
-                partition=EVAL, name="rollout", needs=["prompt_ids", "task"], writes=made, groups=True, lease_s=lease_s
-            ),
-            TaskSpec(partition=EVAL, name="score", needs=["reward"], lease_s=DRIVER_LEASE_S),
-        ]
 
     def _make_evaluation(self, prompts: Prompter | None) -> Evaluation | None:
         wanted, data = self.job.spec.evaluation, self.job.spec.data.eval
@@ -335,7 +313,7 @@ class Driver:
 
     def _evaluated(self, result: EvaluationResult) -> None:
         self.progress.evaluated(result, at=time.time())
-        log.info("θ_%d: pass@1 %.3f, greedy %s on %d prompts", result.step, result.accuracy, result.greedy, result.prompts)
+        log.info("evaluated: %s", result)
         self.wake.tell()
 
     def _exclude(self, serial: int) -> None:
@@ -362,7 +340,7 @@ class Driver:
             self.weights.fence(member.attempt)
         self.wake.tell()
 
-    def _left(self, member: Member, reason: str) -> None:
+    def _left(self, member: Member, _reason: str) -> None:
         self.weights.leave(member.incarnation)
         self._drained.discard(member.incarnation)
         if member.role == "rollout" and not self._stopping:
@@ -371,7 +349,7 @@ class Driver:
 
     async def _expire(self, member: Member) -> None:
         try:
-            await self.queue.expire(worker=member.incarnation, timeout=DRIVER_LEASE_S)
+            await self.queue.expire(worker=member.incarnation, timeout=EXPIRE_S)
         except AsyncFlowError as error:
             log.warning("the leases of %s end by themselves: %s", member, error)
 
@@ -383,11 +361,10 @@ class Driver:
         )
 
     async def _report(self, report: TrainReport, _frames: Sequence[memoryview]) -> Reported:
-        if report.rank == 0 and report.step > 0:
-            self.progress.step(report.line())
-            if report.step >= self.schedule.steps:
-                self._observe(time.time())
-                self.lives.closed = time.time()
+        self.progress.step(line_of(report))
+        if report.step >= self.schedule.steps:
+            self._observe(time.time())
+            self.lives.closed = time.time()
         self.wake.tell()
         return Reported()
 

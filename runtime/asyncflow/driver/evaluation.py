@@ -15,21 +15,23 @@ from dataclasses import dataclass, field
 
 from asyncflow.data.prompter import Prompter
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S, PROMPTS_PER_PUT, prompt_columns
+from asyncflow.driver.tasks import EVAL
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.messages import LeasedRow, RowMeta
 
 log = logging.getLogger(__name__)
 
-EVAL = "eval"
 SCORED = "evaluated"
+RIGHT = 1.0
+"""The least reward of a right answer."""
 
 
 @dataclass(kw_only=True)
 class Tally:
-    """What has come in of one evaluation: reward of each (serial, sample), so that a repeat changes nothing."""
+    """What has come in of one evaluation: whether (serial, sample) was right, so that a repeat changes nothing."""
 
-    sampled: dict[tuple[int, int], float] = field(default_factory=dict)
-    greedy: dict[tuple[int, int], float] = field(default_factory=dict)
+    sampled: dict[tuple[int, int], bool] = field(default_factory=dict)
+    greedy: dict[tuple[int, int], bool] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -51,8 +53,8 @@ class EvaluationResult:
 class Evaluation:
     """Puts the evaluations that are due and counts what comes back.
 
-    due: gives the steps whose weights are published and are to be evaluated. changed: waits until that may have changed.
-    finished: told each result.
+    due: gives the steps whose weights are published and are to be evaluated. changed: waits until that may
+    have changed. finished: told each result.
     """
 
     queue: QueueClient
@@ -105,7 +107,7 @@ class Evaluation:
             return
         greedy = self.greedy and row.meta.sample == self.samples
         kind = tally.greedy if greedy else tally.sampled
-        kind[row.meta.serial, row.meta.sample] = float(row.meta.tags["reward"])
+        kind[row.meta.serial, row.meta.sample] = float(row.meta.tags["reward"]) >= RIGHT
 
     def _result(self, step: int, tally: Tally) -> EvaluationResult:
         return EvaluationResult(

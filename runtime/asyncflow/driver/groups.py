@@ -16,7 +16,9 @@ from itertools import groupby
 import numpy as np
 
 from asyncflow.algorithms.advantages import AdvantageName, group_advantages
-from asyncflow.driver.dispatch import CALL_TIMEOUT_S, TRAIN
+from asyncflow.api.job import RLJobSpec
+from asyncflow.driver.dispatch import CALL_TIMEOUT_S
+from asyncflow.driver.tasks import TRAIN
 from asyncflow.net.frames import Jagged
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.messages import LeasedRow
@@ -39,6 +41,15 @@ class GroupPolicy:
     estimator: AdvantageName
     drop_zero_variance: bool
     drop_timeouts: bool
+
+    @classmethod
+    def of(cls, spec: RLJobSpec) -> GroupPolicy:
+        """Give the policy that a manifest asks for."""
+        return cls(
+            estimator=spec.algorithm.advantage,
+            drop_zero_variance=spec.algorithm.filter_zero_variance == "drop",
+            drop_timeouts=spec.reward.on_timeout == "drop",
+        )
 
     def refusal(self, rewards: np.ndarray, flags: Sequence[str]) -> str | None:
         """Give the reason for which the trainer shall not see the group, or None."""

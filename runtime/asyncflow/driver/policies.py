@@ -7,7 +7,6 @@ build the same objects.
 from __future__ import annotations
 
 from asyncflow.api.job import RLJobSpec
-from asyncflow.driver.groups import GroupPolicy
 from asyncflow.flow.admission import Admission, BoundedLag, Concurrency, StalenessThreshold
 from asyncflow.flow.schedule import Schedule
 
@@ -30,9 +29,7 @@ def admission_of(spec: RLJobSpec) -> list[Admission]:
     batch = spec.algorithm.prompts_per_step
     schedule = schedule_of(spec)
     policies: list[Admission] = [
-        BoundedLag(
-            prompts_per_step=batch, lag=schedule.lag, steps=spec.algorithm.steps, sync_every=schedule.sync_every
-        )
+        BoundedLag(prompts_per_step=batch, lag=schedule.lag, steps=spec.algorithm.steps, sync_every=schedule.sync_every)
     ]
     if not schedule.exact:
         threshold = StalenessThreshold(
@@ -44,15 +41,6 @@ def admission_of(spec: RLJobSpec) -> list[Admission]:
     if spec.schedule.max_inflight is not None:
         policies.append(Concurrency(limit=spec.schedule.max_inflight))
     return policies
-
-
-def group_policy_of(spec: RLJobSpec) -> GroupPolicy:
-    """Give what becomes of finished groups."""
-    return GroupPolicy(
-        estimator=spec.algorithm.advantage,
-        drop_zero_variance=spec.algorithm.filter_zero_variance == "drop",
-        drop_timeouts=spec.reward.on_timeout == "drop",
-    )
 
 
 def collects_whole_steps(spec: RLJobSpec) -> bool:

@@ -10,13 +10,25 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from asyncflow.driver.evaluation import EvaluationResult
 from asyncflow.driver.journal import Journal
+from asyncflow.train.report import TrainReport
 
 RECENT_STEPS = 10
+
+
+def line_of(report: TrainReport) -> dict[str, Any]:
+    """Give the line of ``metrics.jsonl`` that says what ``report`` says; times in seconds, ``at`` in unix seconds."""
+    fields: dict[str, Any] = msgspec.to_builtins(report)
+    seconds, metrics = fields.pop("seconds"), fields.pop("metrics")
+    spent = {f"{cause}_s": value for cause, value in seconds.items()}
+    return {"at": report.ended, **fields, **spent, **metrics}
 
 
 @dataclass
@@ -79,7 +91,7 @@ class Progress:
     def step_seconds(self) -> list[float]:
         """Give the seconds between consecutive steps of one trainer attempt."""
         lines = self.lines
-        pairs = [(a, b) for a, b in zip(lines, lines[1:], strict=False) if a["attempt"] == b["attempt"]]
+        pairs = [(a, b) for a, b in pairwise(lines) if a["attempt"] == b["attempt"]]
         return [float(b["at"] - a["at"]) for a, b in pairs]
 
     def tokens_per_second(self) -> float:

@@ -84,18 +84,18 @@ def build_status(
 def waiting_for(
     *, members: Mapping[str, int], expected: Mapping[str, int], newest: int | None, step: int, evaluating: Sequence[int]
 ) -> str:
-    """Say in one sentence what keeps the job from its next step; "" while nothing does.
+    """Say in a few words what keeps the job from its next step; "" while nothing does.
 
     members, expected: how many there are and should be of each role; newest: step of the newest published version;
     step: the next optimizer step, 0 when all are done; evaluating: versions whose evaluation is not finished.
     """
     missing = {role: count - members.get(role, 0) for role, count in expected.items() if members.get(role, 0) < count}
     if missing:
-        return "waiting for " + ", ".join(f"{count} {role}" for role, count in missing.items())
+        return ", ".join(f"{count} {role}" for role, count in missing.items())
     if newest is None:
-        return "waiting for the trainer to publish θ_0 (it makes or reads the model)"
+        return "the trainer to publish θ_0 (it makes or reads the model)"
     if step == 0 and evaluating:
-        return f"waiting for the evaluation of θ_{evaluating[0]}"
+        return f"the evaluation of θ_{evaluating[0]}"
     return ""
 
 

@@ -185,7 +185,7 @@ class Instance:
             return None if self._forward() or self._behind() else frozenset(), room
         if not self._eval_dry:
             return frozenset(), room
-        return self._in_memory if self._all() else self._available, room
+        return self._in_memory if self._all() else self._loadable(), room
 
     def _claim_eval(self) -> tuple[frozenset[int] | None, int]:
         """Give the same for evaluation rows, which training rows that only wait for a swap do not keep out."""
@@ -195,7 +195,13 @@ class Instance:
         room = min(share - mine, self._capacity - len(self._running) - held)
         if not self._back and self._forward():
             return None if self._eval_dry else frozenset(), room
-        return self._available if not self._back or not self._all() else frozenset(), room
+        return self._loadable() if not self._back or not self._all() else frozenset(), room
+
+    def _loadable(self) -> frozenset[int]:
+        """Give the steps that are here, and older ones that can be had; newer than any loaded come by themselves."""
+        assert self._newest is not None
+        newest = self._newest.step
+        return self._in_memory | {step for step in self._available if step <= newest}
 
     def _forward(self) -> bool:
         """Say whether a version newer than the loaded one is staged."""

@@ -79,10 +79,14 @@ class Hello(Struct, frozen=True):
 
 
 class Welcome(Struct, frozen=True):
-    """controller: the epoch of the controller; epoch: that of the unit's rows; it must forget rows of any other."""
+    """controller: the epoch of the controller; epoch: that of the unit's rows; it must forget rows of any other.
+
+    watch_s: how long the unit may be silent while it has nothing to say.
+    """
 
     controller: int
     epoch: int
+    watch_s: float
 
 
 class Session(Struct, frozen=True):

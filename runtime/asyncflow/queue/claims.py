@@ -161,7 +161,7 @@ class Claims:
         number = parse_lease(lease)
         if mine := self._held(number, rows):
             self._books.record(ev.Completed(number, mine))
-        admitted = [self._completed_by(number, row) for row in rows]
+        admitted = self.completed(lease, rows)
         self.counters.fenced += admitted.count(False)
         return admitted
 
@@ -225,6 +225,8 @@ class Claims:
         lease = self._books.leases.get(number)
         return [row for row in dict.fromkeys(rows) if row in lease.rows] if lease is not None else []
 
-    def _completed_by(self, number: int, row: int) -> bool:
-        known = self._books.rows.get(row)
-        return known is not None and any(work.done == number for work in known.work.values())
+    def completed(self, lease: str, rows: Sequence[int]) -> list[bool]:
+        """Tell which of ``rows`` the lease has completed."""
+        number = parse_lease(lease)
+        known = [self._books.rows.get(row) for row in rows]
+        return [row is not None and any(work.done == number for work in row.work.values()) for row in known]

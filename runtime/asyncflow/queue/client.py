@@ -11,46 +11,39 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-import numpy as np
-from msgspec import Struct
-
-from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
+from asyncflow.errors import AsyncFlowError, Refused
 from asyncflow.net.frames import BatchHeader, Jagged, decode_batch, encode_batch
 from asyncflow.net.keys import Keys
 from asyncflow.net.membership import Membership
-from asyncflow.net.rpc import RpcClient, persist
+from asyncflow.net.rpc import persist
 from asyncflow.queue import calls
+from asyncflow.queue.control import GRACE_S, PARK_S, ControlClient, now
 from asyncflow.queue.messages import (
-    AuditReport,
     LeasedRow,
-    PartitionSnapshot,
-    QueueStats,
     RowMeta,
-    Slot,
     StagedRow,
     Tag,
-    TaskSpec,
-    Wanted,
 )
 
-R = TypeVar("R", bound=Struct)
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 _MOST = 1 << 40
-_PARK_S = 10.0
-_GRACE_S = 5.0
+_GOODBYE_S = 2.0
 _EMPTY = BatchHeader(rows=0, columns=[])
 
 
-class QueueClient:
+class QueueClient(ControlClient):
     """One process's client.
 
     controller: the controller's address, or a function that gives it; unit: gives the address of the unit with an
     index; units: the indices of the units that are there; worker: who holds the leases (its incarnation); keys: the
-    job's key.
+    job's key. Timeouts are in seconds and for the whole of a method; DeadlineExceeded where they were not enough.
     """
 
     def __init__(
@@ -62,14 +55,8 @@ class QueueClient:
         worker: str,
         keys: Keys | None = None,
     ) -> None:
-        self.worker = worker
-        self._controller = RpcClient(name="queue client", resolve=controller, keys=keys)
-        self._unit_address = unit
-        self._unit_indices = units
-        self._units: dict[int, RpcClient] = {}
-        self._keys = keys
-        self._tickets = itertools.count()
-        self._ticket_base = uuid.uuid4().hex[:8]
+        super().__init__(controller=controller, unit=unit, units=units, worker=worker, keys=keys)
+        self._tickets = (f"{uuid.uuid4().hex[:8]}-{number}" for number in itertools.count())
         self._goodbyes: set[asyncio.Task[None]] = set()
 
     @classmethod
@@ -87,5 +74,234 @@ class QueueClient:
         """Close all connections."""
         if self._goodbyes:
             await asyncio.wait(self._goodbyes)
-        for client in (self._controller, *self._units.values()):
-            await client.close()
+        await super().close()
+
+    async def create(
+        self, metas: Sequence[RowMeta], columns: Mapping[str, Jagged], *, group_size: int, timeout: float
+    ) -> list[bool]:
+        """Create samples, whole groups of ``group_size`` at a time, with their first columns (one row for each meta).
+
+        False for a sample that exists or existed already; one that is wanted is created again. Waits for room.
+        Raises Refused for a group that is not whole, or columns that do not fit the partition's.
+        """
+        _check_whole(metas, group_size)
+        deadline = now() + timeout
+        ok = [False] * len(metas)
+        left = list(range(len(metas)))
+
+        async def attempt() -> None:
+            by_unit: dict[int, list[int]] = {}
+            for index in left:
+                by_unit.setdefault(self._peers.home(metas[index].serial), []).append(index)
+
+            async def send(unit: int, indices: list[int]) -> None:
+                header, frames = encode_batch(_take(columns, indices, len(metas)))
+                wait_s = max(0.0, deadline - now()) * 0.9
+                request = calls.CreateRows([metas[i] for i in indices], group_size, header, wait_s)
+                verdicts = await self._peers.ask_unit_once(
+                    unit, "unit.create", request, calls.Verdicts, timeout=max(0.001, deadline - now()), frames=frames
+                )
+                for index, verdict in zip(indices, verdicts.ok, strict=True):
+                    ok[index] = verdict
+                    left.remove(index)
+
+            await _all(send(unit, indices) for unit, indices in by_unit.items())
+
+        await persist(attempt, what=f"creating {len(metas)} samples", timeout=timeout)
+        return ok
+
+    async def claim(
+        self,
+        *,
+        partition: str,
+        task: str,
+        max_rows: int,
+        timeout: float,
+        version: int | None = None,
+        accept: Sequence[int] = (),
+        max_groups: int | None = None,
+    ) -> list[LeasedRow]:
+        """Lease up to ``max_rows`` rows (at least one group where the task takes groups), waiting until one is ready.
+
+        version: step of the weights that the caller has; accept: further steps that it could load. Gives rows of the
+        first kind if there are any, else of the second, never both; none when the time is over or nothing will come.
+        """
+        rows, _ = await self.claim_or_end(
+            partition=partition,
+            task=task,
+            max_rows=max_rows,
+            timeout=timeout,
+            version=version,
+            accept=accept,
+            max_groups=max_groups,
+        )
+        return rows
+
+    async def claim_or_end(
+        self,
+        *,
+        partition: str,
+        task: str,
+        max_rows: int,
+        timeout: float,
+        version: int | None = None,
+        accept: Sequence[int] = (),
+        max_groups: int | None = None,
+    ) -> tuple[list[LeasedRow], bool]:
+        """Do as ``claim``; the second value tells that the partition is closed and the task has done all of it."""
+        ticket, deadline = next(self._tickets), now() + timeout
+
+        async def attempt() -> calls.Claimed:
+            wait_s = min(PARK_S, max(0.0, deadline - now()))
+            request = calls.ClaimRows(
+                partition, task, self.worker, ticket, max_rows, max_groups, version, list(accept), wait_s
+            )
+            return await self._peers.ask_once("queue.claim", request, calls.Claimed, timeout=wait_s + GRACE_S)
+
+        try:
+            while True:
+                what, left = f"claiming from {partition}/{task}", max(0.0, deadline - now())
+                claimed = await persist(attempt, what=what, timeout=left + GRACE_S)
+                if claimed.rows or claimed.ended or now() >= deadline:
+                    return claimed.rows, claimed.ended
+        except asyncio.CancelledError:
+            self._say_goodbye(ticket)
+            raise
+
+    async def fetch(
+        self, rows: Sequence[LeasedRow | StagedRow], columns: Sequence[str], *, timeout: float
+    ) -> dict[str, Jagged]:
+        """Give ``columns`` of ``rows`` in the order given, with one call a unit; empty columns for no rows are absent.
+
+        Raises StaleHandle for a row that was cleared or lost.
+        """
+        by_unit: dict[int, list[int]] = {}
+        for index, row in enumerate(rows):
+            by_unit.setdefault(row.unit, []).append(index)
+
+        async def get(unit: int, indices: list[int]) -> dict[str, Jagged]:
+            request = calls.FetchRows([rows[i].row for i in indices], list(columns))
+            reply, frames = await self._peers.ask_unit(unit, "unit.fetch", request, calls.Fetched, timeout=timeout)
+            return decode_batch(reply.header, frames, max_bytes=_MOST)
+
+        parts = await _all(get(unit, indices) for unit, indices in by_unit.items())
+        if len(parts) <= 1:
+            return parts[0] if parts else {}
+        places = {index: place for place, index in enumerate(itertools.chain(*by_unit.values()))}
+        order = [places[index] for index in range(len(rows))]
+        return {name: Jagged.concat([part[name] for part in parts]).take(order) for name in columns}
+
+    async def complete(
+        self,
+        rows: Sequence[LeasedRow],
+        columns: Mapping[str, Jagged],
+        *,
+        tags: Sequence[Mapping[str, Tag]] | None = None,
+        timeout: float,
+    ) -> list[bool]:
+        """Write the outputs of leased rows, which acknowledges them; tags are merged into the rows' own.
+
+        False where the lease has ended or the row is gone: nothing was changed. Waits for room.
+        """
+        return await self._write(rows, columns, tags=tags, reason="", timeout=timeout)
+
+    async def give_back(
+        self,
+        rows: Sequence[LeasedRow],
+        *,
+        reason: str,
+        columns: Mapping[str, Jagged] | None = None,
+        timeout: float,
+    ) -> list[bool]:
+        """Give leased rows back, ready with attempt + 1. columns: what there is so far, kept for the next holder."""
+        if columns:
+            return await self._write(rows, columns, tags=None, reason=reason or "given back", timeout=timeout)
+        return await self._end(rows, reason=reason or "given back", drop=False, timeout=timeout)
+
+    async def drop(self, rows: Sequence[LeasedRow], *, reason: str, timeout: float) -> list[bool]:
+        """Give leased rows up for ever; they count as filtered if ``reason`` begins so, else as dropped."""
+        return await self._end(rows, reason=reason, drop=True, timeout=timeout)
+
+    async def _write(
+        self,
+        rows: Sequence[LeasedRow],
+        columns: Mapping[str, Jagged],
+        *,
+        tags: Sequence[Mapping[str, Tag]] | None,
+        reason: str,
+        timeout: float,
+    ) -> list[bool]:
+        async def send(indices: list[int]) -> list[bool]:
+            header, frames = encode_batch(_take(columns, indices, len(rows))) if columns else (_EMPTY, [])
+            request = calls.WriteRows(
+                lease=rows[indices[0]].lease,
+                rows=[rows[i].row for i in indices],
+                header=header,
+                tags=[dict(tags[i]) for i in indices] if tags is not None else [],
+                reason=reason,
+                wait_s=0.9 * timeout,
+            )
+            verdicts, _ = await self._peers.ask_unit(
+                rows[indices[0]].unit, "unit.write", request, calls.Verdicts, timeout=timeout, frames=frames
+            )
+            return verdicts.ok
+
+        return await _scatter(((row.lease, row.unit) for row in rows), send)
+
+    async def _end(self, rows: Sequence[LeasedRow], *, reason: str, drop: bool, timeout: float) -> list[bool]:
+        async def send(indices: list[int]) -> list[bool]:
+            request = calls.EndRows(rows[indices[0]].lease, [rows[i].row for i in indices], reason, drop)
+            return (await self._peers.ask("queue.end", request, calls.Verdicts, timeout=timeout)).ok
+
+        return await _scatter((row.lease for row in rows), send)
+
+    def _say_goodbye(self, ticket: str) -> None:
+        """Let the controller know, if it can be reached at once, that nobody waits for this claim any more."""
+
+        async def abandon() -> None:
+            request = calls.Abandon(self.worker, ticket)
+            try:
+                await self._peers.ask_once("queue.abandon", request, calls.Done, timeout=_GOODBYE_S)
+            except AsyncFlowError as error:
+                log.info("a claim was abandoned without a goodbye: %s", error)
+
+        task = asyncio.create_task(abandon(), name="goodbye")
+        self._goodbyes.add(task)
+        task.add_done_callback(self._goodbyes.discard)
+
+
+async def _all(jobs: Iterable[Coroutine[None, None, T]]) -> list[T]:
+    """Await ``jobs`` together; when one fails the others are cancelled."""
+    tasks = [asyncio.create_task(job) for job in jobs]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _scatter(
+    keys: Iterable[Hashable], send: Callable[[list[int]], Coroutine[None, None, list[bool]]]
+) -> list[bool]:
+    """Send the indices of equal ``keys`` together; give the verdicts in order."""
+    parts: dict[Hashable, list[int]] = {}
+    for index, key in enumerate(keys):
+        parts.setdefault(key, []).append(index)
+    answers = await _all(send(indices) for indices in parts.values())
+    verdicts = dict(zip(itertools.chain(*parts.values()), itertools.chain(*answers), strict=True))
+    return [verdicts[index] for index in range(len(verdicts))]
+
+
+def _take(columns: Mapping[str, Jagged], indices: list[int], rows: int) -> dict[str, Jagged]:
+    for name, column in columns.items():
+        if len(column) != rows:
+            raise Refused(f"column {name} has {len(column)} rows, not {rows}", where="queue client")
+    return dict(columns) if len(indices) == rows else {name: column.take(indices) for name, column in columns.items()}
+
+
+def _check_whole(metas: Sequence[RowMeta], size: int) -> None:
+    """Refuse samples named twice, or beyond the size of their group."""
+    keys = {(meta.partition, *meta.key) for meta in metas}
+    if len(keys) != len(metas) or any(not 0 <= meta.sample < size for meta in metas):
+        hint = "Create all samples 0..group_size-1 of a prompt at once, each once"
+        raise Refused(f"{len(metas)} samples do not make groups of {size}", where="queue client", hint=hint)

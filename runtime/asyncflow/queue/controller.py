@@ -84,7 +84,8 @@ class Controller:
         await self.server.close()
         if self._alarm is not None:
             self._alarm.cancel()
-        await self._ledger.close()
+        if not self.failed.done():
+            await self._ledger.close()
 
     def stats(self) -> QueueStats:
         """Give the counts of now."""
@@ -92,6 +93,7 @@ class Controller:
         return stats(self.table, Storage(sessions.used, sessions.limit, len(sessions), self._ledger.bytes))
 
     def now(self) -> float:
+        """The clock of leases and sessions."""
         return asyncio.get_running_loop().time()
 
     def settle(self) -> None:

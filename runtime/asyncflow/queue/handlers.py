@@ -93,12 +93,12 @@ class Handlers:
         return await self._controller.safe(calls.Claimed(rows, not rows and ended()))
 
     def _ended(self, partition: str, task: str) -> bool:
-        """Tell whether nothing of a closed partition is left for the task to do."""
+        """Tell whether a closed partition has nothing for the task that is not done or in somebody's hands."""
         held = self._table.books.partitions.get(partition)
-        if held is None or held.closed is None:
+        if held is None or held.closed is None or held.wanted:
             return False
         rows = (row for group in held.groups.values() for row in group.rows.values() if row.state is State.LIVE)
-        return all((work := row.work.get(task)) is not None and work.done for row in rows)
+        return all((work := row.work.get(task)) is not None and (work.done or work.lease) for row in rows)
 
     async def _slot(self, call: calls.AskSlot, _frames: Frames) -> calls.Slotted:
         slot = await self._controller.until(

@@ -25,11 +25,12 @@ from asyncflow.queue.table import Cells, Held
 
 
 class Cell(NamedTuple):
-    """An array in the back end: its number, bytes and dtype (a name in ``frames.DTYPES``)."""
+    """An array in the back end: its number, bytes, dtype (a name in ``frames.DTYPES``), and the lease that wrote it."""
 
     number: int
     size: int
     dtype: str
+    lease: str
 
 
 @dataclass(slots=True)
@@ -70,10 +71,12 @@ class Holdings:
     def __contains__(self, row: int) -> bool:
         return row in self._rows
 
-    async def store(self, columns: Mapping[str, Jagged], *, timeout: float) -> tuple[dict[str, list[Cell]], Cells]:
+    async def store(
+        self, columns: Mapping[str, Jagged], *, lease: str, timeout: float
+    ) -> tuple[dict[str, list[Cell]], Cells]:
         """Copy ``columns`` into the back end, as soon as there is room; give the cells and their description."""
         cells = {
-            name: [Cell(next(self._numbers), column.row(i).nbytes, column.dtype) for i in range(len(column))]
+            name: [Cell(next(self._numbers), column.row(i).nbytes, column.dtype, lease) for i in range(len(column))]
             for name, column in columns.items()
         }
         size = sum(cell.size for of in cells.values() for cell in of)
@@ -118,13 +121,13 @@ class Holdings:
             put.verdict.set_result(ok)
 
     def _install(self, entry: Entry, index: int, number: int, cells: dict[str, Cell]) -> list[Cell]:
-        """Give the cells that were replaced."""
+        """Give the cells that are not needed: replaced ones, and all new ones where the same put came twice."""
         if isinstance(entry, NewRows):
             meta = entry.metas[index]
             self._rows[number] = _Row(meta.tokens, dict(meta.tags), cells)
             return []
         row = self._rows.get(number)
-        if row is None:
+        if row is None or any(name in row.columns and row.columns[name].lease == cells[name].lease for name in cells):
             return list(cells.values())
         shelf, out = (row.partial, row.columns) if entry.reason else (row.columns, row.partial)
         if entry.reason:

@@ -33,7 +33,6 @@ from asyncflow.queue.holdings import Cell, Holdings, Put
 log = logging.getLogger(__name__)
 
 _CALL_S = 10.0
-_WATCH_S = 1.0
 _AGAIN_S = 0.1
 _ROWS = 2000
 _PUTS = 500
@@ -94,7 +93,7 @@ class Liaison:
         self.joined.set()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_telling(session))
-            group.create_task(self._obey(session))
+            group.create_task(self._obey(session, welcome.watch_s))
 
     async def _tell_all(self, session: Session) -> None:
         held = iter(list(self._holdings.held()))
@@ -120,10 +119,10 @@ class Liaison:
                 await self._holdings.decide(put, verdict, error)
         self._news.clear()
 
-    async def _obey(self, session: Session) -> None:
+    async def _obey(self, session: Session, watch_s: float) -> None:
         done = 0
         while True:
-            watch = Watch(session, done, self._holdings.budget.used, _WATCH_S)
-            orders = await self._controller.call("units.watch", watch, Orders, timeout=_WATCH_S + _CALL_S)
+            watch = Watch(session, done, self._holdings.budget.used, watch_s)
+            orders = await self._controller.call("units.watch", watch, Orders, timeout=watch_s + _CALL_S)
             await self._holdings.clear(orders.rows)
             done = orders.number

@@ -18,6 +18,8 @@ from asyncflow.queue.table import Table
 
 log = logging.getLogger(__name__)
 
+_WATCH_S = 1.0
+
 
 @dataclass(slots=True)
 class _Unit:
@@ -63,7 +65,7 @@ class Sessions:
         if known is None or known.epoch != epoch:
             self._units[hello.unit] = known = _Unit(epoch, now)
         known.seen, known.limit = now, hello.limit
-        return Welcome(self._table.controller, epoch)
+        return Welcome(self._table.controller, epoch, min(_WATCH_S, self._lost_s / 4))
 
     def check(self, session: Session, now: float) -> None:
         """Refuse a unit whose session another controller began, or that was given up meanwhile."""

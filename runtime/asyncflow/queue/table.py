@@ -167,9 +167,10 @@ class Table:
             if missing := set(queue.spec.writes) - cells.dtypes.keys():
                 raise Refused(f"task {held.task} writes {sorted(missing)} too", where=f"lease {lease}")
             self._check_schema(self.books.partitions[held.partition], cells.dtypes)
+        before = self.claims.completed(lease, rows)
         admitted = self.claims.complete(lease, rows)
         for index, number in enumerate(rows):
-            if admitted[index]:
+            if admitted[index] and not (before[index] and cells.sizes.keys() <= self.books.rows[number].columns.keys()):
                 row = self.books.rows[number]
                 row.tags = row.tags | tags[index] if tags else row.tags
                 self._present(row, cells, index)

@@ -29,7 +29,7 @@ BACKENDS = "asyncflow.storage_backends"
 
 
 def open_backend(name: str) -> Backend:
-    """Make the back end ``name`` of the entry points ``asyncflow.storage_backends``. ManifestError where there is none."""
+    """Make the back end ``name`` of the entry points ``BACKENDS``. ManifestError where there is none."""
     found = entry_points(group=BACKENDS, name=name)
     if not found:
         known = ", ".join(sorted(point.name for point in entry_points(group=BACKENDS)))
@@ -107,7 +107,7 @@ class StorageUnit:
         columns = decode_batch(call.header, frames, max_bytes=self._most(len(call.metas)))
         if call.header.rows != len(call.metas):
             raise ProtocolError(f"{len(call.metas)} samples came with columns of {call.header.rows} rows")
-        cells, told = await self.holdings.store(columns, timeout=call.wait_s)
+        cells, told = await self.holdings.store(columns, lease="", timeout=call.wait_s)
         self.put_bytes += sum(sum(sizes) for sizes in told.sizes.values())
         rows = self._liaison.new_rows(len(call.metas))
         entry = NewRows(metas=call.metas, rows=rows, group_size=call.group_size, cells=told)
@@ -122,7 +122,7 @@ class StorageUnit:
             raise ProtocolError(f"{len(call.rows)} rows came with {len(call.tags)} sets of tags")
         if any(self._foreign(row) for row in call.rows):
             return Verdicts([False] * len(call.rows))
-        cells, told = await self.holdings.store(columns, timeout=call.wait_s)
+        cells, told = await self.holdings.store(columns, lease=call.lease, timeout=call.wait_s)
         self.put_bytes += sum(sum(sizes) for sizes in told.sizes.values())
         entry = NewCells(lease=call.lease, rows=call.rows, cells=told, tags=call.tags, reason=call.reason)
         return await self._verdict(self._liaison.tell(entry, cells))

@@ -9,8 +9,6 @@ import functools
 import json
 from typing import Any
 
-from asyncflow.data.gym import make_dataset
-
 
 def score(*, response: str, prompt: str, answer: Any, meta: dict[str, Any]) -> float:
     """Score by the dataset's ``score_answer``, which may give partial credit. Raises ValueError for other prompts."""
@@ -24,5 +22,7 @@ def score(*, response: str, prompt: str, answer: Any, meta: dict[str, Any]) -> f
 
 @functools.cache
 def _checker(dataset: str, config: str) -> Any:
-    settings = json.loads(config)
-    return make_dataset(dataset, {"size": 1, **settings, "seed": 0}, where="reward.function")
+    import reasoning_gym  # noqa: F401  importing it registers the datasets
+    from reasoning_gym.factory import create_dataset
+
+    return create_dataset(dataset, **{"size": 1, **json.loads(config), "seed": 0})

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from asyncflow.api.base import GROUP
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import load_job
 from asyncflow.errors import AsyncFlowError
@@ -32,6 +33,7 @@ from asyncflow.telemetry.metrics import RoleMetrics
 log = logging.getLogger(__name__)
 
 KEY_FILE = Path("/etc/asyncflow/key")
+FOLDER = f"{GROUP}/folder"
 HOST = "ASYNCFLOW_HOST"
 """Environment variable with the address that a role serves on; loopback where it is not set."""
 
@@ -114,6 +116,11 @@ class Post:
             self.stopping.set()
 
 
+def job_folder(job: RLJob, options: RoleOptions) -> Path:
+    """Give the folder where the job's relative paths and modules are: that of its manifest, unless the job says."""
+    return Path((job.metadata.annotations or {}).get(FOLDER, options.job.parent))
+
+
 def keys_of_job() -> Keys | None:
     """Give the job's key, where the substrate has put one."""
     named = os.environ.get("ASYNCFLOW_KEY_FILE")
@@ -124,14 +131,14 @@ def keys_of_job() -> Keys | None:
 def run_role(serve: Callable[[Post], Awaitable[None]], options: RoleOptions) -> int:
     """Run a role to its end and give its exit status."""
     setup_logging(options.role, options.index)
+    status = 0
     try:
-        job = load_job(options.job)
-        asyncio.run(_serve(serve, options, job))
+        asyncio.run(_serve(serve, options, load_job(options.job)))
     except* AsyncFlowError as group:
+        status = 1
         for error in _leaves(group):
-            log.error("%s", error)  # noqa: TRY400 — the words of the tree are made to be read without a traceback
-        return 1
-    return 0
+            log.error("%s", error)
+    return status
 
 
 async def _serve(serve: Callable[[Post], Awaitable[None]], options: RoleOptions, job: RLJob) -> None:
@@ -156,5 +163,3 @@ def _leaves(group: BaseExceptionGroup[AsyncFlowError]) -> Iterator[AsyncFlowErro
             yield from _leaves(error)
         else:
             yield error
-
-

@@ -1,10 +1,16 @@
-"""The driver's process: directory, catalogue, HTTP service and the driver's loops on one address."""
+"""The driver's process: directory, catalogue, HTTP service and the driver's loops, at one address."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from pathlib import Path
+from typing import Any
 
-from asyncflow.data.sources import open_prompter
+from asyncflow.api.learning import TrainDataSpec
+from asyncflow.data.base import Purpose
+from asyncflow.data.prompter import Prompter
+from asyncflow.data.sources import SourceSpec, check_disjoint, open_source
 from asyncflow.driver.driver import Driver
 from asyncflow.driver.service import add_routes
 from asyncflow.errors import RoleFailed
@@ -13,16 +19,83 @@ from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.net.directory import Directory
 from asyncflow.net.rpc import RpcServer
 from asyncflow.queue.client import QueueClient
-from asyncflow.roles.base import Post, RoleOptions, run_role
+from asyncflow.roles.base import Post, RoleOptions, job_folder, run_role
 from asyncflow.telemetry.metrics import DriverMetrics
 
 log = logging.getLogger(__name__)
 
 
-async def serve(post: Post) -> None:
-    """Drive the job to its end, or until told to end."""
-
-
 def main(options: RoleOptions) -> int:
     """Run the driver."""
     return run_role(serve, options)
+
+
+async def serve(post: Post) -> None:
+    """Drive the job to its end, or until told to end. Raises RoleFailed when the job has failed."""
+    spec, options, metrics = post.job.spec, post.options, DriverMetrics()
+    tokenizer = Tokenizer.load(materialize_config(spec.model.source, options.workdir))
+    folder = job_folder(post.job, options)
+    train = prompter(spec.data.train, "train", tokenizer, folder)
+    held_out = prompter(spec.data.eval, "eval", tokenizer, folder) if spec.data.eval and spec.evaluation else None
+    if held_out is not None:
+        check_disjoint(train.source, held_out.source)
+    server, directory = RpcServer(name="driver", bind=options.driver, keys=post.keys), Directory()
+    directory.attach(server)
+    queue = QueueClient(
+        controller=lambda: _address(directory, "controller", 0),
+        unit=lambda index: _address(directory, "storage", index),
+        units=lambda: [member.index for member in directory.members("storage")],
+        worker=post.worker,
+        keys=post.keys,
+    )
+    driver = Driver(
+        post.job,
+        folder=options.workdir,
+        server=server,
+        directory=directory,
+        queue=queue,
+        train_prompts=train,
+        eval_prompts=held_out,
+        metrics=metrics,
+    )
+    metrics.watch_rpc(server.counters)
+    http = post.http(metrics, ready=driver.ready)
+    add_routes(http, status=driver.status, control=driver)
+    await server.start()
+    await http.start(post.host, options.http_port)
+    try:
+        if await _until_told(post, driver):
+            await driver.conclude()
+    finally:
+        await directory.close()
+        await queue.close()
+        await http.close()
+        await server.close()
+    if driver.phase == "Failed":
+        raise RoleFailed("the job has failed", where="driver", hint="The lines above say why")
+
+
+def prompter(data: TrainDataSpec, purpose: Purpose, tokenizer: Tokenizer, folder: Path) -> Prompter:
+    """Open one data source of a manifest; relative paths start at ``folder``."""
+    said = {"template": data.template, "system": data.system, "chat": data.chat or None}
+    config: dict[str, Any] = data.config | {key: value for key, value in said.items() if value is not None}
+    spec = SourceSpec(source=data.source, config=config, seed=data.seed, size=getattr(data, "size", None))
+    opened = open_source(spec, purpose, workdir=folder)
+    return Prompter(opened.prompts, tokenizer, opened.form)
+
+
+async def _until_told(post: Post, driver: Driver) -> bool:
+    """Give whether the job came to its own end."""
+    running, told = asyncio.create_task(driver.run()), asyncio.create_task(post.stopping.wait())
+    await asyncio.wait((running, told), return_when=asyncio.FIRST_COMPLETED)
+    told.cancel()
+    if running.done():
+        running.result()
+        return True
+    running.cancel()
+    await asyncio.wait((running,))
+    return False
+
+
+def _address(directory: Directory, role: str, index: int) -> str | None:
+    return next((member.address for member in directory.members(role) if member.index == index), None)

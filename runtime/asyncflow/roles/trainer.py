@@ -13,8 +13,8 @@ from asyncflow.algorithms.aggregation import Aggregation
 from asyncflow.algorithms.grpo import GrpoLoss
 from asyncflow.algorithms.losses import Clip
 from asyncflow.api.job import RLJobSpec
-from asyncflow.driver.dispatch import TRAIN
 from asyncflow.driver.policies import collects_whole_steps, schedule_of
+from asyncflow.driver.tasks import TRAIN
 from asyncflow.errors import ManifestError
 from asyncflow.models.export import export_folder
 from asyncflow.models.source import materialize_config, materialize_weights
@@ -178,5 +178,3 @@ def _backend(spec: RLJobSpec, group: Group) -> TrainerBackend:
 
 def _export(backend: TrainerBackend, model: Path, target: Path) -> None:
     export_folder(dict(backend.tensors()), model, target)
-
-

@@ -16,7 +16,7 @@ from asyncflow.errors import ProtocolError
 from asyncflow.identity import SampleKey
 from asyncflow.net.frames import Jagged
 
-COLUMNS = ("prompt_ids", "response_ids", "logprobs", "versions", "advantage")
+COLUMNS = ("prompt_ids", "response_ids", "logprobs", "versions", "reward", "advantage")
 """What a trainer fetches of each row."""
 
 LOSS_MASK = "loss_mask"
@@ -27,7 +27,7 @@ LOSS_MASK = "loss_mask"
 class MicroBatch:
     """n samples. prompts, responses: token ids; logprobs: the engine's, float; versions: packed, int64; advantages [n].
 
-    ``loss_mask`` may be None: then every response token counts.
+    ``loss_mask`` may be None: then every response token counts. rewards [n] are only reported.
     """
 
     keys: Sequence[SampleKey]
@@ -37,6 +37,20 @@ class MicroBatch:
     versions: Jagged
     advantages: NDArray[np.float32]
     loss_mask: Jagged | None = None
+    rewards: NDArray[np.float32] | None = None
+
+    @classmethod
+    def empty(cls) -> MicroBatch:
+        """Give the batch of a rank that has no part in a slot."""
+        ids = Jagged.from_rows([], "int32")
+        return cls(
+            keys=(),
+            prompts=ids,
+            responses=ids,
+            logprobs=Jagged.from_rows([], "float32"),
+            versions=Jagged.from_rows([], "int64"),
+            advantages=np.zeros(0, np.float32),
+        )
 
     @classmethod
     def of(cls, keys: Sequence[SampleKey], columns: Mapping[str, Jagged]) -> MicroBatch:
@@ -47,7 +61,7 @@ class MicroBatch:
             if len(column) != len(keys):
                 raise ProtocolError(f"column {name} has {len(column)} rows for {len(keys)} samples", where="trainer")
             lengths = expected[name].lengths if name in expected else None
-            if name == "advantage":
+            if name in ("advantage", "reward"):
                 lengths = np.ones(len(keys), dtype=np.int64)
             if lengths is None:
                 continue
@@ -66,6 +80,7 @@ class MicroBatch:
             versions=columns["versions"],
             advantages=np.asarray(columns["advantage"].values, dtype=np.float32),
             loss_mask=columns.get(LOSS_MASK),
+            rewards=np.asarray(columns["reward"].values, dtype=np.float32) if "reward" in columns else None,
         )
 
     def __len__(self) -> int:

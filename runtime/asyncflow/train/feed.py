@@ -119,6 +119,8 @@ class Feed:
         while slot is None:
             slot = await persist(lambda: self._ask(step, number), what=f"asking the queue for {what}", timeout=patience)
         rows, columns = slot.rows, [*COLUMNS, *settings.extra_columns]
+        if not rows:
+            return Filled(batch=MicroBatch.empty(), last=slot.last, totals=slot.totals)
         fetched = await persist(
             lambda: self._queue.fetch(rows, columns, timeout=patience), what=f"fetching {what}", timeout=patience
         )

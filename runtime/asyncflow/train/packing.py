@@ -47,15 +47,41 @@ class Pack:
     offsets: NDArray[np.int64]
 
     def mask(self) -> NDArray[np.bool_]:
-        """Give who sees whom, bool[T, T]: row i may attend to column j. For attention that takes an explicit mask.
-
-        Attention of variable length takes ``documents`` instead: their boundaries, where each has one response.
-        """
+        """Give who sees whom, bool[T, T]: row i may attend to column j."""
         causal = np.tri(len(self.ids), dtype=np.bool_)
         same_document = self.documents[:, None] == self.documents
         visible = (self.segments == 0) | (self.segments[:, None] == self.segments)
         mask: NDArray[np.bool_] = causal & same_document & visible
         return mask
+
+    def table(self) -> DocumentTable:
+        """Give the pack as a batch of documents, for attention that takes one."""
+        lengths = np.bincount(self.documents)
+        starts, columns = np.r_[0, np.cumsum(lengths)[:-1]], np.arange(lengths.max())
+        inside = columns < lengths[:, None]
+        places = starts[:, None] + np.where(inside, columns, 0)
+        segments = self.segments[places]
+        plain = self.segments.max() <= 1
+        visible = (segments[:, None, :] == 0) | (segments[:, :, None] == segments[:, None, :])
+        return DocumentTable(
+            places=places,
+            rows=np.flatnonzero(inside),
+            mask=None if plain else visible & np.tri(len(columns), dtype=np.bool_),
+        )
+
+
+@dataclass(frozen=True)
+class DocumentTable:
+    """A pack of D documents as a batch, padded to the longest, L.
+
+    places [D, L]: the row of the pack that holds this token (any row of the document where there is none); rows [T]:
+    index into the flattened table for each row of the pack; mask: bool[D, L, L], or None where each document is causal
+    without exception. Padding comes last, so that nothing real ever sees it.
+    """
+
+    places: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    mask: NDArray[np.bool_] | None
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Seconds(Struct, frozen=True, kw_only=True):
 class TrainReport(Struct, frozen=True, kw_only=True):
     """One optimizer step.
 
-    ranks: of the gang; metrics: the backend's, by name; tokens: prompt and response of all samples; lag_start, lag_end:
+    ranks: of the gang; metrics: the backend's, by name; reward: mean over the samples; tokens: prompt and response of all samples; lag_start, lag_end:
     versions between the gradient and a sample's oldest and newest token, (step - 1) - v; lag_token_mean: mean over all
     response tokens; logprob_gap_p99: |engine - trainer| of samples made by the very version that was trained, None
     where there are none; busy_s: forward, backward, optimizer and checkpoint of rank 0 since its process began;
@@ -41,6 +41,7 @@ class TrainReport(Struct, frozen=True, kw_only=True):
     ranks: int
     step: int
     samples: int
+    reward: float
     tokens: int
     response_tokens: int
     lag_start_max: int
@@ -76,6 +77,7 @@ def describe(
         ranks=ranks,
         step=step,
         samples=tally.samples,
+        reward=tally.reward_millionths / 1e6 / max(1, tally.samples),
         tokens=tally.prompt_tokens + tally.response_tokens,
         response_tokens=tally.response_tokens,
         lag_start_max=tally.lag_start_max,
@@ -91,3 +93,7 @@ def describe(
         keys=f"{tally.digest & (1 << 64) - 1:016x}",
         published=published,
     )
+
+
+class Reported(Struct, frozen=True):
+    """Answer of the driver to a report."""

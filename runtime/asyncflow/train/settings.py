@@ -61,7 +61,7 @@ class BackendSettings:
     temperature: float = 1.0
     compute: Literal["float32", "bfloat16"] = "float32"
     layout: LayoutName = "separate"
-    pack_tokens: int = 512
+    pack_tokens: int = 8192
     threads: int = 0
     group_size: int = 1
     seed: int = 0

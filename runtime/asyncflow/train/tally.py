@@ -22,7 +22,8 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 class Tally:
     """Counts of one step. Lags are in steps, (step - 1) - v; ``lag_start_sum`` is over samples that have tokens.
 
-    The digest is a sum of 64-bit hashes of the keys, modulo 2^64, held as int64.
+    The digest is a sum of 64-bit hashes of the keys, modulo 2^64, held as int64; rewards are summed in millionths, so
+    that no order of addition shows.
     """
 
     samples: int = 0
@@ -32,6 +33,7 @@ class Tally:
     lag_start_sum: int = 0
     lag_token_sum: int = 0
     digest: int = 0
+    reward_millionths: int = 0
     lag_start_max: int = 0
     lag_end_max: int = 0
 
@@ -40,7 +42,10 @@ class Tally:
         self.samples += len(batch)
         self.prompt_tokens += len(batch.prompts.values)
         self.response_tokens += len(batch.responses.values)
-        self.digest = int(np.int64(self.digest) + _hashes(batch).sum(dtype=np.uint64).view(np.int64))
+        digest = np.array([self.digest], dtype=np.int64).view(np.uint64)
+        self.digest = int(np.append(_hashes(batch), digest).sum(dtype=np.uint64).view(np.int64))
+        if batch.rewards is not None:
+            self.reward_millionths += int(np.rint(batch.rewards.astype(np.float64) * 1e6).astype(np.int64).sum())
         starts = batch.versions.offsets[:-1][batch.response_lengths() > 0]
         if not len(starts):
             return

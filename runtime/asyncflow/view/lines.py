@@ -9,6 +9,7 @@ import re
 
 from asyncflow.api.status import DriverStatus
 from asyncflow.substrates.local.events import Ended, Event, Restarting, Started, Stopping
+from asyncflow.substrates.local.exits import ExitStatus
 from asyncflow.view.words import amount, duration, score
 
 _FIGURE = re.compile(r"[0-9]+(\.[0-9]+)?")
@@ -40,12 +41,12 @@ def step_line(status: DriverStatus) -> str:
 def event_line(event: Event) -> str | None:
     """Give the line of what happened to a process; None for what goes without saying."""
     match event:
-        case Started(attempt=0) | Ended(wanted=True):
+        case Started(attempt=0) | Ended(wanted=True) | Ended(status=ExitStatus(ok=True)):
             return None
         case Started():
             return f"{event.seat} started, attempt {event.attempt}, pid {event.pid}"
         case Ended():
-            return f"{event.seat} ended: {'done' if event.status.ok else event.status}"
+            return f"{event.seat} ended: {event.status}"
         case Restarting(restart=restart):
             seats = ", ".join(map(str, restart.seats))
             return f"{seats}: again in {restart.delay_s:.1f} s, as attempt {restart.attempt}"

@@ -49,7 +49,7 @@ class Watch:
         self._placed = placed
         self._console = console
         self._begun = time.monotonic()
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[float, Event | None]] = queue.SimpleQueue()
         self._status: DriverStatus | None = None
         self._thread = threading.Thread(target=self._show, name="view", daemon=True)
 
@@ -59,11 +59,11 @@ class Watch:
 
     def event(self, event: Event) -> None:
         """Show what happened to a process."""
-        self._events.put(event)
+        self._events.put((time.monotonic(), event))
 
     def close(self) -> bool:
         """Show the end. False where nobody took our output in time, so that the thread still hangs in a write."""
-        self._events.put(None)
+        self._events.put((time.monotonic(), None))
         self._thread.join(_CLOSE_S + _ANSWER_S)
         return not self._thread.is_alive()
 
@@ -82,9 +82,9 @@ class Watch:
             going = True
             while going:
                 going, events = self._collect()
-                for event in events:
+                for at, event in events:
                     if line := event_line(event):
-                        live.console.print(self._stamped(line), highlight=False, markup=False)
+                        live.console.print(self._stamped(line, at), highlight=False, markup=False)
                 live.update(screen(self._frame()), refresh=True)
 
     def _show_lines(self) -> None:
@@ -93,9 +93,9 @@ class Watch:
         going = True
         while going:
             going, events = self._collect()
-            for event in events:
+            for at, event in events:
                 if line := event_line(event):
-                    self._print(line)
+                    self._print(line, at)
             status = self._frame().status
             if status is not None:
                 for line in news(before, status):
@@ -106,20 +106,21 @@ class Watch:
         summary = read_summary(self._folder / "summary.json")
         if summary is not None:
             self._console.print(summary_table(summary))
-        self._console.print(files_line(str(self._folder), [name for name in _FILES if (self._folder / name).exists()]))
+        there = [name for name in _FILES if (self._folder / name).exists()]
+        self._console.print(files_line(str(self._folder), there), soft_wrap=True, markup=False)
 
-    def _collect(self) -> tuple[bool, list[Event]]:
-        """Wait a period; give whether the run goes on, and what happened."""
-        events: list[Event] = []
+    def _collect(self) -> tuple[bool, list[tuple[float, Event]]]:
+        """Wait a period; give whether the run goes on, and what happened when."""
+        events: list[tuple[float, Event]] = []
         until = time.monotonic() + _PERIOD_S
         while (left := until - time.monotonic()) > 0:
             try:
-                event = self._events.get(timeout=left)
+                at, event = self._events.get(timeout=left)
             except queue.Empty:
                 break
             if event is None:
                 return False, events
-            events.append(event)
+            events.append((at, event))
         return True, events
 
     def _frame(self) -> Frame:
@@ -134,11 +135,11 @@ class Watch:
             placed=self._placed(),
         )
 
-    def _stamped(self, line: str) -> str:
-        return f"{time.monotonic() - self._begun:7.1f} s  {line}"
+    def _stamped(self, line: str, at: float) -> str:
+        return f"{at - self._begun:7.1f} s  {line}"
 
-    def _print(self, line: str) -> None:
-        self._console.file.write(f"{self._stamped(line)}\n")
+    def _print(self, line: str, at: float | None = None) -> None:
+        self._console.file.write(f"{self._stamped(line, time.monotonic() if at is None else at)}\n")
         self._console.file.flush()
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from asyncflow.errors import Fenced, Refused, StaleHandle
+from asyncflow.errors import Fenced, ProtocolError, Refused, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.weights.manifest import Manifest, Part, TensorEntry, merge
 from asyncflow.weights.slices import Box, subtract
@@ -123,18 +123,25 @@ class Catalogue:
         self._hold(version, record, Holding(worker=part.worker, address=part.address, regions=regions))
         return record.manifest is not None
 
-    def tell(self, manifest: Manifest) -> None:
-        """Learn a complete version from one of its holders, which must ``hold`` it next. Raises Refused on conflict."""
-        version = Version.unpack(manifest.version)
-        record = self._records.setdefault(version, _Record())
-        if record.manifest is not None and record.manifest.digest != manifest.digest:
-            raise Refused(f"two different {version} exist", where="weights catalogue")
-        record.manifest = manifest
+    def hold(self, version: Version, holding: Holding, *, manifest: Manifest | None = None) -> None:
+        """Note that a worker holds a complete version or regions of it; ``manifest`` for a version not yet known.
 
-    def hold(self, version: Version, holding: Holding) -> None:
-        """Note that a worker holds a complete version or regions of it. Raises StaleHandle for an unknown version."""
-        self.manifest(version)
-        self._hold(version, self._records[version], holding)
+        Raises StaleHandle for an unknown version without a manifest, Refused where the manifest contradicts what is
+        known, ProtocolError where regions do not lie inside its tensors.
+        """
+        record = self._records.get(version) or _Record()
+        known = record.manifest or manifest
+        if known is None:
+            raise StaleHandle(f"{version} is not in the catalogue", where="weights catalogue")
+        if manifest is not None and manifest.digest != known.digest:
+            raise Refused(f"two different {version} exist", where="weights catalogue")
+        shapes = {entry.name: entry.shape for entry in known.tensors}
+        for name, box in (holding.regions or {}).items():
+            if name not in shapes or not box.fits(shapes[name]):
+                raise ProtocolError(f"{box} is no region of {name!r} in {version}", where=holding.worker)
+        record.manifest = known
+        self._records[version] = record
+        self._hold(version, record, holding)
 
     def drop(self, worker: str, version: Version) -> None:
         """Note that a worker does not hold ``version`` any more."""

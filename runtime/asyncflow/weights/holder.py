@@ -119,20 +119,16 @@ class Holder:
         self.changed.set()
         self.changed = asyncio.Event()
 
-    async def change(self) -> None:
-        """Wait until the view or the holdings change."""
-        await self.changed.wait()
-
     async def wait_for(self, predicate: Callable[[], bool], *, what: str, timeout: float) -> None:
         """Wait until ``predicate`` of view and holdings is true. Raises DeadlineExceeded that names ``what``."""
         try:
             async with asyncio.timeout(timeout):
                 while not predicate():
-                    await self.change()
+                    await self.changed.wait()
         except TimeoutError:
             hint = f"The catalogue offers {', '.join(map(str, self.view.available)) or 'no version'}."
             raise DeadlineExceeded(
-                f"{what} within {timeout:g} s", where=f"weights of {self.worker}", hint=hint
+                f"{what} did not come within {timeout:g} s", where=f"weights of {self.worker}", hint=hint
             ) from None
 
     async def publish(self, version: Version, arena: Arena, part: Part, *, timeout: float) -> bool:

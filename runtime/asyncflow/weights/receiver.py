@@ -137,9 +137,7 @@ class WeightReceiver:
         self._asked[step] += 1
         self.notify()
         try:
-            await self.wait_for(
-                lambda: self._held(step) is not None, what=f"no weights of step {step}", timeout=timeout
-            )
+            await self.wait_for(lambda: self._held(step) is not None, what=f"weights of step {step}", timeout=timeout)
         finally:
             self._asked[step] -= 1
             self._asked += Counter()
@@ -212,7 +210,7 @@ class WeightReceiver:
             receiver=self._holder.worker,
             transport=self._holder.transport,
             sources=lambda: self._sources(version, regions),
-            changed=self._holder.change,
+            changed=lambda: self._holder.changed,
             known=self._known(),
             executor=self._executor,
         )

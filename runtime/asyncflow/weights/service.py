@@ -123,13 +123,12 @@ class CatalogueService:
 
     async def _held(self, request: Held, _frames: Sequence[memoryview]) -> HeldReply:
         version = Version.unpack(request.version)
-        if self.catalogue.digest(version) is None:
-            if request.manifest is None:
-                return HeldReply(known=False)
+        if self.catalogue.digest(version) is None and request.manifest is None:
+            return HeldReply(known=False)
+        if request.manifest is not None:
             request.manifest.check()
-            self.catalogue.tell(request.manifest)
         holding = Holding(worker=request.worker, address=request.address, regions=request.regions)
-        self.catalogue.hold(version, holding)
+        self.catalogue.hold(version, holding, manifest=request.manifest)
         self._wake()
         return HeldReply(known=True)
 

@@ -67,8 +67,8 @@ class _Piece:
 class Transfer:
     """Fills ``arena`` with what it has room for of ``manifest``'s version.
 
-    receiver: this worker's id; sources: gives who holds the version now; changed: returns when that may have changed;
-    known: by digest, arrays whose bytes are at hand already; executor: where digests are computed.
+    receiver: this worker's id; sources: gives who holds the version now; changed: gives the event that is set when
+    that changes; known: by digest, arrays whose bytes are at hand already; executor: where digests are computed.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Transfer:
         receiver: str,
         transport: Transport,
         sources: Callable[[], Awaitable[Sources]],
-        changed: Callable[[], Awaitable[None]],
+        changed: Callable[[], asyncio.Event],
         known: Mapping[str, AnyArray],
         executor: Executor,
     ) -> None:
@@ -103,9 +103,10 @@ class Transfer:
         await self._reuse()
         pause = _FIRST_PAUSE_S
         while self._unfinished():
+            changed = self._changed()
             plan = self._plan(await self._sources())
             if not plan:
-                await self._changed()
+                await changed.wait()
                 continue
             before = self.missing
             gate = asyncio.Semaphore(_STREAMS)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import logging
 import os
 import secrets
 from dataclasses import dataclass
@@ -18,6 +19,11 @@ from pathlib import Path
 from typing import Self
 
 from asyncflow.errors import ManifestError
+from asyncflow.substrates.local import reaper
+from asyncflow.substrates.local.atomic import write_atomic
+from asyncflow.substrates.local.record import load_record
+
+_log = logging.getLogger(__name__)
 
 _RUN_ENTRIES = ("job.yaml", "ledger", "checkpoints", "metrics.jsonl", "summary.json")
 
@@ -34,8 +40,9 @@ class RunFolder:
     def claim(cls, path: Path, *, resume: bool = False, fresh: bool = False) -> Self:
         """Take ``path`` for a run, creating it where needed.
 
-        Raises ManifestError where it cannot be written, another supervisor holds it, it holds a run and neither
-        ``resume`` nor ``fresh`` is asked for, or ``resume`` is asked for and there is nothing to continue.
+        What a supervisor that was killed there has left running is ended. Raises ManifestError where the folder cannot
+        be written, another supervisor holds it, it holds a run and neither ``resume`` nor ``fresh`` is asked for, or
+        ``resume`` is asked for and there is nothing to continue.
         """
         path = path.absolute()
         held = holds_run(path)
@@ -47,21 +54,14 @@ class RunFolder:
             hint = "Continue it with --resume, move it aside with --fresh, or give another --output"
             raise ManifestError("the folder already holds a run", where=str(path), hint=hint)
         try:
-            lock = _lock(path)
-            if not (fresh and held):
-                (path / "logs").mkdir(exist_ok=True)
-                return cls(path, lock)
-            try:
-                aside = _aside(path)
-                path.rename(aside)
-            finally:
-                os.close(lock)
+            moved_to = _move_aside(path) if held and fresh else None
             lock = _lock(path)
             (path / "logs").mkdir(exist_ok=True)
-            return cls(path, lock, moved_to=aside)
         except OSError as error:
             hint = "Give an --output that can be written"
             raise ManifestError(f"cannot write there: {error.strerror}", where=str(path), hint=hint) from error
+        _end_predecessor(path)
+        return cls(path, lock, moved_to)
 
     @property
     def job(self) -> Path:
@@ -102,17 +102,6 @@ def holds_run(path: Path) -> bool:
     return any((path / entry).exists() for entry in _RUN_ENTRIES)
 
 
-def write_atomic(path: Path, content: bytes, *, mode: int = 0o644) -> None:
-    """Replace ``path`` by ``content`` in one step: a reader sees the old bytes or the new ones."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(descriptor)
-    fresh.replace(path)
-
-
 def _lock(path: Path) -> int:
     """Create the folder where needed and lock it for this process; the kernel unlocks when the process ends."""
     run = path / "run"
@@ -130,6 +119,23 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
-def _aside(path: Path) -> Path:
-    """Give the first free name of the form ``NAME.N``."""
-    return next(other for n in itertools.count(1) if not os.path.lexists(other := path.with_name(f"{path.name}.{n}")))
+def _end_predecessor(path: Path) -> None:
+    """End what the folder's last supervisor, which is gone since its lock is ours, has left running."""
+    try:
+        record = load_record(path / "run" / "processes.json")
+    except ManifestError:
+        _log.warning("%s cannot be read: nobody knows what the last run has left", path / "run" / "processes.json")
+        return
+    if record is not None:
+        reaper.sweep(mark=record.mark, sessions=())
+
+
+def _move_aside(path: Path) -> Path:
+    """Rename the folder, which nobody may be using, to the first free name of the form ``NAME.N``."""
+    lock = _lock(path)
+    try:
+        _end_predecessor(path)
+        names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+        return path.rename(next(name for name in names if not os.path.lexists(name)))
+    finally:
+        os.close(lock)

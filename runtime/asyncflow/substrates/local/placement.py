@@ -5,10 +5,8 @@ Invariant: what is added to the plan is what only this machine knows: paths, loo
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from asyncflow.plan.roles import JobPlan, Role
 from asyncflow.substrates.local.crew import Seat
@@ -19,15 +17,12 @@ TOKEN_FILE_ENV = "ASYNCFLOW_TOKEN_FILE"  # noqa: S105 — a name, not a token
 """Variable that names the file with the bearer token of the driver's POST routes."""
 
 
-def launcher(
-    plan: JobPlan, *, folder: RunFolder, driver: str, http_port: int, modules: Path
-) -> Callable[[Seat, int], Launch]:
+def launcher(plan: JobPlan, *, folder: RunFolder, driver: str, http_port: int) -> Callable[[Seat, int], Launch]:
     """Give the function that says how to start a seat as an attempt.
 
-    driver: the address that the driver listens on; http_port: of the driver's service, which alone is known beforehand;
-    modules: folder of the user's own modules, such as a reward function.
+    driver: the address that the driver listens on; http_port: of the driver's service, which alone is known beforehand.
     """
-    path = os.pathsep.join(filter(None, (str(modules), os.environ.get("PYTHONPATH"))))
+    own = {TOKEN_FILE_ENV: str(folder.token), "PYTHONSAFEPATH": "1"}
     roles: dict[str, Role] = {role.name: role for role in plan.roles}
 
     def launch(seat: Seat, attempt: int) -> Launch:
@@ -41,6 +36,6 @@ def launcher(
             http_port=http_port if role.leader else None,
             python=sys.executable,
         )
-        return Launch(argv=argv, env={"PYTHONPATH": path, **role.env, TOKEN_FILE_ENV: str(folder.token)})
+        return Launch(argv=argv, env={**own, **role.env})
 
     return launch

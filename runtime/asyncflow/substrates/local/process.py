@@ -1,7 +1,8 @@
 """Real processes, each the leader of its own session, whose end is told at once by the kernel (pidfd).
 
 Invariants: a process is started from the main thread only (its leash hangs on the thread that started it); it is waited
-for exactly once; and when its end is reported, what it has started within its session has ended with it.
+for exactly once; it inherits no descriptor but its three; and when its end is reported, what it has started within its
+session has ended with it.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ class Process:
         stdin: a file descriptor that becomes its input, nothing otherwise. Raises OSError where it cannot be started.
         """
         silence = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
-        actions: list[tuple[int, int, str, int, int] | tuple[int, int, int]] = [
+        actions: list[tuple[int, int, str, int, int] | tuple[int, int, int] | tuple[int, int]] = [
             silence if stdin is None else (os.POSIX_SPAWN_DUP2, stdin, 0),
             (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644),
             (os.POSIX_SPAWN_DUP2, 1, 2),
+            *((os.POSIX_SPAWN_CLOSE, descriptor) for descriptor in _inheritable()),
         ]
         self.pid = os.posix_spawnp(
             argv[0], list(argv), dict(env), file_actions=actions, setsid=True, setsigmask=(), setsigdef=_DEFAULTED
@@ -78,3 +80,13 @@ class Process:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-self.pid, os.WNOHANG)[0]:
                 pass
+
+
+def _inheritable() -> list[int]:
+    """Give the descriptors beyond the first three that whoever started us has left open for our children."""
+    found = []
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if descriptor > 2 and os.get_inheritable(descriptor):
+                found.append(descriptor)
+    return found

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from asyncflow.errors import ManifestError
-from asyncflow.substrates.local.folder import write_atomic
+from asyncflow.substrates.local.atomic import write_atomic
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):

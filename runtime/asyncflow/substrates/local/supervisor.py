@@ -50,9 +50,10 @@ class _Running:
 
 
 class Supervisor:
-    """One run of one crew. It owns SIGINT, SIGTERM and SIGHUP of this process while ``run`` goes on.
+    """One run of one crew. All roles start at once: each waits by itself, with a deadline, for those that it needs.
 
-    observe: is told every event, on the event loop, and must not block.
+    It owns SIGINT, SIGTERM and SIGHUP of this process while ``run`` goes on. observe: is told every event, on the event
+    loop, and must not block.
     """
 
     def __init__(
@@ -75,7 +76,6 @@ class Supervisor:
         self.observe: Callable[[Event], None] = lambda _: None
         self._limits = limits or Limits()
         previous = load_record(folder.processes)
-        self._previous_mark = previous.mark if previous else None
         self._crew = Crew(roles, now=time.monotonic(), attempts=previous.next_attempts() if previous else None)
         self._record = Record(mark=uuid.uuid4().hex, supervisor=os.getpid(), started=_now(), driver=driver, http=http)
         self._first = {seat: attempt for seat, (_, attempt) in self._crew.seats.items()}
@@ -101,8 +101,6 @@ class Supervisor:
     async def run(self) -> Outcome:
         """Run the crew to its end. Everything has ended when this returns."""
         with self._signals():
-            if self._previous_mark:
-                await asyncio.to_thread(reaper.sweep, mark=self._previous_mark, sessions=())
             leash.adopt_orphans(enabled=True)
             self._watchdog = Watchdog(mark=self._record.mark, log=self._folder.path / "run" / "reaper.log")
             try:

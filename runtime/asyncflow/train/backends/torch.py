@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 WEIGHTS_FILE = "model.safetensors"
 STATE_FILE = "optimizer.safetensors"
 _GENERATOR = "generator"
+_PACK_TOKENS = 1024
 _SUMS = (
     "tokens", "sequences", "computed", "loss", "kl", "entropy", "surprise", "ratio", "approx_kl",
     "clip_low", "clip_high", "clip_dual", "silent", "gap_tokens", "gap",
@@ -50,8 +51,11 @@ _SUMS = (
 
 
 class TorchBackend(TrainerBackend):
-    """A causal language model of transformers with AdamW. Options: ``host`` (of rank 0's store),
-    ``collective_timeout_s``, ``gradient_checkpointing``.
+    """A causal language model of transformers with AdamW.
+
+    Options: ``pack_tokens`` (tokens of one forward pass at most, which bounds the memory of its logits; default 1024),
+    ``gradient_checkpointing`` (default off), ``host`` (where rank 0 meets the others; default loopback),
+    ``collective_timeout_s`` (default 600).
     """
 
     def __init__(self, settings: BackendSettings, *, group: Group) -> None:
@@ -62,24 +66,26 @@ class TorchBackend(TrainerBackend):
         torch.use_deterministic_algorithms(True, warn_only=self._device.type != "cpu")
         torch.manual_seed(settings.seed)
         self._compute = getattr(torch, settings.compute)
-        self._meter = _meter()
-
-    def load(self, folder: Path, *, checkpoint: Path | None) -> None:
-        """See the base class; the reference for the KL term is always θ_0, also after a resume."""
-        options = self.settings.options
+        options = settings.options
+        self._pack_tokens = min(settings.pack_tokens, int(options.get("pack_tokens", _PACK_TOKENS)))
         self._ranks = TensorGroup(
-            self.group,
+            group,
             device=self._device,
             host=str(options.get("host", "127.0.0.1")),
             timeout_s=float(options.get("collective_timeout_s", 600.0)),
         )
+        self._meter = _meter()
+
+    def load(self, folder: Path, *, checkpoint: Path | None) -> None:
+        """See the base class; the reference for the KL term is always θ_0, also after a resume."""
+        self._ranks.meet()
         first, keep_reference = self.group.rank == 0, self.settings.loss.kl > 0
         self._model = open_model(folder, weights=first and (checkpoint is None or keep_reference), device=self._device)
         self._reference = None
         if keep_reference:
             self._ranks.from_first(tensor for _, tensor in named_weights(self._model))
             self._reference = deepcopy(self._model).requires_grad_(False)
-        if options.get("gradient_checkpointing"):
+        if self.settings.options.get("gradient_checkpointing"):
             self._model.train()
             self._model.gradient_checkpointing_enable()
         self._optimizer = FlatAdamW(self._model, self.settings.optimizer)
@@ -115,7 +121,7 @@ class TorchBackend(TrainerBackend):
             [batch.responses.row(i) for i in active.tolist()],
             [batch.keys[i].serial for i in active.tolist()],
             layout=self.settings.layout,
-            budget=self.settings.pack_tokens,
+            budget=self._pack_tokens,
         )
         weights, current = loss.aggregation.weights(lengths), batch.made_by(version)
         for pack in packs:

@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncflow.errors import CheckpointError, ManifestError
+from asyncflow.train.backends.torch_attention import ATTENTION, Documents
 from asyncflow.train.packing import Pack
 
 
 def open_model(folder: Path, *, weights: bool, device: torch.device) -> nn.Module:
     """Open the model folder in float32: with its weights, or (``weights`` False) with arbitrary ones.
 
-    Raises ManifestError where the folder holds no model that transformers can open, or one with a sliding window,
-    which an explicit mask would silently widen.
+    Raises ManifestError where the folder holds no model that transformers can open.
     """
     try:
         config = AutoConfig.from_pretrained(folder)
-        kind = {"attn_implementation": "sdpa", "dtype": torch.float32}
+        kind = {"attn_implementation": ATTENTION, "dtype": torch.float32}
         model = (
             AutoModelForCausalLM.from_pretrained(folder, config=config, **kind)
             if weights
@@ -41,12 +41,6 @@ def open_model(folder: Path, *, weights: bool, device: torch.device) -> nn.Modul
             where=str(folder),
             hint="Give a folder with config.json and model.safetensors, as transformers writes it.",
         ) from wrong
-    if "sliding_attention" in getattr(config, "layer_types", ()) or ():
-        raise ManifestError(
-            "sliding-window attention is not supported in packs",
-            where=str(folder),
-            hint="Use a model with full attention.",
-        )
     return model.to(device).eval()
 
 
@@ -86,8 +80,8 @@ def token_logprobs(
         logits = model(
             input_ids=on_device(pack.ids)[None],
             position_ids=on_device(pack.positions)[None],
-            attention_mask=on_device(pack.mask())[None, None],
             logits_to_keep=on_device(pack.rows),
+            documents=Documents.of(pack, device),
             use_cache=False,
         ).logits[0]
     logits = logits.float() / temperature

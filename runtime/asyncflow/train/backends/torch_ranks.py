@@ -37,17 +37,22 @@ class TensorGroup:
     """
 
     def __init__(self, group: Group, *, device: torch.device, host: str, timeout_s: float) -> None:
+        self._gang = group
+        self._device = device
+        self._host = host
+        self._timeout = timedelta(seconds=timeout_s)
         self._group: dist.ProcessGroup | None = None
-        if group.world == 1:
+
+    def meet(self) -> None:
+        """Join the process group, once; blocks until all ranks have come."""
+        if self._gang.world == 1 or self._group is not None:
             return
-        timeout = timedelta(seconds=timeout_s)
-        store = _store(group, host=host, timeout=timeout)
         dist.init_process_group(
-            dist.get_default_backend_for_device(device),
-            store=store,
-            rank=group.rank,
-            world_size=group.world,
-            timeout=timeout,
+            dist.get_default_backend_for_device(self._device),
+            store=_store(self._gang, host=self._host, timeout=self._timeout),
+            rank=self._gang.rank,
+            world_size=self._gang.world,
+            timeout=self._timeout,
         )
         self._group = dist.group.WORLD
 

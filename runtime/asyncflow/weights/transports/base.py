@@ -70,12 +70,12 @@ class Transport(ABC):
         """Serve no longer; pulls in flight raise PeerLost."""
 
 
-def open_transport(name: str, **options: Any) -> Transport:
-    """Make the transport that is registered as ``name``. Raises ManifestError where there is none."""
+def open_transport(kind: str, /, **options: Any) -> Transport:
+    """Make the transport that is registered as ``kind``. Raises ManifestError where there is none."""
     found = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in found:
+    if kind not in found:
         hint = f"Installed: {', '.join(sorted(found)) or 'none'}."
-        raise ManifestError(f"there is no transport {name!r}", where="weightSync.transport", hint=hint)
-    transport = found[name].load()(**options)
+        raise ManifestError(f"there is no transport {kind!r}", where="weightSync.transport", hint=hint)
+    transport = found[kind].load()(**options)
     assert isinstance(transport, Transport)
     return transport

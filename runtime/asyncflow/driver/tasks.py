@@ -1,0 +1,46 @@
+"""The consumers of a job's two partitions: which columns make a row ready for whom, and what each adds.
+
+    train:  prompt_ids, task ─> rollout ─> responses, reward ─> advantage ─> advantage ─> train (the gang)
+    eval:   prompt_ids, task ─> rollout ─> responses, reward ─> score
+
+Invariant: a function of the manifest; whoever serves the queue declares them before anybody can ask.
+"""
+
+from __future__ import annotations
+
+from asyncflow.api.job import RLJobSpec
+from asyncflow.driver.policies import collects_whole_steps
+from asyncflow.queue.messages import TaskSpec
+
+TRAIN = "train"
+EVAL = "eval"
+DRIVER_LEASE_S = 10.0
+"""The driver decides at once: a longer lease would only delay the next driver."""
+
+_PROMPT = ["prompt_ids", "task"]
+_RESPONSE = ["response_ids", "logprobs", "versions", "reward"]
+
+
+def tasks_of(spec: RLJobSpec) -> list[TaskSpec]:
+    """Give the tasks of both partitions."""
+    lease_s = spec.rollout.lease_seconds
+    return [
+        TaskSpec(partition=TRAIN, name="rollout", needs=_PROMPT, writes=_RESPONSE, groups=True, lease_s=lease_s),
+        TaskSpec(
+            partition=TRAIN,
+            name="advantage",
+            needs=["reward"],
+            writes=["advantage"],
+            groups=True,
+            lease_s=DRIVER_LEASE_S,
+        ),
+        TaskSpec(
+            partition=TRAIN,
+            name="train",
+            needs=["prompt_ids", *_RESPONSE, "advantage"],
+            kind="gang",
+            order="key" if collects_whole_steps(spec) else "fifo",
+        ),
+        TaskSpec(partition=EVAL, name="rollout", needs=_PROMPT, writes=_RESPONSE, groups=True, lease_s=lease_s),
+        TaskSpec(partition=EVAL, name="score", needs=["reward"], lease_s=DRIVER_LEASE_S),
+    ]

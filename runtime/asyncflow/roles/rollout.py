@@ -1,0 +1,107 @@
+"""One rollout instance: engine, rewards and weights around ``rollout.worker``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from asyncflow.errors import ManifestError
+from asyncflow.flow.instance import Instance
+from asyncflow.models.source import materialize_config
+from asyncflow.models.tokenizer import Tokenizer
+from asyncflow.net.roster import Status
+from asyncflow.queue.client import QueueClient
+from asyncflow.rewards.pool import RewardPool
+from asyncflow.roles.base import Post, RoleOptions, job_folder, run_role
+from asyncflow.rollout.engines import open_engine
+from asyncflow.rollout.job import RolloutSettings
+from asyncflow.rollout.worker import RolloutWorker, wanted_by
+from asyncflow.telemetry.metrics import RolloutMetrics
+from asyncflow.weights.receiver import WeightReceiver
+from asyncflow.weights.transports.base import open_transport
+
+
+def main(options: RoleOptions) -> int:
+    """Run an instance."""
+    return run_role(serve, options)
+
+
+async def serve(post: Post) -> None:
+    """Generate until told to stop or to drain."""
+    spec, options = post.job.spec, post.options
+    metrics = RolloutMetrics()
+    folder = materialize_config(spec.model.source, options.workdir)
+    tokenizer = Tokenizer.load(folder)
+    engine = open_engine(
+        spec.rollout.engine.name,
+        folder=folder,
+        slots=spec.rollout.engine.slots,
+        max_length=spec.sampling.max_prompt_tokens + spec.sampling.max_tokens,
+        threads=spec.rollout.threads,
+        dtype=spec.rollout.engine.dtype,
+        seed=spec.algorithm.seed,
+        options=spec.rollout.engine.options,
+    )
+    rewards = RewardPool(
+        function=spec.reward.function,
+        extractor=spec.reward.extractor,
+        workdir=job_folder(post.job, options),
+        min_workers=spec.reward.workers.min,
+        max_workers=spec.reward.workers.max,
+        timeout_s=spec.reward.timeout_seconds,
+        on_timeout=spec.reward.on_timeout,
+    )
+    if spec.schedule.swap_at == "token":
+        raise ManifestError("swapAt token does not work yet", where="spec.schedule.swapAt")
+    instance = Instance(swap_at=spec.schedule.swap_at, slots=spec.rollout.engine.slots, ahead=spec.algorithm.group_size)
+    worker: RolloutWorker | None = None
+
+    def status() -> Status:
+        return {} if worker is None else worker.status()
+
+    async with contextlib.AsyncExitStack() as stack:
+        await engine.start()
+        stack.push_async_callback(engine.close)
+        membership = await post.join(metrics=metrics, status=status)
+        stack.push_async_callback(membership.close)
+        queue = QueueClient.of(membership, keys=post.keys)
+        stack.push_async_callback(queue.close)
+        transport = open_transport(
+            spec.weight_sync.transport, name=f"rollout-{options.index}", bind=post.bind, keys=post.keys
+        )
+        receiver = WeightReceiver(
+            membership=membership, worker=post.worker, transport=transport, want=wanted_by(instance)
+        )
+        await receiver.start()
+        stack.push_async_callback(receiver.close)
+        await rewards.start()
+        stack.push_async_callback(rewards.close)
+        worker = RolloutWorker(
+            queue=queue,
+            receiver=receiver,
+            engine=engine,
+            rewards=rewards,
+            tokenizer=tokenizer,
+            instance=instance,
+            settings=RolloutSettings(
+                temperature=spec.sampling.temperature,
+                max_tokens=spec.sampling.max_tokens,
+                stop_ids=(*tokenizer.eos_ids, *(tokenizer.token_id(text) for text in spec.sampling.stop)),
+                seed=spec.algorithm.seed,
+                lease_s=spec.rollout.lease_seconds,
+                drain_s=min(spec.rollout.drain_seconds, spec.limits.stop_seconds / 2),
+            ),
+            metrics=metrics,
+        )
+        metrics.watch_busy(worker.meter.busy)
+        draining = asyncio.create_task(_drain_when_told(post, worker))
+        try:
+            await worker.run()
+        finally:
+            draining.cancel()
+
+
+async def _drain_when_told(post: Post, worker: RolloutWorker) -> None:
+    waits = [asyncio.create_task(event.wait()) for event in (post.stopping, post.draining)]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    worker.drain()

@@ -1,0 +1,45 @@
+"""One storage unit of the queue."""
+
+from __future__ import annotations
+
+import asyncio
+
+from asyncflow.net.membership import Membership
+from asyncflow.queue.unit import StorageUnit, open_backend
+from asyncflow.roles.base import Post, RoleOptions, run_role
+from asyncflow.telemetry.metrics import StorageMetrics
+
+PULSE_S = 1.0
+
+
+def main(options: RoleOptions) -> int:
+    """Run a storage unit."""
+    return run_role(serve, options)
+
+
+async def serve(post: Post) -> None:
+    """Hold cells until told to stop."""
+    queue, metrics = post.job.spec.transfer_queue, StorageMetrics()
+    membership: Membership | None = None
+    unit = StorageUnit(
+        index=post.options.index,
+        limit_bytes=queue.bytes_per_unit.bytes,
+        controller=lambda: membership.address("controller") if membership is not None else None,
+        incarnation=post.worker,
+        host=post.host,
+        keys=post.keys,
+        backend=open_backend(queue.backend),
+    )
+    address = await unit.start()
+    metrics.watch_rpc(unit.server.counters)
+    metrics.limit.set(queue.bytes_per_unit.bytes)
+    membership = await post.join(metrics=metrics, address=address)
+    while not post.stopping.is_set():
+        metrics.held.set(unit.holdings.budget.used)
+        try:
+            async with asyncio.timeout(PULSE_S):
+                await post.stopping.wait()
+        except TimeoutError:
+            continue
+    await membership.close()
+    await unit.close()

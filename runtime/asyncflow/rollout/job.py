@@ -1,0 +1,136 @@
+"""One leased row on its way through an instance, and what an instance was told to do with it.
+
+Invariant: what is generated for a row is a function of the row, the settings that all instances share and the weights;
+nothing of the instance enters the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from asyncflow.data.base import Prompt
+from asyncflow.flow.instance import Work
+from asyncflow.flow.schedule import Window
+from asyncflow.identity import Version
+from asyncflow.net.frames import Jagged
+from asyncflow.queue.messages import TOKENS_TAG, LeasedRow, Tag
+from asyncflow.rewards.wire import Example, RewardResult
+from asyncflow.rollout.engines.base import Completion, GenerationRequest
+from asyncflow.rollout.sampling import purpose_seed
+
+INPUTS = ("prompt_ids", "task")
+"""Columns that the ``rollout`` task reads: int32 ids, and a packed ``Prompt``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings:
+    """What all instances of a job have in common.
+
+    temperature, max_tokens: unless a row's tags name others; stop_ids: end a response; seed: of the sampling;
+    train, eval: names of the partitions; lease_s: of the ``rollout`` tasks; call_s: for one call to the queue;
+    fetch_s, load_s: for prompts and weights of rows that were claimed, which are given back afterwards;
+    drain_s: for samples that are generated but not yet delivered when the instance leaves.
+    """
+
+    temperature: float
+    max_tokens: int
+    stop_ids: tuple[int, ...]
+    seed: int
+    lease_s: float = 60.0
+    train: str = "train"
+    eval: str = "eval"
+    task: str = "rollout"
+    park_s: float = 30.0
+    call_s: float = 10.0
+    fetch_s: float = 20.0
+    load_s: float = 120.0
+    drain_s: float = 10.0
+
+
+@dataclass(eq=False, kw_only=True)
+class Job:
+    """A leased row. prompt is None until it is fetched; ``gone`` once it is no longer here; ``task`` makes it."""
+
+    row: LeasedRow
+    prompt_ids: tuple[int, ...] = ()
+    prompt: Prompt | None = None
+    generated: bool = False
+    gone: bool = False
+    task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    def needs(self, step: int, *, loaded: Version | None) -> bool:
+        """Say whether the row may begin under version step ``step`` but not under the one loaded."""
+        window = self.work.window
+        here = loaded is not None and window.oldest <= loaded.step <= window.newest
+        return window.oldest <= step <= window.newest and not here
+
+    @property
+    def purpose(self) -> Literal["train", "eval"]:
+        """What the row is for."""
+        return self.row.meta.purpose
+
+    @property
+    def work(self) -> Work:
+        """The row as ``flow.instance`` sees it; the job itself is its name."""
+        meta = self.row.meta
+        return Work(self, meta.purpose, Window(meta.min_version, meta.max_version))
+
+    def request(self, settings: RolloutSettings) -> GenerationRequest:
+        """Give what the engine is asked for."""
+        meta = self.row.meta
+        return GenerationRequest(
+            key=meta.key,
+            prompt_ids=self.prompt_ids,
+            max_tokens=int(meta.tags.get("max_tokens", settings.max_tokens)),
+            temperature=float(meta.tags.get("temperature", settings.temperature)),
+            stop_ids=settings.stop_ids,
+            seed=purpose_seed(settings.seed, meta.purpose),
+            purpose=meta.purpose,
+        )
+
+    def example(self, response: str) -> Example:
+        """Give what the reward function is asked."""
+        assert self.prompt is not None
+        return Example(prompt=self.prompt.question, response=response, answer=self.prompt.answer, meta=self.prompt.meta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A sample that is finished: what goes into the row's columns and tags."""
+
+    job: Job
+    completion: Completion
+    reward: RewardResult
+
+    @property
+    def tags(self) -> dict[str, Tag]:
+        """The tags, so that counting and advantages need no fetch.
+
+        tokens, response_tokens: of the response; version_min, version_max: steps of its oldest and newest token.
+        """
+        versions = self.completion.versions
+        return {
+            "reward": self.reward.value,
+            "flag": self.reward.flag,
+            "finish": self.completion.finish,
+            TOKENS_TAG: len(versions),
+            "response_tokens": len(versions),
+            "version_min": Version.unpack(int(versions.min())).step,
+            "version_max": Version.unpack(int(versions.max())).step,
+        }
+
+
+def columns(outcomes: Sequence[Outcome]) -> dict[str, Jagged]:
+    """Give the columns response_ids int32, logprobs float32, versions int64 and reward float32[1], a row an outcome."""
+    made = [outcome.completion for outcome in outcomes]
+    return {
+        "response_ids": Jagged.from_rows([completion.ids for completion in made], np.int32),
+        "logprobs": Jagged.from_rows([completion.logprobs for completion in made], np.float32),
+        "versions": Jagged.from_rows([completion.versions for completion in made], np.int64),
+        "reward": Jagged.from_rows([[outcome.reward.value] for outcome in outcomes], np.float32),
+    }

@@ -1,0 +1,252 @@
+"""One rollout instance: claims rows, generates, has them scored, delivers, and swaps weights between.
+
+Every sample is a coroutine (generate, score, deliver); one loop steers: it begins what ``flow.instance`` admits and
+swaps when that says so. Waiting for a reward or for a storage unit holds no slot.
+
+Invariants: only the steering loop begins sequences and loads weights, so none runs while weights are loaded; nothing
+that is away for a while ends the worker, only what makes going on senseless does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from asyncflow.errors import DeadlineExceeded
+from asyncflow.flow.instance import Instance
+from asyncflow.models.tokenizer import Tokenizer
+from asyncflow.net.roster import Status
+from asyncflow.queue.client import QueueClient
+from asyncflow.rewards.pool import RewardPool
+from asyncflow.rollout.claimer import Claimer
+from asyncflow.rollout.delivery import Delivery
+from asyncflow.rollout.desk import Desk
+from asyncflow.rollout.engines.base import RolloutEngine
+from asyncflow.rollout.job import Job, Outcome, RolloutSettings
+from asyncflow.rollout.meter import Meter
+from asyncflow.telemetry.metrics import RolloutMetrics
+from asyncflow.weights.messages import CatalogueView
+from asyncflow.weights.receiver import WeightReceiver
+
+log = logging.getLogger(__name__)
+
+_WATCH_S = 3600.0
+
+
+def wanted_by(instance: Instance) -> Callable[[CatalogueView], int | None]:
+    """Give the ``want`` of the receiver that serves ``instance``."""
+    return lambda view: instance.want(view.available, required=view.required)
+
+
+class RolloutWorker:
+    """Runs one instance.
+
+    receiver, made with ``want=wanted_by(instance)``, engine and rewards are started before and closed after by the
+    caller.
+    """
+
+    def __init__(
+        self,
+        *,
+        queue: QueueClient,
+        receiver: WeightReceiver,
+        engine: RolloutEngine,
+        rewards: RewardPool,
+        tokenizer: Tokenizer,
+        instance: Instance,
+        settings: RolloutSettings,
+        metrics: RolloutMetrics,
+    ) -> None:
+        self.meter = Meter(metrics)
+        self._receiver = receiver
+        self._engine = engine
+        self._rewards = rewards
+        self._tokenizer = tokenizer
+        self._instance = instance
+        self._settings = settings
+        self._changed = asyncio.Event()
+        self._leaving = asyncio.Event()
+        self._failure: Exception | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._wish: int | None = None
+        self._desk = Desk(
+            queue=queue, instance=instance, settings=settings, changed=self._changed.set, spawn=self._spawn
+        )
+        self._delivery = Delivery(queue, settled=self._settled, call_s=settings.call_s)
+        self._claimers = [
+            Claimer(
+                purpose,
+                queue=queue,
+                instance=instance,
+                settings=settings,
+                slots=engine.slots,
+                got=self._desk.take,
+                parked=self._parked,
+                backlog=self._desk.backlog,
+            )
+            for purpose in ("train", "eval")
+        ]
+
+    def drain(self) -> None:
+        """Claim no more, hand back what is not generated yet, and let ``run`` end. May be called more than once."""
+        self._instance.drain()
+        self._leaving.set()
+
+    async def run(self) -> None:
+        """Work until ``drain``. Raises what makes going on senseless: weights or prompts that do not fit the engine."""
+        for work in (self._steer(), self._watch(), self._desk.renew(), *(claimer.run() for claimer in self._claimers)):
+            self._spawn(work)
+        try:
+            await self._leaving.wait()
+        finally:
+            await self._hand_back()
+        if self._failure is not None:
+            raise self._failure
+
+    def status(self) -> Status:
+        """Give what heartbeats report. version, staged: packed, -1 for none; seconds and counts since the start."""
+        tokens = self._engine.stats().tokens
+        version, staged = self._engine.version, self._receiver.staged
+        return {
+            "version": -1 if version is None else version.packed,
+            "staged": -1 if staged is None else staged.packed,
+            "slots": self._engine.slots,
+            "running": self._instance.running,
+            "inflight": len(self._desk),
+            "tokens_generated": sum(tokens.values()),
+            "tokens_generated_train": tokens.get("train", 0),
+            "tokens_generated_eval": tokens.get("eval", 0),
+            "busy_s": self.meter.generate_s,
+            "swap_stall_s": self.meter.stall_s,
+            "swaps": self.meter.swaps,
+            "delivered": self.meter.delivered,
+            "fenced": self.meter.fenced,
+            "lost": self._desk.lost,
+            "draining": self._leaving.is_set(),
+        }
+
+    async def _steer(self) -> None:
+        """Begin and swap, whenever anything has changed."""
+        while True:
+            self._changed.clear()
+            self._look()
+            for work in self._instance.admit():
+                assert isinstance(work.id, Job)
+                work.id.task = self._spawn(self._sample(work.id))
+            step = self._instance.swap()
+            receiving = self._instance.current is not None and self._wish not in (None, *self._receiver.held)
+            self.meter.running(self._instance.running, receiving=receiving and step is None)
+            if step is None:
+                await self._changed.wait()
+            else:
+                await self._swap(step)
+
+    def _look(self) -> None:
+        """Tell the instance what can be loaded, the receiver what is wanted, and the claimers that things changed."""
+        receiver = self._receiver
+        self._instance.know(staged=receiver.staged, in_memory=receiver.held, available=receiver.available())
+        wish = wanted_by(self._instance)(receiver.view)
+        if wish != self._wish:
+            self._wish = wish
+            receiver.notify()
+        for claimer in self._claimers:
+            claimer.changed.set()
+
+    async def _swap(self, step: int) -> None:
+        """Load the weights of ``step``; rows that need a version which cannot be had are given back."""
+        began = time.monotonic()
+        loaded = self._instance.current
+        with self.meter.busy("swap") if loaded is not None else contextlib.nullcontext():
+            try:
+                await self._receiver.ensure(step, timeout=self._settings.load_s)
+            except DeadlineExceeded as error:
+                log.warning("%s", error)
+                stuck = [job for job in self._desk if job.task is None and job.needs(step, loaded=loaded)]
+                await self._desk.give_back(stuck, reason=f"version {step} cannot be had")
+                return
+            version, tensors = self._receiver.take(step)
+            await self._engine.load(version, tensors)
+        self._instance.loaded(version)
+        seconds = time.monotonic() - began
+        self.meter.swapped(step, seconds)
+        log.info("swapped to %s in %.3f s", version, seconds)
+
+    async def _watch(self) -> None:
+        """Wake the steering loop whenever other weights can be had."""
+        receiver = self._receiver
+
+        def news() -> object:
+            return receiver.staged, receiver.held, receiver.available(), receiver.view.required
+
+        def differs(seen: object) -> bool:
+            return news() != seen
+
+        while True:
+            seen = news()
+            self._changed.set()
+            with contextlib.suppress(DeadlineExceeded):
+                await receiver.wait_for(functools.partial(differs, seen), what="other weights", timeout=_WATCH_S)
+
+    async def _sample(self, job: Job) -> None:
+        """Generate one response, have it scored, and hand it to delivery."""
+        try:
+            completion = await self._engine.generate(job.request(self._settings))
+        finally:
+            self._instance.release(job)
+            self._changed.set()
+        if completion.finish == "aborted":
+            await self._desk.give_back([job], reason="aborted")
+            return
+        self.meter.generated(completion)
+        job.generated = True
+        ids = completion.ids[:-1] if completion.finish == "stop" else completion.ids
+        began = time.monotonic()
+        reward = await self._rewards.score(job.example(self._tokenizer.decode(ids.tolist())))
+        outcome = Outcome(job=job, completion=completion, reward=reward)
+        self.meter.scored(outcome, time.monotonic() - began)
+        self._delivery.put(outcome)
+
+    def _settled(self, outcome: Outcome, taken: bool) -> None:
+        self.meter.settled(taken=taken)
+        self._desk.forget(outcome.job)
+
+    def _parked(self, purpose: str) -> None:
+        if purpose == "eval":
+            self._instance.eval_parked()
+            self._changed.set()
+
+    async def _hand_back(self) -> None:
+        """End all tasks; deliver what was generated, as far as time allows, and give back the rest."""
+        self._instance.drain()
+        finishing = {job.task for job in self._desk if job.generated and job.task is not None}
+        for task in self._tasks - finishing:
+            task.cancel()
+        until = time.monotonic() + self._settings.drain_s
+        if finishing:
+            await asyncio.wait(finishing, timeout=self._settings.drain_s)
+        await self._delivery.flush(timeout=max(0.1, until - time.monotonic()))
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks)
+        self.meter.running(0, receiving=False)
+        log.info("leaving; %d rows are given back", len(self._desk))
+        await self._desk.give_back(list(self._desk), reason="the instance leaves")
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception) and self._failure is None:
+            self._failure = error
+            self._leaving.set()

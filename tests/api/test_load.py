@@ -1,0 +1,166 @@
+"""From a file, a stream and overrides to a job; not yet; files that a job names."""
+
+import io
+from pathlib import Path
+
+import pytest
+
+from asyncflow.api import RLJob, check_files, load_job
+from asyncflow.errors import ManifestError, NotYetError
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+MINIMAL = """
+apiVersion: asyncflow.dev/v1alpha1
+kind: RLJob
+metadata: {name: minimal}
+spec:
+  model: {source: "tiny://reverse-digits"}
+  data: {train: {source: "tiny://reverse-digits"}}
+  reward: {function: task}
+  algorithm: {steps: 3}
+  sampling: {maxTokens: 8}
+"""
+
+
+def minimal(*overrides: str) -> RLJob:
+    return load_job(io.StringIO(MINIMAL), overrides)
+
+
+def test_a_minimal_job_has_usual_defaults() -> None:
+    spec = minimal().spec
+    assert (spec.schedule.mode, spec.schedule.update, spec.schedule.swap_at) == ("async", "delayed", "quota")
+    assert spec.schedule.max_staleness == 1
+    assert (spec.rollout.min_replicas, spec.rollout.replicas, spec.rollout.max_replicas) == (1, 1, 1)
+    assert spec.evaluation is None
+    assert spec.transfer_queue.bytes_per_unit.bytes == 256 << 20
+    assert spec.algorithm.betas == (0.9, 0.999)
+
+
+@pytest.mark.parametrize("mode", ["sync", "periodic"])
+def test_on_policy_modes_need_no_more_than_their_name(mode: str) -> None:
+    schedule = minimal(f"schedule.mode={mode}").spec.schedule
+    assert (schedule.update, schedule.max_staleness) == ("sync", 0)
+
+
+def test_bytes_and_texts_are_both_streams() -> None:
+    assert load_job(io.BytesIO(MINIMAL.encode())) == minimal()
+
+
+@pytest.mark.parametrize("path", ["algorithm.steps", "spec.algorithm.steps"])
+def test_an_override_may_leave_spec_out(path: str) -> None:
+    assert load_job(QUICKSTART, [f"{path}=5"]).spec.algorithm.steps == 5
+
+
+def test_overrides_make_what_is_not_there_and_the_last_one_wins() -> None:
+    job = minimal(
+        "schedule.mode=sync",
+        "rollout={replicas: 3}",
+        "rollout.threads=2",
+        "metadata.name=other",
+        "algorithm.seed=1e2",
+        "algorithm.seed=7",
+    )
+    assert job.name == "other"
+    assert (job.spec.rollout.replicas, job.spec.rollout.threads, job.spec.algorithm.seed) == (3, 2, 7)
+
+
+def test_null_removes_what_is_optional() -> None:
+    assert load_job(QUICKSTART, ["evaluation=null"]).spec.evaluation is None
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("algorithm.steps", "path=value"),
+        ("=5", "path=value"),
+        ("a..b=5", "path=value"),
+        ("algorithm.steps.more=5", "no mapping"),
+        ("algorithm.steps=[", "not YAML"),
+        ("algorithm.stesp=5", "Did you mean steps"),
+        ("algorithm.steps=-5", "too small"),
+        ("algorithm.steps=five", "not an integer"),
+        ("kind=TransferQueue", "unknown field"),
+    ],
+)
+def test_a_bad_override_is_refused_like_a_bad_file(override: str, reason: str) -> None:
+    with pytest.raises(ManifestError, match=reason):
+        minimal(override)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.name=ppo"],
+        ["algorithm.name=dapo"],
+        ["algorithm.old=lagged", "schedule.mode=periodic"],
+        ["schedule.update=staggered"],
+        ["schedule.swapAt=token"],
+        ["schedule.syncEvery=4"],
+        ["schedule.requireBatches=4"],
+        ["rollout.engine.name=vllm"],
+        ["trainer.backend.name=mindspeed"],
+        ["reference={replicas: 1}", "algorithm.kl.coefficient=0.1"],
+        ["critic={replicas: 1}"],
+        ["transferQueue.backend=mooncake"],
+        ["transferQueue.name=shared"],
+        ["weightSync.transport=hccl"],
+        ["weightSync.name=shared"],
+        ["rollout.maxReplicas=4", "elasticity.enabled=true"],
+        ["elasticity.dryRun=true"],
+        ["scheduling.gang=volcano"],
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_what_is_planned_is_refused_as_not_yet(overrides: list[str]) -> None:
+    with pytest.raises(NotYetError, match="not yet"):
+        minimal(*overrides)
+
+
+def test_another_kind_is_no_job() -> None:
+    queue = "apiVersion: asyncflow.dev/v1alpha1\nkind: TransferQueue\nmetadata: {name: q}\n"
+    with pytest.raises(ManifestError, match="not a job"):
+        load_job(io.StringIO(queue))
+
+
+def test_not_a_mapping() -> None:
+    with pytest.raises(ManifestError, match="not a mapping"):
+        load_job(io.StringIO("- a\n- b\n"))
+
+
+def test_a_wrong_kind_is_told_with_all_that_is_wrong_at_the_top() -> None:
+    with pytest.raises(ManifestError) as refused:
+        load_job(io.StringIO("apiVersion: v1\nkind: [Pod]\n"))
+    assert "apiVersion" in str(refused.value)
+    assert "kind" in str(refused.value)
+
+
+def test_files_named_in_a_job_must_be_there(tmp_path: Path) -> None:
+    job = minimal(
+        "model.source=model", "data.train.source=jsonl://train.jsonl?prompt=q", "data.eval={source: held.jsonl}"
+    )
+    with pytest.raises(ManifestError) as refused:
+        check_files(job, tmp_path)
+    for place in ("spec.model.source", "spec.data.train.source", "spec.data.eval.source"):
+        assert place in str(refused.value)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    (tmp_path / "held.jsonl").write_text("{}\n")
+    check_files(job, tmp_path)
+
+
+def test_what_is_not_a_file_is_not_looked_for(tmp_path: Path) -> None:
+    check_files(minimal(), tmp_path)
+    check_files(minimal("model.source=pvc://models/qwen", "data.train.source=gym://chain_sum"), tmp_path)
+
+
+def test_rules_hold_for_jobs_built_in_python_too() -> None:
+    data = minimal().model_dump()
+    data["spec"]["algorithm"]["groupSize"] = 1
+    with pytest.raises(ValueError, match="group of 1"):
+        RLJob.model_validate(data)
+
+
+def test_a_job_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        minimal().spec.algorithm.steps = 4  # type: ignore[misc]

@@ -1,0 +1,45 @@
+"""A role of a run that is about the command line: the driver answers with a status a step, the others wait for it."""
+
+import http.server
+import json
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from asyncflow.api.status import DriverStatus
+from asyncflow.substrates.local.leash import leash
+
+leash()
+role, port, workdir, steps, pause_s = sys.argv[1:6]
+if role != "driver":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    while not (Path(workdir) / "summary.json").exists():
+        time.sleep(0.05)
+    sys.exit(0)
+
+status = DriverStatus(phase="Starting", steps=int(steps))
+
+
+class Service(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = status.model_dump_json(by_alias=True).encode()
+        self.send_response(200 if self.path == "/v1/status" else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+server = http.server.ThreadingHTTPServer(("127.0.0.1", int(port)), Service)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+for step in range(1, int(steps) + 1):
+    time.sleep(float(pause_s))
+    status = DriverStatus(
+        phase="Running", step=step, steps=int(steps), reward=step / 10, tokens_per_second=1234.5, eta_seconds=90
+    )
+time.sleep(float(pause_s))
+summary = {"steps": int(steps), "wall_s": 3.5, "reward_first": 0.1, "reward_last": 0.5, "idle_share": {"rollout": 0.25}}
+(Path(workdir) / "summary.json").write_text(json.dumps(summary))

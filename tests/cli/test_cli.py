@@ -1,0 +1,169 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncflow import cli
+from asyncflow.api.load import load_job, to_yaml
+from asyncflow.commands.manifest import FOLDER, folder_of, resolved_job
+from asyncflow.queue.messages import AuditReport
+
+BAD = sorted((Path(__file__).parents[1] / "api" / "bad").glob("*"))
+
+
+def refused(capsys, *arguments):
+    """Run a command line that must be refused; give its one message."""
+    assert cli.invoke([str(argument) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert "Traceback" not in err
+    assert err.count("error: ") == 1
+    return err
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from asyncflow import cli; cli.invoke(['--help']);"
+        "print([n for n in ('torch', 'transformers', 'pydantic', 'rich', 'aiohttp', 'zmq') if n in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert run.stdout.splitlines()[-1] == "[]"
+    assert "validate" in run.stdout
+
+
+def test_a_run_of_the_command_line_never_imports_torch_before_its_roles(manifest):
+    code = (
+        "import sys; from asyncflow import cli; import asyncflow.commands.run;"
+        f"cli.invoke(['plan', {str(manifest)!r}]); print([n for n in ('torch', 'transformers') if n in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert run.stdout.splitlines()[-1] == "[]"
+
+
+def test_validate_says_what_is_valid(manifest, capsys):
+    assert cli.invoke(["validate", str(manifest)]) == 0
+    assert "RLJob little is valid" in capsys.readouterr().out
+
+
+def test_plan_shows_roles_and_flow(manifest, capsys):
+    assert cli.invoke(["plan", str(manifest), "--set", "rollout.replicas=3", "--set", "rollout.maxReplicas=3"]) == 0
+    out = capsys.readouterr().out
+    assert "rollout     3" in out
+    assert "D_1, D_2 by θ_0, D_k by θ_{k-2}" in out
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("algorithm.steps=-1", "spec.algorithm.steps"),
+        ("algorithm.stepz=1", "stepz"),
+        ("rollout.engine.name=warp", "spec.rollout.engine.name"),
+        ("reward.function=absent_module:f", "absent_module"),
+        ("reward.extractor=nonsense", "nonsense"),
+        ("data.train.source=absent.jsonl", "absent.jsonl"),
+        ("model.source=absent-folder", "absent-folder"),
+        ("suspend=true", "suspended"),
+        ("algorithm.name=ppo", "not yet"),
+        ("nonsense", "path=value"),
+    ],
+)
+def test_a_bad_value_starts_nothing_and_makes_no_folder(manifest, capsys, override, named):
+    said = refused(capsys, "run", manifest, "--output", manifest.parent / "out", "--set", override)
+    assert named in said
+    assert not (manifest.parent / "out").exists()
+
+
+@pytest.mark.parametrize("path", BAD, ids=lambda path: path.name)
+def test_every_bad_manifest_is_refused(path, tmp_path, capsys):
+    refused(capsys, "run", path, "--output", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["/proc/nowhere", "/sys/nowhere", "job.yaml/below"])
+def test_an_output_that_cannot_be_written_is_refused(manifest, capsys, place):
+    assert "cannot write there" in refused(capsys, "run", manifest, "--output", manifest.parent / place)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path, capsys):
+    assert "No such file" in refused(capsys, "run", tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run"],
+        ["frobnicate"],
+        ["run", "x.yaml", "--resume", "--fresh"],
+        ["role", "rollout", "--job", "j", "--driver", "d", "--index", "-1", "--attempt", "0", "--workdir", "w"],
+        ["role", "nobody", "--job", "j", "--driver", "d", "--index", "0", "--attempt", "0", "--workdir", "w"],
+        ["role", "../x", "--job", "j", "--driver", "d", "--index", "0", "--attempt", "0", "--workdir", "w"],
+        ["audit", "/nowhere"],
+    ],
+)
+def test_a_wrong_command_line_is_refused(arguments, capsys):
+    refused(capsys, *arguments)
+
+
+def test_a_resolved_manifest_means_the_same_everywhere(manifest, tmp_path):
+    data = manifest.parent / "tasks.jsonl"
+    data.write_text("{}\n")
+    (manifest.parent / "judge.py").write_text("def score(**_): return 1.0\n")
+    job = resolved_job(manifest, ["data.train.source=jsonl://tasks.jsonl?answer=a", "reward.function=judge:score"])
+    assert job.spec.data.train.source == f"jsonl://{data}?answer=a"
+    assert job.metadata.annotations[FOLDER] == str(manifest.parent)
+    elsewhere = tmp_path / "else" / "where.yaml"
+    elsewhere.parent.mkdir()
+    elsewhere.write_text(to_yaml(job))
+    assert resolved_job(elsewhere) == job
+    assert folder_of(load_job(elsewhere), elsewhere) == manifest.parent
+
+
+@pytest.fixture
+def audited(monkeypatch, tmp_path):
+    """A run folder whose audit finds what it is told to find."""
+    (tmp_path / "ledger").mkdir()
+
+    def found(**counts):
+        report = AuditReport(
+            **{"dispatched": 8, "trained": 8, "filtered": 0, "dropped": 0, "unfinished": 0, "lost": 0, "duplicated": 0}
+            | {"last_committed_step": 1, "attempts": 1, "redeliveries": 0, "closed": True, "problems": []}
+            | counts
+        )
+        monkeypatch.setattr("asyncflow.queue.audit.audit_ledger", lambda _: report)
+        return str(tmp_path)
+
+    return found
+
+
+def test_an_account_without_gaps(audited, capsys):
+    assert cli.invoke(["audit", audited()]) == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()][:2] == [
+        ["dispatched", "8"],
+        ["trained", "8"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "counts", [{"lost": 1, "dispatched": 9}, {"duplicated": 1}, {"problems": ["serial 3 is gone"]}]
+)
+def test_an_account_with_a_gap_fails(audited, counts, capsys):
+    assert cli.invoke(["audit", audited(**counts)]) == 1
+    assert all(problem in capsys.readouterr().err for problem in counts.get("problems", []))
+
+
+def test_crds_are_written_and_checked(tmp_path, capsys):
+    assert cli.invoke(["crds", "--directory", str(tmp_path / "crds")]) == 0
+    assert cli.invoke(["crds", "--check", "--directory", str(tmp_path / "crds")]) == 0
+    next((tmp_path / "crds").iterdir()).write_text("old")
+    assert cli.invoke(["crds", "--check", "--directory", str(tmp_path / "crds")]) == 1
+    assert "out of date" in capsys.readouterr().err
+
+
+def test_the_module_is_the_command_line():
+    run = subprocess.run(
+        [sys.executable, "-m", "asyncflow", "--version"], check=True, capture_output=True, text=True, env=os.environ
+    )
+    assert run.stdout.startswith("asyncflow ")

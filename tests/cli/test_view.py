@@ -1,0 +1,142 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from asyncflow.api.status import CheckpointState, DriverStatus, Lag, QueueDepth, RolloutState
+from asyncflow.substrates.local.crew import Restart, Seat
+from asyncflow.substrates.local.events import Ended, Restarting, Started, Stopping
+from asyncflow.substrates.local.exits import ExitStatus
+from asyncflow.substrates.local.record import Placed
+from asyncflow.view.frame import Frame
+from asyncflow.view.lines import event_line, news
+from asyncflow.view.screen import screen
+from asyncflow.view.summary import summary_table
+from asyncflow.view.words import amount, duration, score, share
+
+SEAT = Seat("rollout", 1)
+KILLED = ExitStatus(signal=9)
+RUNNING = DriverStatus(
+    phase="Running",
+    step=12,
+    steps=60,
+    reward=0.4125,
+    eval=0.5,
+    eval_greedy=0.625,
+    tokens_per_second=15321.0,
+    eta_seconds=133.0,
+    lag=Lag(start=1, end=0, mean=0.7),
+    version=11,
+    queue=QueueDepth(ready=32, leased=64, staged=128, bytes=1_500_000, limit=512_000_000),
+    idle_share={"rollout": 0.04, "trainer": 0.31},
+    rollouts=(RolloutState(id="abc", index=1, state="ready", version=11, inflight=7),),
+    checkpoint=CheckpointState(step=10),
+)
+
+
+def rendered(renderable):
+    console = Console(width=140, record=True, file=io.StringIO(), force_terminal=False)
+    console.print(renderable)
+    return console.export_text()
+
+
+def frame(status, *, reachable=True):
+    placed = [Placed(role="rollout", index=i, attempt=i, state="running", pid=100 + i) for i in range(2)]
+    return Frame(name="quick", folder="/runs/q", elapsed_s=75, status=status, reachable=reachable, placed=placed)
+
+
+def test_the_screen_shows_every_figure():
+    text = rendered(screen(frame(RUNNING)))
+    for words in (
+        "quick  running  1m15s  /runs/q",
+        "step 12/60",
+        "ETA 2m13s",
+        "0.412",
+        "0.500 (greedy 0.625)",
+        "15.3k",
+        "start 1 end 0",
+        "θ11",
+        "ready 32 in work 64 staged 128",
+        "1.5MB of 512MB",
+        "rollout 4% trainer 31%",
+        "step 10",
+        "ready θ11 7 in flight",
+    ):
+        assert words in text
+    rows = [line.split() for line in text.splitlines() if line.startswith("rollout-1")]
+    assert rows[0][:4] == ["rollout-1", "101", "1", "running"]
+
+
+def test_the_screen_says_what_is_missing():
+    assert "starting" in rendered(screen(frame(None)))
+    assert "the driver does not answer" in rendered(screen(frame(RUNNING, reachable=False)))
+    waiting = RUNNING.model_copy(update={"waiting_for": "2 rollouts to register"})
+    assert "waiting for 2 rollouts to register" in rendered(screen(frame(waiting)))
+
+
+def test_names_with_markup_are_shown_as_they_are():
+    waiting = RUNNING.model_copy(update={"waiting_for": "[bold]x[/]"})
+    assert "[bold]x[/]" in rendered(screen(frame(waiting)))
+
+
+def test_plain_lines_say_what_is_new_and_only_that():
+    before = DriverStatus()
+    lines = news(before, RUNNING)
+    assert lines[0] == "phase running"
+    assert lines[1] == "step 12/60  reward 0.412  15.3k tokens/s  lag 1  ready 32  ETA 2m13s"
+    assert lines[2] == "eval  pass@1 0.500  greedy 0.625"
+    assert news(RUNNING, RUNNING) == []
+
+
+def test_a_wait_is_told_once_although_its_seconds_change():
+    first = RUNNING.model_copy(update={"waiting_for": "rollout 1 (3.5 s)"})
+    later = RUNNING.model_copy(update={"waiting_for": "rollout 1 (4.0 s)"})
+    assert news(RUNNING, first) == ["waiting for rollout 1 (3.5 s)"]
+    assert news(first, later) == []
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (Started(seat=SEAT, attempt=0, pid=7), None),
+        (Started(seat=SEAT, attempt=2, pid=7), "rollout-1 started, attempt 2, pid 7"),
+        (Ended(seat=SEAT, attempt=0, status=KILLED, wanted=False), "rollout-1 ended: SIGKILL"),
+        (Ended(seat=SEAT, attempt=0, status=ExitStatus(), wanted=False), None),
+        (Ended(seat=SEAT, attempt=0, status=KILLED, wanted=True), None),
+        (
+            Restarting(restart=Restart(seats=(SEAT,), attempt=1, delay_s=0.25, culprit=SEAT, status=KILLED)),
+            "rollout-1: again in 0.2 s, as attempt 1",
+        ),
+        (Stopping(reason="SIGINT"), "ending everything: SIGINT"),
+    ],
+)
+def test_events_in_words(event, line):
+    assert event_line(event) == line
+
+
+def test_the_summary_shows_what_was_measured_and_dashes_for_the_rest():
+    text = rendered(
+        summary_table({"steps": 60, "wall_s": 142.0, "eval_accuracy_first": 0.31, "eval_accuracy_last": 0.9})
+    )
+    assert "0.310 → 0.900" in text
+    assert "2m22s" in text
+    assert "– / –" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0s"), (59, "59s"), (133, "2m13s"), (11220, "3h07m"), (187200, "2d04h"), (None, "–")]
+)
+def test_durations_as_people_read_them(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0"), (7, "7"), (0.313, "0.313"), (99.4, "99.4"), (12345, "12.3k"), (3.1e6, "3.1M")]
+)
+def test_numbers_as_people_read_them(number, text):
+    assert amount(number) == text
+
+
+def test_what_is_absent_is_a_dash():
+    assert [amount(None), share(None), score(None)] == ["–"] * 3
+    assert (share(0.256), score(1)) == ("26%", "1.000")

@@ -1,0 +1,65 @@
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncflow.substrates.local.exits import ExitStatus
+from asyncflow.substrates.local.process import Process
+
+pytestmark = pytest.mark.process
+
+
+async def ended(code: str, log: Path, *, then=lambda process: None) -> ExitStatus:
+    """Run Python code as a process to its end."""
+    status = asyncio.get_running_loop().create_future()
+    argv = [sys.executable, "-I", "-S", "-c", code]
+    process = Process(argv, env=os.environ, log=log, on_exit=status.set_result)
+    then(process)
+    return await asyncio.wait_for(status, 20)
+
+
+async def test_it_tells_how_a_process_ended_and_keeps_its_words(tmp_path):
+    log = tmp_path / "log"
+    assert await ended("import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)", log) == ExitStatus(
+        status=3
+    )
+    assert await ended("print('again')", log) == ExitStatus()
+    assert sorted(log.read_text().split()) == ["again", "err", "out"]
+
+
+async def test_a_killed_process_is_told_as_such(tmp_path):
+    status = await ended("import time; time.sleep(600)", tmp_path / "log", then=Process.kill)
+    assert status == ExitStatus(signal=signal.SIGKILL)
+
+
+async def test_a_process_leads_its_own_session_and_reads_nothing(tmp_path):
+    code = "import os, sys; print(os.getsid(0) == os.getpgid(0) == os.getpid(), repr(sys.stdin.read()))"
+    assert (await ended(code, tmp_path / "log")).ok
+    assert (tmp_path / "log").read_text() == "True ''\n"
+
+
+async def test_it_inherits_no_descriptor(tmp_path):
+    ours, theirs = os.pipe()
+    os.set_inheritable(theirs, True)
+    assert (await ended(f"import os\ntry: os.fstat({theirs})\nexcept OSError: print('closed')", tmp_path / "log")).ok
+    assert (tmp_path / "log").read_text() == "closed\n"
+    os.close(ours)
+    os.close(theirs)
+
+
+async def test_signals_that_we_ignore_are_not_ignored_by_it(tmp_path):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        code = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+        assert (await ended(code, tmp_path / "log")).ok
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (tmp_path / "log").read_text() == "True\n"
+
+
+async def test_what_cannot_be_started_is_told_at_once(tmp_path):
+    with pytest.raises(OSError, match="No such file"):
+        Process(["/nowhere/python"], env={}, log=tmp_path / "log", on_exit=lambda _: None)

@@ -1,0 +1,151 @@
+"""The audit must be able to find fault: sound ledgers pass, tampered ones do not."""
+
+import pytest
+
+from asyncflow.identity import RowPlace
+from asyncflow.queue import events as ev
+from asyncflow.queue.audit import Auditor, audit_ledger
+from asyncflow.queue.ledger import pack
+
+P = "train"
+
+
+@pytest.fixture
+def events(queue):
+    """Two steps of two groups, trained, with one sample filtered and one dropped, and committed."""
+    training = queue.table.training
+    training.begin(P, 0, 0, 1)
+    for step in (1, 2):
+        training.open_step(P, step, 2, 2)
+        queue.create(2 * step - 2, 2 * step - 1, step=step)
+        queue.through(upto="score")
+        rows = queue.claim("advantage")
+        reason = "filtered:x" if step == 1 else "reward crashed"
+        queue.table.claims.drop(rows[0].lease, [rows[0].row], reason)
+        queue.complete(rows[1:], "advantage")
+        training.slot(P, attempt=0, step=step, slot=0, rank=0, tokens=100)
+        training.step_done(P, 0, step, 0)
+        training.commit(P, 0, step)
+    queue.table.close(P, 2)
+    return list(queue.events())
+
+
+def audit(events):
+    auditor = Auditor()
+    for event in events:
+        auditor.see(event)
+    return auditor.report()
+
+
+def without(events, kind, number=0):
+    place = [index for index, event in enumerate(events) if isinstance(event, kind)][number]
+    return [event for index, event in enumerate(events) if index != place]
+
+
+def replaced(events, old, **changes):
+    fields = {name: getattr(old, name) for name in old.__struct_fields__} | changes
+    return [type(old)(**fields) if event is old else event for event in events]
+
+
+def test_a_sound_ledger(events, tmp_path):
+    (tmp_path / "000000000001.wal").write_bytes(b"".join(map(pack, events)))
+    report = audit_ledger(tmp_path)
+    assert report.ok
+    assert report.closed
+    assert (report.dispatched, report.trained, report.filtered, report.dropped) == (8, 6, 1, 1)
+    assert (report.unfinished, report.lost, report.duplicated, report.last_committed_step) == (0, 0, 0, 2)
+
+
+def test_no_ledger(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        audit_ledger(tmp_path / "nowhere")
+
+
+def test_a_run_that_was_stopped_is_unfinished_and_not_lost(events):
+    stopped = [event for event in events if not isinstance(event, ev.Closed)]
+    stopped = stopped[: max(i for i, event in enumerate(stopped) if isinstance(event, ev.Committed))]
+    report = audit(stopped)
+    assert (report.lost, report.unfinished, report.trained) == (0, 3, 3)
+    assert report.ok
+    assert not report.closed
+
+
+def test_a_missing_prompt_is_lost(events):
+    created = [event for event in events if isinstance(event, ev.Created)]
+    report = audit([event for event in created if event is not created[1]])
+    assert report.lost == 2
+    assert "prompt 1 lacks 2 of 2 samples" in report.problems
+    assert not report.ok
+
+
+def test_a_missing_sample_is_lost(events):
+    last = [event for event in events if isinstance(event, ev.Created)][-1]
+    tampered = replaced(events, last, rows=last.rows[:1])
+    report = audit([event for event in tampered if not isinstance(event, ev.Slotted | ev.Dropped)])
+    assert report.lost >= 1
+    assert "prompt 3 lacks 1 of 2 samples" in report.problems
+
+
+def test_a_sample_that_a_slot_left_out_is_lost(events):
+    slot = next(event for event in events if isinstance(event, ev.Slotted))
+    report = audit(replaced(events, slot, ranks=[slot.ranks[0][1:]]))
+    assert (report.lost, report.trained, report.duplicated) == (1, 5, 0)
+    assert "was never finished" in report.problems[0]
+
+
+def test_a_drop_that_was_not_recorded_is_lost(events):
+    report = audit(without(events, ev.Dropped))
+    assert (report.lost, report.filtered) == (1, 0)
+
+
+def test_a_commit_that_was_not_recorded_is_lost_when_the_run_is_closed(events):
+    report = audit(without(events, ev.Committed, 1))
+    assert (report.lost, report.trained) == (3, 3)
+
+
+def test_a_step_with_too_few_groups_is_lost(events):
+    opened = next(event for event in events if isinstance(event, ev.Opened))
+    report = audit(replaced(events, opened, groups=3))
+    assert report.lost == 2
+    assert "was opened with 3 groups, but 2 were trained" in report.problems[0]
+
+
+def test_a_sample_in_two_slots_is_duplicated(events):
+    slot = next(event for event in events if isinstance(event, ev.Slotted))
+    report = audit(replaced(events, slot, ranks=[slot.ranks[0] + slot.ranks[0][:1]]))
+    assert report.duplicated == 1
+    assert not report.ok
+
+
+def test_a_sample_in_two_steps_is_duplicated(events):
+    first, second = [event for event in events if isinstance(event, ev.Slotted)]
+    report = audit(replaced(events, second, ranks=[second.ranks[0] + first.ranks[0][:1]]))
+    assert report.duplicated == 1
+
+
+def test_a_sample_that_is_created_twice_is_duplicated(events):
+    created = next(event for event in events if isinstance(event, ev.Created))
+    report = audit([*events, created])
+    assert report.duplicated == 2
+
+
+def test_a_sample_that_was_lost_with_its_unit_may_be_created_again(queue):
+    queue.create(0)
+    queue.replace_unit("unit-b")
+    queue.create(0)
+    report = audit(queue.events())
+    assert (report.dispatched, report.duplicated, report.unfinished) == (2, 0, 2)
+
+
+def test_what_an_older_checkpoint_does_not_hold_does_not_count(events):
+    report = audit([*events[:-1], ev.Began(P, 1, 1, 1)])
+    assert (report.trained, report.unfinished, report.attempts) == (3, 3, 2)
+    again = ev.Created(P, "train", 2, 2, 2, 0, 0, [(0, RowPlace(9, 0, 0).row), (1, RowPlace(9, 0, 1).row)])
+    assert audit([*events[:-1], ev.Began(P, 1, 1, 1), again]).duplicated == 1
+
+
+def test_eval_partitions_are_passed_over(queue):
+    queue.create(0, purpose="eval", partition="eval")
+    queue.create(0)
+    report = audit(queue.events())
+    assert report.dispatched == 2

@@ -1,0 +1,202 @@
+"""The ledger on disk: what is confirmed is read back, what was torn is cut away, what is damaged is said."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from asyncflow.errors import LedgerCorrupt, Refused
+from asyncflow.queue.books import Books
+from asyncflow.queue.compaction import dump
+from asyncflow.queue.events import Committed, Completed, Started
+from asyncflow.queue.ledger import Ledger, newest, pack, read_ledger
+
+P = "train"
+
+
+def history(queue):
+    """Give the events of a small life with everything in it."""
+    training = queue.table.training
+    for step in (1, 2):
+        training.open_step(P, step, 2, 2)
+    training.begin(P, 0, 0, 2)
+    queue.create(0, 1)
+    queue.create(2, 3, step=2)
+    queue.through(upto="score")
+    rows = queue.claim("advantage", rows=2)
+    queue.table.claims.drop(rows[0].lease, [rows[0].row], "filtered:test")
+    queue.table.give_back(rows[1].lease, [rows[1].row], "test")
+    queue.through()
+    slot = 0
+    while not training.slot(P, attempt=0, step=1, slot=slot, rank=0, tokens=2).last:
+        slot += 1
+    for rank in (0, 1):
+        training.step_done(P, 0, 1, rank)
+    training.commit(P, 0, 1)
+    training.begin(P, 1, 1, 1)
+    training.slot(P, attempt=1, step=2, slot=0, rank=0, tokens=2)
+    queue.replace_unit("unit-b")
+    training.begin(P, 2, 1, 1)
+    queue.put(queue.table.wanted(P).keys, 2)
+    queue.claim("rollout")
+    queue.table.close(P, 1)
+    return queue.events()
+
+
+def fold(events):
+    books = Books()
+    for event in events:
+        books.apply(event)
+    return list(dump(books))
+
+
+def test_a_crash_at_any_byte_leaves_a_prefix_of_what_happened(queue, tmp_path):
+    events = history(queue)
+    assert len({type(event) for event in events}) >= 13
+    records = [pack(event) for event in events]
+    ends = [sum(map(len, records[: n + 1])) for n in range(len(records))]
+    data = b"".join(records)
+    path = tmp_path / "000000000001.wal"
+    states = [fold(events[:n]) for n in range(len(events) + 1)]
+    for size in range(len(data) + 1):
+        path.write_bytes(data[:size])
+        whole = sum(end <= size for end in ends)
+        read = list(read_ledger(tmp_path))
+        assert read == events[:whole]
+        if size in ends:
+            assert fold(read) == states[whole]
+
+
+def test_a_torn_end_is_cut_away_and_writing_goes_on(queue, tmp_path):
+    events = history(queue)
+    data = b"".join(map(pack, events))
+    path = tmp_path / "000000000001.wal"
+    path.write_bytes(data[:-3])
+    ledger = Ledger(tmp_path)
+    assert list(ledger.recover()) == events[:-1]
+    assert path.stat().st_size == len(data) - len(pack(events[-1]))
+
+
+def test_zeros_after_a_power_failure_are_a_torn_end(queue, tmp_path):
+    events = history(queue)
+    (tmp_path / "000000000001.wal").write_bytes(b"".join(map(pack, events)) + bytes(4096))
+    assert list(read_ledger(tmp_path)) == events
+
+
+def test_damage_with_a_sound_record_behind_it_is_refused(queue, tmp_path):
+    events = history(queue)
+    data = b"".join(map(pack, events))
+    path = tmp_path / "000000000001.wal"
+    rng = random.Random(7)
+    for _ in range(300):
+        damaged = bytearray(data)
+        place = rng.randrange(len(data) - len(pack(events[-1])))
+        damaged[place] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        with pytest.raises(LedgerCorrupt, match="is damaged"):
+            list(read_ledger(tmp_path))
+
+
+def test_records_that_do_not_follow_are_refused():
+    with pytest.raises(LedgerCorrupt, match="does not follow"):
+        Books().apply(Completed(99, [1]))
+
+
+async def test_compaction_keeps_the_state_and_one_file(queue, tmp_path):
+    events = history(queue)
+    state = fold(events)
+    ledger = Ledger(tmp_path, compact=lambda: dump(queue.table.books), limit=100)
+    list(ledger.recover())
+    ledger.begin([Started(1)])
+    for event in events:
+        ledger.append([event])
+        await ledger.flushed()
+    await ledger.close()
+    assert int(newest(tmp_path).stem) > 1
+    assert len(list(tmp_path.glob("*.wal"))) == 1
+    assert not list(tmp_path.glob("*.draft"))
+    assert fold(read_ledger(tmp_path)) == state
+
+
+@pytest.mark.parametrize("sync", ["process", "interval", "always"])
+async def test_calls_that_come_together_share_a_write(tmp_path, sync):
+    ledger = Ledger(tmp_path, sync=sync)
+    list(ledger.recover())
+    ledger.begin([])
+    writes = []
+    original = os.write
+
+    def write(fd, data):
+        writes.append(len(data))
+        return original(fd, data)
+
+    async def call(step):
+        ledger.append([Committed(P, step)])
+        await ledger.flushed()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("asyncflow.queue.ledger.os.write", write)
+        await asyncio.gather(*(call(step) for step in range(50)))
+    assert len(writes) <= 2
+    await ledger.close()
+    assert [event.step for event in read_ledger(tmp_path)] == list(range(50))
+
+
+async def test_a_ledger_that_cannot_be_written_says_so(tmp_path):
+    ledger = Ledger(tmp_path)
+    list(ledger.recover())
+    ledger.begin([])
+    os.close(ledger._fd)
+    ledger._fd = os.open("/dev/full", os.O_WRONLY)
+    ledger.append([Committed(P, 1)])
+    with pytest.raises(OSError, match="No space"):
+        await ledger.flushed()
+
+
+async def test_a_ledger_has_one_writer(tmp_path):
+    first = Ledger(tmp_path)
+    list(first.recover())
+    first.begin([])
+    with pytest.raises(Refused, match="another process holds the ledger"):
+        list(Ledger(tmp_path).recover())
+    await first.close()
+    list(Ledger(tmp_path).recover())
+
+
+WRITER = """
+import asyncio, sys
+from pathlib import Path
+from asyncflow.queue.events import Committed
+from asyncflow.queue.ledger import Ledger
+
+async def main():
+    ledger = Ledger(Path(sys.argv[1]))
+    for event in ledger.recover():
+        pass
+    ledger.begin([])
+    step = 0
+    while True:
+        ledger.append([Committed("train", step)])
+        await ledger.flushed()
+        sys.stdout.write(f"{step}\\n")
+        sys.stdout.flush()
+        step += 1
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.process
+def test_what_was_confirmed_survives_sigkill(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as child:
+        for _ in range(200):
+            confirmed = int(child.stdout.readline())
+        child.send_signal(signal.SIGKILL)
+        confirmed = max([confirmed, *(int(line) for line in child.stdout if line.endswith("\n"))])
+    steps = [event.step for event in read_ledger(tmp_path)]
+    assert steps == list(range(len(steps)))
+    assert len(steps) > confirmed

@@ -1,0 +1,337 @@
+"""Anything may happen in any order: the pure table against a model, and against its own log.
+
+The trainer here is the counting trainer of the design: its weights are the samples they were trained on, and they pass
+through checkpoints. After any history, finishing the run must leave each sample in the weights exactly once, unless it
+was filtered.
+"""
+
+from collections import Counter
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from asyncflow.queue.audit import Auditor
+from asyncflow.queue.books import Books
+from asyncflow.queue.compaction import dump
+from asyncflow.queue.state import State
+
+P = "train"
+STEPS, GROUPS, SIZE = 3, 2, 2
+SERIALS = STEPS * GROUPS
+WRITES = {"rollout": "response", "score": "reward", "advantage": "advantage"}
+TASK = st.sampled_from(sorted(WRITES))
+
+
+class QueueMachine(RuleBasedStateMachine):
+    make_queue = None
+
+    @initialize()
+    def start(self):
+        self.queue = type(self).make_queue()
+        self.now = 0.0
+        self.leases = []
+        self.created = set()
+        self.filtered = set()
+        self.groups = dict.fromkeys(range(1, STEPS + 1), GROUPS)
+        self.attempt, self.step, self.slot = -1, 1, 0
+        self.weights = {0: Counter()}
+        self.checkpoint = 0
+        self.partial = Counter()
+        self.units = 0
+        for step, groups in self.groups.items():
+            self.queue.table.training.open_step(P, step, groups, SIZE)
+
+    # --- data
+
+    def step_of(self, serial):
+        return 1 + serial // GROUPS
+
+    @rule(serial=st.integers(0, SERIALS - 1))
+    def create(self, serial):
+        wanted = {meta.serial for meta in self.queue.table.wanted(P).keys}
+        fresh = serial not in {key[0] for key in self.created}
+        if fresh or serial in wanted:
+            gone = self.queue.table.books.partitions[P].groups.get(serial)
+            old = [row.sample for row in gone.rows.values() if row.state is State.WANTED] if gone else range(SIZE)
+            verdicts = self.queue.create(serial, size=SIZE, step=self.step_of(serial))
+            assert verdicts == [sample in old for sample in range(SIZE)]
+            self.created |= {(serial, sample) for sample in range(SIZE)}
+        else:
+            assert not any(self.queue.create(serial, size=SIZE, step=self.step_of(serial)))
+
+    @rule(upto=st.sampled_from([*WRITES, "advantage"]), filtering=st.booleans())
+    def make_progress(self, upto, filtering):
+        for serial in range(min(SERIALS, len(self.created) // SIZE + 2)):
+            self.create(serial)
+        for task, column in WRITES.items():
+            rows = self.queue.claim(task, rows=100, now=self.now)
+            if rows:
+                self.leases.append((task, rows))
+                if task == "advantage" and filtering:
+                    self.filter([row for row in rows if row.meta.serial % 2])
+                expected = [self.in_force(task, row) for row in rows]
+                assert self.queue.complete(rows, column) == expected
+            if task == upto:
+                break
+
+    @precondition(lambda self: self.attempt >= 0)
+    @rule(slots=st.integers(1, 6), tokens=st.integers(1, 9), saving=st.booleans())
+    def train_on(self, slots, tokens, saving):
+        for _ in range(slots):
+            if self.step <= STEPS:
+                self.train(tokens=tokens)
+        if saving and self.step > 1:
+            self.save(told=tokens % 2 == 0)
+
+    @rule(task=TASK, worker=st.integers(0, 2), rows=st.integers(1, 5))
+    def claim(self, task, worker, rows):
+        granted = self.queue.claim(task, worker=f"w{worker}", rows=rows, now=self.now)
+        if granted:
+            self.leases.append((task, granted))
+        if task != "score":
+            for serial in {row.meta.serial for row in granted}:
+                group = self.queue.table.books.partitions[P].groups[serial]
+                mine = {row.sample for row in group.rows.values() if row.state is State.LIVE}
+                done = {row.sample for row in group.rows.values() if (w := row.work.get(task)) and w.done}
+                assert {row.meta.sample for row in granted if row.meta.serial == serial} | done == mine
+
+    def in_force(self, task, row):
+        held = self.queue.table.books.rows.get(row.row)
+        work = held.work.get(task) if held else None
+        return work is not None and f"{work.lease:x}" == row.lease
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def complete(self, data):
+        task, rows = data.draw(st.sampled_from(self.leases))
+        some = [row for row in rows if data.draw(st.booleans())]
+        if some:
+            expected = [self.in_force(task, row) or self.done_by(task, row) for row in some]
+            if task == "advantage" and all(expected) and data.draw(st.booleans()) and len(some) == len(rows):
+                self.filter(rows)
+            else:
+                assert self.queue.complete(some, WRITES[task]) == expected
+
+    def done_by(self, task, row):
+        held = self.queue.table.books.rows.get(row.row)
+        work = held.work.get(task) if held else None
+        return work is not None and f"{work.done:x}" == row.lease
+
+    def filter(self, rows):
+        serials = {row.meta.serial for row in rows if self.in_force("advantage", row)}
+        for serial in serials:
+            group = self.queue.table.books.partitions[P].groups[serial]
+            mine = [row for row in rows if row.meta.serial == serial]
+            rest = [row for row in group.rows.values() if not row.state.final]
+            if len(mine) == len(rest):
+                ok = self.queue.table.claims.drop(mine[0].lease, [row.row for row in mine], "filtered:test")
+                assert all(ok)
+                self.filtered |= {tuple(row.meta.key) for row in mine}
+                step = self.step_of(serial)
+                self.groups[step] -= 1
+                self.queue.table.training.open_step(P, step, self.groups[step], SIZE)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), partial=st.booleans())
+    def give_back(self, data, partial):
+        task, rows = data.draw(st.sampled_from(self.leases))
+        numbers = [row.row for row in rows]
+        expected = [self.in_force(task, row) for row in rows]
+        cells = self.queue.cells(len(rows), WRITES[task]) if partial else None
+        assert self.queue.table.give_back(rows[0].lease, numbers, "test", cells) == expected
+        if partial:
+            kept = [number for number, ok in zip(numbers, expected, strict=True) if ok]
+            self.queue.keep(kept, [WRITES[task]], partial=True)
+
+    @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]))
+    def wait(self, seconds):
+        self.now += seconds
+        self.queue.table.claims.expire(self.now)
+
+    @rule(worker=st.integers(0, 2))
+    def kill_worker(self, worker):
+        self.queue.table.claims.expire_worker(f"w{worker}")
+
+    @rule()
+    def restart_controller(self):
+        self.queue.restart(self.now)
+
+    @precondition(lambda self: self.units < 3)
+    @rule()
+    def kill_unit(self):
+        self.units += 1
+        self.queue.replace_unit(f"unit-{self.units}")
+
+    # --- the counting trainer
+
+    @rule(chance=st.integers(0, 3))
+    def restart_trainer(self, chance):
+        if chance == 0 or self.attempt < 0:
+            self.begin()
+
+    def begin(self):
+        self.attempt += 1
+        self.queue.table.training.begin(P, self.attempt, self.checkpoint, 1)
+        self.step, self.slot, self.partial = self.checkpoint + 1, 0, Counter()
+
+    @precondition(lambda self: self.attempt >= 0 and self.step <= STEPS)
+    @rule(tokens=st.integers(1, 4))
+    def train(self, tokens):
+        slot = self.queue.table.training.slot(
+            P, attempt=self.attempt, step=self.step, slot=self.slot, rank=0, tokens=tokens
+        )
+        if slot is None:
+            return
+        if not all(row.row in self.queue.held for row in slot.rows):
+            self.begin()
+            return
+        self.slot += 1
+        self.partial.update(tuple(row.meta.key) for row in slot.rows)
+        if slot.last:
+            self.weights[self.step] = self.weights[self.step - 1] + self.partial
+            self.queue.table.training.step_done(P, self.attempt, self.step, 0)
+            self.step, self.slot, self.partial = self.step + 1, 0, Counter()
+
+    @precondition(lambda self: self.step > 1)
+    @rule(told=st.booleans())
+    def save(self, told):
+        self.checkpoint = max(self.checkpoint, self.step - 1)
+        if told and self.attempt >= 0:
+            self.queue.table.training.commit(P, self.attempt, self.checkpoint)
+
+    @precondition(lambda self: self.checkpoint > 0)
+    @rule(back=st.integers(1, STEPS), chance=st.integers(0, 3))
+    def resume_an_older_checkpoint(self, back, chance):
+        if chance:
+            return
+        self.checkpoint = max(0, self.checkpoint - back)
+        self.begin()
+
+    # --- what must always hold
+
+    @invariant()
+    def every_sample_is_in_one_state(self):
+        partition = self.queue.table.books.partitions[P]
+        alive = {(s, j): row for s, g in partition.groups.items() for j, row in g.rows.items()}
+        ended = {(s, j) for s, f in partition.finished.items() for j in range(len(f.outcome))}
+        assert alive.keys() | ended == self.created
+        assert not alive.keys() & ended
+        assert sum(partition.counts.values()) == len(self.created)
+        for state in State:
+            in_groups = sum(row.state is state for row in alive.values())
+            letters = {State.TRAINED: "t", State.FILTERED: "f", State.DROPPED: "d"}
+            finished = sum(f.outcome.count(letters.get(state, "-")) for f in partition.finished.values())
+            assert partition.counts[state] == in_groups + finished
+        assert {row for row in alive.values() if row.state is State.WANTED} == set(partition.wanted)
+
+    @invariant()
+    def bytes_exist_exactly_for_rows_that_need_them(self):
+        self.queue.events()
+        assert self.queue.held.keys() == self.queue.table.books.rows.keys()
+
+    @invariant()
+    def no_row_has_two_holders(self):
+        books = self.queue.table.books
+        held = Counter((lease.task, row) for lease in books.leases for row in lease.rows)
+        assert all(times == 1 for times in held.values())
+        working = {(task, n) for n, row in books.rows.items() for task, work in row.work.items() if work.lease}
+        assert held.keys() == working
+        for name, queue in books.partitions[P].queues.items():
+            assert queue.leased == sum(task == name for task, _ in held)
+
+    @invariant()
+    def indexes_agree_with_the_rows(self):
+        partition = self.queue.table.books.partitions[P]
+        for name, queue in partition.queues.items():
+            needs = set(queue.spec.needs)
+            ready = set()
+            for group in partition.groups.values():
+                is_open, blocked = [], False
+                for row in group.rows.values():
+                    work = row.work.get(name)
+                    idle = work is None or not (work.lease or work.done)
+                    if row.state is State.LIVE and needs <= row.columns.keys() and idle:
+                        is_open.append(row)
+                    elif not row.state.final and not (row.state is State.LIVE and work and work.done):
+                        blocked = True
+                if queue.by_group:
+                    ready |= {group} if is_open and not blocked else set()
+                else:
+                    ready |= set(is_open)
+            assert set(queue.index) == ready
+
+    @invariant()
+    def the_log_makes_the_same_state_again(self):
+        events = self.queue.events()
+        live = list(dump(self.queue.table.books))
+        again = Books()
+        for event in events:
+            again.apply(event)
+        assert list(dump(again)) == live
+        compacted = Books()
+        for event in live:
+            compacted.apply(event)
+        assert list(dump(compacted)) == live
+
+    @invariant()
+    def the_auditor_agrees(self):
+        counts = self.queue.table.books.partitions[P].counts
+        for events in (self.queue.events(), dump(self.queue.table.books)):
+            auditor = Auditor()
+            for event in events:
+                auditor.see(event)
+            report = auditor.report()
+            assert (report.trained, report.filtered) == (counts[State.TRAINED], counts[State.FILTERED])
+            assert report.dispatched == len(self.created)
+            assert report.duplicated == 0
+            skipped = {s for s in range(max((k[0] for k in self.created), default=0)) if (s, 0) not in self.created}
+            assert report.lost == len(skipped) * SIZE
+
+    def teardown(self):
+        if not hasattr(self, "queue"):
+            return
+        self.queue.table.claims.expire(self.now + 1000)
+        if self.attempt < 0:
+            self.begin()
+        for _ in range(100):
+            for serial in range(SERIALS):
+                self.create(serial)
+            for task, column in WRITES.items():
+                while rows := self.queue.claim(task, rows=100, now=self.now):
+                    assert all(self.queue.complete(rows, column))
+            if self.step > STEPS:
+                break
+            self.train(tokens=3)
+        self.save(told=True)
+        expected = {(s, j) for s in range(SERIALS) for j in range(SIZE)} - self.filtered
+        assert self.weights[STEPS] == Counter(expected)
+        self.queue.table.close(P, STEPS)
+        auditor = Auditor()
+        for event in self.queue.events():
+            auditor.see(event)
+        report = auditor.report()
+        assert report.ok, report
+        assert (report.trained, report.filtered) == (len(expected), len(self.filtered))
+        assert self.queue.held == {}
+
+
+def test_machine(make_queue):
+    QueueMachine.make_queue = make_queue
+    run_state_machine_as_test(
+        QueueMachine,
+        settings=settings(
+            max_examples=80,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        ),
+    )

@@ -1,0 +1,73 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncflow.flow.schedule import Window
+from asyncflow.flow.selection import Appetite, ReadyIndex, balance
+
+windows = st.tuples(st.integers(0, 3), st.integers(0, 3)).map(lambda ends: Window(min(ends), max(ends)))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "discard", "head"]), st.integers(0, 9), windows, st.integers(0, 5))))
+def test_index_agrees_with_a_sorted_list(steps):
+    index = ReadyIndex[int]()
+    model = {}
+    for tick, (action, item, window, order) in enumerate(steps):
+        if action == "add" and item not in model:
+            model[item] = (order, tick, window)
+            index.add(item, window=window, order=(order,))
+        elif action == "discard":
+            model.pop(item, None)
+            index.discard(item)
+        else:
+            appetite = Appetite(item % 4)
+            fitting = [(o, t, i) for i, (o, t, w) in model.items() if appetite.suits(w)]
+            assert index.head(appetite.suits) == (min(fitting)[2] if fitting else None)
+        assert len(index) == len(model)
+        assert all(index.count(w) == sum(m[2] == w for m in model.values()) for w in {m[2] for m in model.values()})
+
+
+def test_index_forgets_what_was_discarded():
+    index = ReadyIndex[int]()
+    for number in range(10_000):
+        index.add(number, window=Window(0, 0), order=(0,))
+        if number:
+            index.discard(number)
+    assert len(index) == 1
+    assert sum(len(shelf) for shelf in index._shelves.values()) < 200
+
+
+def test_an_item_keeps_its_place_but_not_its_weight():
+    index = ReadyIndex[str]()
+    index.add("a", window=Window(0, 0), order=(0,), weight=3)
+    index.add("b", window=Window(0, 0), order=(0,), weight=1)
+    index.add("a", window=Window(0, 0), order=(9,), weight=5)
+    assert index.weight == 6
+    assert index.head(lambda _: True) == "a"
+
+
+def test_appetite():
+    assert Appetite().suits(Window(7, 7))
+    assert Appetite(2).suits(Window(1, 3))
+    assert not Appetite(2).suits(Window(3, 3))
+    assert Appetite(2, (3,)).accepts(Window(3, 3))
+    assert not Appetite(2, (4,)).accepts(Window(3, 3))
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 5), st.integers(1, 100))
+def test_balance_deals_each_item_once_and_keeps_the_budget(weights, ranks, budget):
+    dealt, left = balance(weights, ranks=ranks, budget=budget)
+    assert sorted([i for rank in dealt for i in rank] + left) == list(range(len(weights)))
+    assert any(dealt)
+    for rank in dealt:
+        assert sum(weights[i] for i in rank) <= budget or len(rank) == 1
+    assert balance(weights, ranks=ranks, budget=budget) == (dealt, left)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 5))
+def test_balance_is_as_good_as_lpt_promises(weights, ranks):
+    dealt, left = balance(weights, ranks=ranks, budget=10**9)
+    assert not left
+    loads = [sum(weights[i] for i in rank) for rank in dealt]
+    best = max(max(weights), -(-sum(weights) // ranks))
+    assert max(loads) <= best * 4 / 3 + max(weights)
+    assert max(loads) - min(loads) <= max(weights)

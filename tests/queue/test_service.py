@@ -1,0 +1,345 @@
+"""The queue on sockets: controller, units and clients together, without faults of processes."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from asyncflow.errors import DeadlineExceeded, Fenced, Refused, StaleHandle
+from asyncflow.identity import RowPlace
+from asyncflow.net.frames import Jagged
+from asyncflow.net.keys import Keys
+from asyncflow.queue.backends.memory import MemoryBackend
+from asyncflow.queue.budget import Budget
+from asyncflow.queue.messages import RowMeta
+
+P = "train"
+
+
+async def test_a_sample_from_its_creation_to_its_commit(cluster):
+    async with cluster() as queue:
+        await queue.client.open_step(partition=P, step=1, groups=4, group_size=2, timeout=10)
+        await queue.client.begin(partition=P, attempt=0, step=0, world=2, timeout=10)
+        assert await queue.create(0, 1, 2, 3) == [True] * 8
+        assert await queue.create(0, 1) == [False] * 4
+        await queue.through()
+        slots = [await queue.slot(1, 0, rank=rank) for rank in (0, 1)]
+        assert [len(slot.rows) for slot in slots] == [4, 4]
+        assert all(slot.last and slot.totals.samples == 8 for slot in slots)
+        columns = await queue.client.fetch(slots[1].rows, ["advantage", "prompt"], timeout=10)
+        assert [list(columns["advantage"].row(i)) for i in range(4)] == [list(row.meta.key) for row in slots[1].rows]
+        for rank in (0, 1):
+            await queue.client.step_done(partition=P, attempt=0, step=1, rank=rank, timeout=10)
+        snapshot = await queue.client.snapshot(partition=P, timeout=10)
+        assert snapshot.steps[1].staged
+        assert (snapshot.last_staged_step, snapshot.last_committed_step, snapshot.next_serial) == (1, 0, 4)
+        assert sum(unit.holdings.budget.used for unit in queue.units.values()) == 8 * (32 + 3 * 8)
+        await queue.client.commit(partition=P, attempt=0, step=1, timeout=10)
+        await queue.client.close_partition(partition=P, step=1, timeout=10)
+        async with asyncio.timeout(10):
+            while any(unit.holdings.budget.used for unit in queue.units.values()):
+                await asyncio.sleep(0.01)
+        report = await queue.client.audit(timeout=10)
+        assert report.ok
+        assert (report.trained, report.closed) == (8, True)
+        stats = await queue.client.stats(timeout=10)
+        assert (stats.live, stats.committed, stats.units) == (0, 8, 2)
+
+
+async def test_every_dtype_comes_back_bit_by_bit(cluster):
+    async with cluster() as queue:
+        metas = [RowMeta(partition=P, serial=s, sample=0, step=1) for s in range(3)]
+        columns = {
+            "prompt": Jagged.from_rows([[1.5, np.nan, -np.inf], [], [0.0]], "float32"),
+            "half": Jagged.from_rows([[1], [2, 3], []], "float16"),
+            "brain": Jagged.from_rows([[0x3F80], [0x7FC0], [1, 2]], "bfloat16"),
+            "flag": Jagged.from_rows([[True], [False, True], []], "bool"),
+            "big": Jagged.from_rows([[2**62], [], [-1]], "int64"),
+        }
+        assert all(await queue.client.create(metas, columns, group_size=1, timeout=10))
+        rows = await queue.claim("rollout", rows=3)
+        rows += await queue.claim("rollout", rows=3, timeout=0) if len(rows) < 3 else []
+        order = sorted(range(3), key=lambda index: -rows[index].meta.serial)
+        backwards = [rows[index] for index in order]
+        got = await queue.client.fetch(backwards, list(columns), timeout=10)
+        wanted = {name: column.take([row.meta.serial for row in backwards]) for name, column in columns.items()}
+        assert got == wanted
+
+
+async def test_rows_of_a_prompt_lie_on_one_unit(cluster):
+    async with cluster() as queue:
+        await queue.create(0, 1, 2)
+        rows = [row for _ in range(3) for row in await queue.claim("rollout", rows=2)]
+        assert {(row.meta.serial, row.unit) for row in rows} == {(0, 0), (1, 1), (2, 0)}
+        assert all(RowPlace.of(row.row).unit == row.unit for row in rows)
+
+
+async def test_a_parked_claim_is_woken_and_delays_nobody(cluster):
+    async with cluster() as queue:
+        other = queue.connect("other")
+        parked = [asyncio.create_task(queue.claim("rollout", client=other, rows=2)) for _ in range(20)]
+        await asyncio.sleep(0)
+        assert await queue.create(0) == [True] * 2
+        done, waiting = await asyncio.wait(parked, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+        assert len(done) == 1
+        assert len(await done.pop()) == 2
+        stats = await queue.client.stats(timeout=10)
+        assert stats.parked == {"train/rollout": 19}
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+        assert await queue.claim("rollout", timeout=0) == []
+
+
+async def test_what_a_cancelled_claim_was_given_comes_back_at_once(cluster):
+    async with cluster() as queue:
+        claims = queue.controller.table.claims
+        serve = claims.serve
+        claim = asyncio.create_task(queue.claim("rollout"))
+
+        def serve_and_cancel(now):
+            if grants := serve(now):
+                claim.cancel()
+            return grants
+
+        claims.serve = serve_and_cancel
+        await queue.create(0)
+        await asyncio.wait([claim])
+        assert claim.cancelled()
+        claims.serve = serve
+        assert [row.attempt for row in await queue.claim("rollout", timeout=5)] == [1, 1]
+
+
+async def test_a_late_write_is_refused_and_leaves_no_bytes(cluster):
+    async with cluster() as queue:
+        await queue.create(0)
+        late = await queue.claim("rollout")
+        await queue.client.expire(worker="test", timeout=10)
+        other = queue.connect("other")
+        rows = await queue.claim("rollout", client=other)
+        assert [row.attempt for row in rows] == [1, 1]
+        held = sum(unit.holdings.budget.used for unit in queue.units.values())
+        assert await queue.complete(late, "response") == [False, False]
+        assert sum(unit.holdings.budget.used for unit in queue.units.values()) == held
+        assert await queue.client.renew([late[0].lease, rows[0].lease], timeout=10) == [rows[0].lease]
+        assert await queue.complete(rows, "response") == [True, True]
+        assert await queue.complete(rows, "response") == [True, True]
+        assert sum(unit.holdings.budget.used for unit in queue.units.values()) == held + 16
+        assert (await queue.client.stats(timeout=10)).fenced == 2
+
+
+async def test_unfinished_columns_go_to_the_next_holder(cluster):
+    async with cluster() as queue:
+        await queue.create(0)
+        rows = await queue.claim("rollout")
+        so_far = Jagged.from_rows([[7], [8, 9]], "int32")
+        await queue.client.give_back(rows, reason="drain", columns={"response": so_far}, timeout=10)
+        again = await queue.claim("rollout")
+        assert [row.bytes["response"] for row in again] == [4, 8]
+        assert (await queue.client.fetch(again, ["response"], timeout=10))["response"] == so_far
+        await queue.complete(again, "response")
+        scored = await queue.claim("score")
+        assert [row.bytes["response"] for row in scored] == [8, 8]
+        assert sum(unit.holdings.budget.used for unit in queue.units.values()) == 2 * (32 + 8)
+        await queue.client.give_back(scored, reason="no use", timeout=10)
+        assert len(await queue.claim("score")) == 2
+
+
+async def test_tags_are_merged_and_travel(cluster):
+    async with cluster() as queue:
+        await queue.create(0)
+        rows = await queue.claim("rollout")
+        await queue.complete(rows, "response", tags=[{"reward": 0.5, "tokens": 3}] * 2)
+        rows = await queue.claim("score")
+        await queue.complete(rows, "reward", tags=[{"flag": "timeout", "tokens": 4}] * 2)
+        rows = await queue.claim("advantage")
+        assert [row.meta.tags for row in rows] == [{"reward": 0.5, "tokens": 4, "flag": "timeout"}] * 2
+
+
+async def test_a_put_waits_for_room_and_then_says_why_it_could_not(cluster):
+    async with cluster(limit=100, units=1) as queue:
+        assert await queue.create(0, length=6) == [True, True]
+        with pytest.raises(Refused, match="never fit"):
+            await queue.create(1, length=7)
+        with pytest.raises(DeadlineExceeded, match="no room for 96 bytes"):
+            await queue.create(1, length=6, timeout=0.3)
+        waiting = asyncio.create_task(queue.create(1, length=6))
+        behind = asyncio.create_task(queue.create(2, length=6))
+        rows = await queue.claim("rollout")
+        await queue.client.drop(rows, reason="test", timeout=10)
+        assert await waiting == [True, True]
+        assert not behind.done()
+        rows = await queue.claim("rollout")
+        assert {row.meta.serial for row in rows} == {1}
+        await queue.client.drop(rows, reason="test", timeout=10)
+        assert await behind == [True, True]
+        assert queue.units[0].holdings.budget.used == 96
+        assert (await queue.client.stats(timeout=10)).dropped == 4
+
+
+async def test_budget_is_first_come_first_served_and_forgets_those_who_left():
+    budget = Budget(10, where="test")
+    await budget.reserve(8, timeout=1)
+    big = asyncio.create_task(budget.reserve(9, timeout=10))
+    small = asyncio.create_task(budget.reserve(2, timeout=10))
+    await asyncio.sleep(0)
+    assert (budget.used, len(budget)) == (8, 2)
+    big.cancel()
+    await asyncio.wait([big])
+    await small
+    assert (budget.used, len(budget)) == (10, 0)
+    granted_and_cancelled = asyncio.create_task(budget.reserve(5, timeout=10))
+    await asyncio.sleep(0)
+    budget.release(10)
+    granted_and_cancelled.cancel()
+    await asyncio.wait([granted_and_cancelled])
+    assert budget.used == 0
+
+
+async def test_a_cell_does_not_pin_the_batch_in_which_it_came():
+    backend = MemoryBackend()
+    batch = np.arange(1_000_000)
+    await backend.put([(1, batch[5:7])])
+    (cell,) = await backend.get([1])
+    assert cell.base is None
+    assert not cell.flags.writeable
+    await backend.free([1, 2])
+    with pytest.raises(KeyError):
+        await backend.get([1])
+
+
+async def test_handles_to_what_is_gone_are_refused(cluster):
+    async with cluster() as queue:
+        await queue.create(0)
+        rows = await queue.claim("rollout")
+        with pytest.raises(StaleHandle, match="no column 'nonsense'"):
+            await queue.client.fetch(rows, ["nonsense"], timeout=10)
+        await queue.client.drop(rows, reason="test", timeout=10)
+        async with asyncio.timeout(10):
+            while queue.units[0].holdings.budget.used:
+                await asyncio.sleep(0.01)
+        with pytest.raises(StaleHandle, match="is not here"):
+            await queue.client.fetch(rows, ["prompt"], timeout=10)
+        assert await queue.complete(rows, "response") == [False, False]
+
+
+async def test_a_dtype_conflict_is_refused_before_anything_is_visible(cluster):
+    async with cluster() as queue:
+        await queue.create(0, 2)
+        rows = await queue.claim("rollout", rows=2)
+        await queue.complete(rows, "response")
+        more = await queue.claim("rollout")
+        wrong = Jagged.from_rows([[0.5]] * 2, "float32")
+        held = queue.units[0].holdings.budget.used
+        with pytest.raises(Refused, match="response holds int32, not float32"):
+            await queue.client.complete(more, {"response": wrong}, timeout=10)
+        assert queue.units[0].holdings.budget.used == held
+        assert await queue.complete(more, "response") == [True, True]
+
+
+async def test_slots_are_parked_and_fenced_where_they_are_parked(cluster):
+    async with cluster() as queue:
+        await queue.client.open_step(partition=P, step=1, groups=2, group_size=2, timeout=10)
+        await queue.client.begin(partition=P, attempt=0, step=0, world=1, timeout=10)
+        assert await queue.slot(1, 0, timeout=0) is None
+        parked = asyncio.create_task(queue.slot(1, 0))
+        await queue.create(0)
+        await queue.through()
+        assert len((await parked).rows) == 2
+        parked = asyncio.create_task(queue.slot(1, 1))
+        async with asyncio.timeout(10):
+            while not queue.controller._parked:
+                await asyncio.sleep(0.01)
+        await queue.client.begin(partition=P, attempt=1, step=0, world=1, timeout=10)
+        with pytest.raises(Fenced, match="attempt 0 is over"):
+            await parked
+
+
+async def test_a_restarted_controller_knows_everything_again(cluster):
+    async with cluster() as queue:
+        await queue.client.open_step(partition=P, step=1, groups=3, group_size=2, timeout=10)
+        await queue.client.begin(partition=P, attempt=0, step=0, world=1, timeout=10)
+        await queue.create(0, 1, 2)
+        await queue.create(0, purpose="eval", partition="eval")
+        rows = await queue.claim("rollout", rows=2)
+        await queue.complete(rows, "response", tags=[{"tokens": 9}] * 2)
+        await queue.complete(await queue.claim("score"), "reward")
+        await queue.complete(await queue.claim("advantage"), "advantage")
+        first = await queue.slot(1, 0)
+        held = await queue.claim("rollout", rows=2)
+        parked = asyncio.create_task(queue.claim("score"))
+        await asyncio.sleep(0)
+        epoch = queue.controller.table.controller
+        await queue.stop_controller()
+        put = asyncio.create_task(queue.complete(held, "response"))
+        creation = asyncio.create_task(queue.create(3, step=2))
+        await asyncio.sleep(0)
+        await queue.start_controller()
+        assert queue.controller.table.controller > epoch
+        assert await put == [True, True]
+        assert await creation == [True, True]
+        assert {row.meta.serial for row in await parked} == {held[0].meta.serial}
+        assert await queue.slot(1, 0) == first
+        assert await queue.create(0, 1, 2, 3) == [False] * 8
+        stats = await queue.client.stats(timeout=10)
+        assert stats.ready["train/rollout"] == 4
+        snapshot = await queue.client.snapshot(partition="eval", timeout=10)
+        assert snapshot.next_serial == 1
+        assert (await queue.client.audit(timeout=10)).ok
+
+
+async def test_a_unit_that_begins_anew_has_its_samples_made_again(cluster):
+    async with cluster() as queue:
+        await queue.create(0, 1, 2, 3)
+        known = (await queue.client.wanted(partition=P, known=-1, timeout=10)).revision
+        watching = asyncio.create_task(queue.client.wanted(partition=P, known=known, timeout=10))
+        rows = await queue.claim("rollout", rows=8)
+        await queue.units[1].close()
+        await queue.start_unit(1)
+        wanted = await watching
+        assert [meta.serial for meta in wanted.keys] == [1, 1, 3, 3]
+        mine = [row for row in rows if row.unit == 1]
+        with pytest.raises(StaleHandle, match="was lost"):
+            await queue.client.fetch(mine, ["prompt"], timeout=10)
+        ok = await queue.complete(rows, "response")
+        assert [verdict for verdict, row in zip(ok, rows, strict=True) if row.unit == 1] == [False] * 4
+        assert await queue.create(0, 1, 2, 3) == [False, False, True, True] * 2
+        assert {row.meta.serial for row in await queue.claim("rollout")} == {1, 3}
+
+
+async def test_a_unit_that_stays_away_is_given_up(cluster):
+    async with cluster(unit_lost_s=0.5) as queue:
+        await queue.create(0, 1)
+        known = (await queue.client.wanted(partition=P, known=-1, timeout=10)).revision
+        gone, queue.units[0] = queue.units[0], None
+        await gone.close()
+        wanted = await queue.client.wanted(partition=P, known=known, timeout=10)
+        assert [meta.serial for meta in wanted.keys] == [0, 0]
+        assert await queue.create(0) == [True, True]
+        assert {row.unit for row in await queue.claim("rollout")} == {1}
+
+
+async def test_with_keys(cluster, tmp_path):
+    async with cluster(keys=Keys.generate(tmp_path / "key")) as queue:
+        await queue.create(0)
+        rows = await queue.claim("rollout")
+        assert await queue.complete(rows, "response") == [True, True]
+
+
+async def test_an_eval_partition_is_cleared_and_filled_again(cluster):
+    async with cluster() as queue:
+        for _ in range(2):
+            assert await queue.create(0, 1, purpose="eval", partition="eval") == [True] * 4
+            await queue.client.clear_partition(partition="eval", timeout=10)
+        async with asyncio.timeout(10):
+            while any(unit.holdings.budget.used for unit in queue.units.values()):
+                await asyncio.sleep(0.01)
+        assert (await queue.client.audit(timeout=10)).dispatched == 0
+
+
+async def test_groups_must_be_whole(cluster):
+    async with cluster() as queue:
+        meta = RowMeta(partition=P, serial=0, sample=2, step=1)
+        prompt = {"prompt": Jagged.from_rows([[1]], "int64")}
+        with pytest.raises(Refused, match="do not make groups of 2"):
+            await queue.client.create([meta], prompt, group_size=2, timeout=10)

@@ -1,0 +1,214 @@
+"""The pure table: readiness, claims, leases, fencing, windows of versions."""
+
+import pytest
+
+from asyncflow.errors import Refused
+from asyncflow.queue.messages import RowMeta, TaskSpec
+from asyncflow.queue.state import State
+
+P = "train"
+
+
+def keys(rows):
+    return [(row.meta.serial, row.meta.sample) for row in rows]
+
+
+def test_a_row_is_ready_when_all_columns_are_there_and_for_each_task_once(queue):
+    assert queue.create(0, 1) == [True] * 4
+    rows = queue.claim("rollout", rows=2)
+    assert keys(rows) == [(0, 0), (0, 1)]
+    assert queue.claim("score") == []
+    assert queue.complete(rows[:1], "response") == [True]
+    assert keys(queue.claim("score")) == [(0, 0)]
+    assert queue.claim("score") == []
+    assert keys(queue.claim("rollout")) == [(1, 0), (1, 1)]
+
+
+def test_creation_is_idempotent_and_whole(queue):
+    assert queue.create(0) == [True, True]
+    assert queue.create(0) == [False, False]
+    half = [RowMeta(partition=P, serial=5, sample=1, step=1)]
+    assert queue.put(half, 2) == [False]
+    assert queue.table.books.partitions[P].next_serial == 1
+
+
+def test_serials_that_were_skipped_are_known(queue):
+    queue.create(0, 3)
+    assert queue.table.books.partitions[P].missing == {1, 2}
+    queue.create(2)
+    assert queue.table.books.partitions[P].missing == {1}
+
+
+def test_groups_are_whole_also_when_a_part_of_one_is_delivered_again(queue):
+    queue.create(0, size=3)
+    rows = queue.claim("rollout")
+    queue.complete(rows[:2], "response")
+    assert queue.claim("rollout") == []
+    assert queue.table.claims.expire(10.0) == 1
+    again = queue.claim("rollout")
+    assert keys(again) == [(0, 2)]
+    assert again[0].attempt == 1
+    scored = queue.claim("score")
+    queue.complete(scored, "reward")
+    assert queue.claim("advantage") == []
+    queue.complete(again, "response")
+    queue.complete(queue.claim("score"), "reward")
+    assert len(queue.claim("advantage")) == 3
+
+
+def test_a_group_task_gives_at_least_one_group_and_no_more_than_asked(queue):
+    queue.create(0, 1, 2, size=3)
+    assert len(queue.claim("rollout", rows=2)) == 3
+    assert len(queue.claim("rollout", rows=6, groups=1)) == 3
+    assert len(queue.claim("rollout", rows=6)) == 3
+
+
+def test_expired_and_returned_rows_are_fenced(queue):
+    queue.create(0)
+    late = queue.claim("rollout")
+    queue.table.claims.expire(9.9)
+    assert queue.claim("rollout") == []
+    queue.table.claims.expire(10.0)
+    new = queue.claim("rollout", worker="other")
+    assert queue.complete(late, "response") == [False, False]
+    assert queue.complete(new, "response") == [True, True]
+    assert queue.table.claims.counters.fenced == 2
+    assert queue.table.claims.counters.redeliveries == 2
+
+
+def test_a_completion_that_comes_twice_is_admitted_twice_and_changes_nothing(queue):
+    queue.create(0)
+    rows = queue.claim("rollout")
+    assert queue.complete(rows, "response", [{"reward": 1.0}] * 2) == [True, True]
+    assert queue.complete(rows, "response", [{"reward": 2.0}] * 2) == [True, True]
+    assert [row.meta.tags for row in queue.claim("score")] == [{"reward": 1.0}] * 2
+
+
+def test_renewal_and_death(queue):
+    queue.create(0, 1)
+    rows = queue.claim("rollout", rows=2)
+    assert queue.table.claims.renew([rows[0].lease, "nonsense"], 8.0) == [rows[0].lease]
+    assert queue.table.claims.expire(17.9) == 0
+    waiting = queue.park("score", worker="dead")
+    other = queue.claim("rollout", worker="dead")
+    queue.table.claims.expire_worker("dead")
+    assert queue.complete(other, "response") == [False, False]
+    assert (P, "score") not in queue.table.claims.parked()
+    assert waiting not in queue.table.claims._parked.get((P, "score"), {})
+    assert queue.table.claims.expire(18.0) == 2
+
+
+def test_what_was_given_back_unfinished_goes_to_the_next_holder_and_makes_nothing_ready(queue):
+    queue.create(0)
+    rows = queue.claim("rollout")
+    ids = [row.row for row in rows]
+    assert queue.table.give_back(rows[0].lease, ids, "drain", queue.cells(2, "response")) == [True, True]
+    assert queue.claim("score") == []
+    again = queue.claim("rollout")
+    assert [row.bytes for row in again] == [{"prompt": 8, "response": 8}] * 2
+    assert [row.attempt for row in again] == [1, 1]
+    assert queue.complete(again, "response") == [True, True]
+    assert len(queue.claim("score")) == 2
+
+
+def test_a_claim_gets_only_rows_that_its_versions_may_begin(queue):
+    queue.create(0, oldest=2, newest=2)
+    queue.create(1, oldest=1, newest=1)
+    assert queue.claim("rollout", version=0) == []
+    assert keys(queue.claim("rollout", version=1, accept=(2,)))[0] == (1, 0)
+    assert keys(queue.claim("rollout", version=1, accept=(2,)))[0] == (0, 0)
+
+
+def test_claims_that_fit_are_served_before_those_that_would_have_to_load(queue):
+    loads = queue.park("rollout", version=1, accept=(2,))
+    fits = queue.park("rollout", version=2)
+    queue.create(0, oldest=2, newest=2)
+    assert [grant.claim for grant in queue.table.claims.serve(0.0)] == [fits]
+    queue.create(1, oldest=2, newest=2)
+    assert [grant.claim for grant in queue.table.claims.serve(0.0)] == [loads]
+
+
+def test_a_claim_that_is_asked_again_gets_its_lease_again(queue):
+    queue.create(0, 1)
+    first = queue.claim("rollout", rows=2, ticket="t")
+    again = queue.claim("rollout", rows=2, ticket="t", now=3.0)
+    assert keys(again) == keys(first)
+    assert again[0].lease == first[0].lease
+    assert again[0].until == 7.0
+    queue.complete(first, "response")
+    assert keys(queue.claim("rollout", rows=2, ticket="t")) == [(1, 0), (1, 1)]
+
+
+def test_an_abandoned_claim_loses_nothing(queue):
+    queue.create(0)
+    queue.claim("rollout", worker="w", ticket="t")
+    queue.table.claims.abandon("w", "t")
+    assert len(queue.claim("rollout")) == 2
+
+
+def test_dropped_rows_are_final_and_leave_the_group(queue):
+    queue.create(0, size=3)
+    queue.through(upto="score")
+    rows = queue.claim("advantage")
+    assert queue.table.claims.drop(rows[0].lease, [rows[0].row], "filtered:zero") == [True]
+    assert queue.table.claims.drop(rows[1].lease, [rows[1].row], "broken") == [True]
+    assert queue.table.claims.drop(rows[1].lease, [rows[1].row], "broken") == [False]
+    assert queue.counts == {State.LIVE: 1, State.FILTERED: 1, State.DROPPED: 1}
+    assert queue.table.books.frees == [rows[0].row, rows[1].row]
+    assert queue.create(0, size=3) == [False] * 3
+
+
+def test_a_column_has_one_dtype_and_a_task_all_its_columns(queue):
+    queue.create(0, 1)
+    rows = queue.claim("rollout", rows=2)
+    with pytest.raises(Refused, match="response"):
+        queue.complete(rows, "other")
+    assert queue.complete(rows, "response") == [True, True]
+    more = queue.claim("rollout")
+    wrong = queue.cells(2, "response", dtype="float32")
+    with pytest.raises(Refused, match="int32, not float32"):
+        queue.table.complete(more[0].lease, [row.row for row in more], wrong, [])
+    assert queue.complete(more, "response") == [True, True]
+
+
+def test_a_new_incarnation_of_a_unit_makes_its_rows_wanted(queue):
+    queue.create(0, 1)
+    before = queue.claim("rollout", rows=2)
+    known = queue.table.wanted(P).revision
+    assert queue.table.join_unit(0, "unit-a") == queue.epoch
+    queue.epoch = queue.table.join_unit(0, "unit-b")
+    wanted = queue.table.wanted(P)
+    assert wanted.revision != known
+    assert [tuple(meta.key) for meta in wanted.keys] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert queue.complete(before, "response") == [False, False]
+    assert queue.claim("rollout") == []
+    assert queue.put([meta for meta in wanted.keys if meta.serial == 1 and meta.sample == 0], 2) == [False]
+    assert queue.put(wanted.keys, 2) == [True] * 4
+    assert queue.table.wanted(P).keys == []
+    assert len(queue.claim("rollout")) == 4
+
+
+def test_two_gangs_cannot_train_one_partition(queue):
+    with pytest.raises(Refused, match="has the gang train"):
+        queue.table.declare([TaskSpec(partition=P, name="critic", needs=["advantage"], kind="gang")])
+
+
+def test_clearing_a_partition_keeps_its_tasks_and_frees_its_rows(queue):
+    queue.create(0)
+    rows = queue.claim("rollout")
+    queue.table.clear(P)
+    assert sorted(queue.table.books.frees) == sorted(row.row for row in rows)
+    assert queue.complete(rows, "response") == [False, False]
+    assert queue.create(0) == [True, True]
+    assert len(queue.claim("rollout")) == 2
+
+
+def test_a_claim_does_not_look_at_all_rows(make_queue):
+    queue = make_queue([TaskSpec(partition=P, name="rollout", needs=["prompt"])])
+    queue.create(*range(20_000), size=1)
+    index = queue.table.books.partitions[P].queues["rollout"].index
+    looked = []
+    original = index._holds
+    index._holds = lambda entry: looked.append(1) or original(entry)
+    assert len(queue.claim("rollout", rows=16)) == 16
+    assert len(looked) < 64

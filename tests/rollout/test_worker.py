@@ -1,0 +1,226 @@
+"""The worker against the real queue, weights and reward processes, over sockets."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncflow.errors import ManifestError
+from asyncflow.identity import Version
+
+from .conftest import random_weights
+
+sys.path.insert(0, str(Path(__file__).parent))
+from rollout_world import ANY, running_world, until
+
+
+@pytest.fixture
+async def world(tmp_path):
+    async with running_world(tmp_path) as world:
+        yield world
+
+
+def steps(rows, columns):
+    """The version steps of each row, as a set, by step of the row."""
+    found = {}
+    for row, versions in zip(rows, columns["versions"], strict=True):
+        found.setdefault(row.meta.step, set()).update(Version.unpack(int(v)).step for v in versions)
+    return found
+
+
+async def test_a_sample_is_claimed_generated_scored_and_delivered(world):
+    rollout = await world.rollout("r0", reward="rollout_reward:words", tokens=6, sigma=0.5)
+    await world.put([0, 1, 2], step=1, oldest=0)
+    await world.publish(0)
+    rows, columns = await world.made(12)
+    assert [row.meta.key for row in rows] == [(s, j) for s in range(3) for j in range(4)]
+    for row, ids, logprobs, versions, reward in zip(rows, *columns.values(), strict=True):
+        tags = row.meta.tags
+        assert ids.dtype == np.int32
+        assert logprobs.dtype == np.float32
+        assert versions.dtype == np.int64
+        assert len(ids) == len(logprobs) == len(versions) == tags["tokens"] == tags["response_tokens"]
+        text = len(ids) - (tags["finish"] == "stop")
+        assert reward.tolist() == [tags["reward"]] == [text + 0.5]
+        assert (tags["flag"], tags["version_min"], tags["version_max"]) == ("", 0, 0)
+    status = rollout.worker.status()
+    assert status["version"] == Version(0, 0).packed
+    assert status["tokens_generated"] == sum(len(ids) for ids in columns["response_ids"])
+    assert status["delivered"] == 12
+    assert status["inflight"] == status["fenced"] == status["lost"] == 0
+    assert status["busy_s"] > 0
+
+
+async def test_quota_makes_each_step_from_its_version_with_instances_that_share(world):
+    rollouts = [await world.rollout(f"r{i}", tokens=6, sigma=0.5, token_s=0.001) for i in range(2)]
+    await world.publish(0)
+    await world.put(range(6), step=1, oldest=0)
+    await world.put(range(6, 12), step=2, oldest=0)
+    await until(lambda: sum(r.worker.meter.delivered for r in rollouts) >= 10, "some of θ0")
+    await world.publish(1)
+    await world.put(range(12, 18), step=3, oldest=1)
+    await world.publish(2)
+    await world.put(range(18, 24), step=4, oldest=2)
+    rows, columns = await world.made(96)
+    assert steps(rows, columns) == {1: {0}, 2: {0}, 3: {1}, 4: {2}}
+    assert all(len(set(v.tolist())) == 1 for v in columns["versions"])
+    assert all(r.worker.meter.delivered > 0 for r in rollouts)
+
+
+async def test_quota_goes_back_for_rows_of_an_older_version(world):
+    world.catalogue.require([0, 3])
+    await world.publish(0)
+    await world.publish(3)
+    rollout = await world.rollout("r0")
+    await world.put([0], step=5, oldest=3)
+    await world.made(4)
+    await world.put([1], step=1, oldest=0)
+    rows, columns = await world.made(4)
+    assert steps(rows, columns) == {1: {0}}
+    await world.put([2], step=5, oldest=3)
+    assert steps(*await world.made(4)) == {5: {3}}
+    assert rollout.worker.meter.swaps == 3
+
+
+async def test_sequence_takes_new_versions_as_they_come_and_mixes_none(world):
+    await world.publish(0)
+    rollout = await world.rollout("r0", swap_at="sequence", token_s=0.005)
+    await world.put(range(30), step=1, oldest=0, newest=ANY)
+    seen, order = [], []
+    for step in (1, 2):
+        seen += (await world.made(8))[0]
+        await world.publish(step)
+        await until(lambda step=step: rollout.worker.meter.swaps == step + 1, f"a swap to θ{step}")
+    rest, _ = await world.made(120 - len(seen))
+    rows = sorted([*seen, *rest], key=lambda row: row.meta.key)
+    columns = await world.queue.fetch(rows, ["versions"], timeout=10)
+    for i in range(120):
+        versions = set(columns["versions"].row(i).tolist())
+        assert len(versions) == 1
+        order.append(Version.unpack(versions.pop()).step)
+    assert set(order) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("swap_at", ["quota", "sequence"])
+async def test_evaluation_is_pinned_and_greedy_where_asked(world, swap_at):
+    rollouts = [await world.rollout(f"r{i}", swap_at=swap_at) for i in range(2)]
+    newest = ANY if swap_at == "sequence" else None
+    await world.publish(0)
+    await world.put(range(8), step=1, oldest=0, newest=newest)
+    await world.put(range(100, 120), step=0, oldest=0, group=2, purpose="eval", tags={"temperature": 0.0})
+    await world.publish(1)
+    world.catalogue.require([0, 1])
+    await world.put(range(8, 16), step=2, oldest=1 if newest is None else 0, newest=newest)
+    await world.put(range(200, 220), step=1, oldest=1, group=2, purpose="eval", tags={"max_tokens": 3})
+    rows, columns = await world.made(80, purpose="eval")
+    assert steps(rows, columns) == {0: {0}, 1: {1}}
+    assert {row.meta.tags["tokens"] for row in rows if row.meta.step == 1} == {3}
+    await world.made(64)
+    tokens = [r.worker.status()["tokens_generated_eval"] for r in rollouts]
+    assert sum(tokens) == sum(len(ids) for ids in columns["response_ids"])
+
+
+async def test_a_stuck_reward_delays_only_its_own_sample(world):
+    rollout = await world.rollout("r0", reward="rollout_reward:stuck_on_three", slots=4)
+    await world.publish(0)
+    await world.put(range(8), step=1, oldest=0, group=1)
+    rows, _ = await world.made(7)
+    assert 3 not in {row.meta.serial for row in rows}
+    assert rollout.instance.running == 0
+    late, _ = await world.made(1)
+    assert (late[0].meta.tags["flag"], late[0].meta.tags["reward"]) == ("timeout", 0.0)
+
+
+async def test_leaving_gives_back_what_is_not_generated(world):
+    slow = await world.rollout("slow", token_s=60.0)
+    await world.publish(0)
+    await world.put(range(4), step=1, oldest=0)
+    await until(lambda: slow.instance.running > 0, "sequences")
+    assert (await world.queue.stats(timeout=10)).leased["train/rollout"] > 0
+    await slow.leave()
+    await slow.queue.close()
+    assert (await world.queue.stats(timeout=10)).leased.get("train/rollout", 0) == 0
+    assert slow.worker.status()["draining"]
+    await world.rollout("fast")
+    rows, _ = await world.made(16)
+    assert {row.meta.key for row in rows} == {(s, j) for s in range(4) for j in range(4)}
+
+
+async def test_rows_taken_over_by_another_are_dropped_without_a_word(world):
+    slow = await world.rollout("slow", token_s=60.0)
+    await world.publish(0)
+    await world.put(range(2), step=1, oldest=0)
+    await until(lambda: slow.instance.running == 8, "sequences")
+    await world.rollout("fast")
+    await world.queue.expire(worker="slow", timeout=10)
+    rows, _ = await world.made(8)
+    assert len(rows) == 8
+
+
+async def test_a_lost_lease_ends_its_sequences(tmp_path):
+    async with running_world(tmp_path, lease_s=1.0) as world:
+        slow = await world.rollout("slow", token_s=60.0)
+        await world.publish(0)
+        await world.put([0], step=1, oldest=0)
+        await until(lambda: slow.instance.running == 4, "sequences")
+        fast = await world.rollout("fast")
+        await until(lambda: fast.receiver.held == [0], "weights")
+        await world.queue.expire(worker="slow", timeout=10)
+        await world.made(4)
+        await until(lambda: slow.worker.status()["lost"] == 4, "lost leases")
+        assert slow.instance.running == 0
+
+
+async def test_the_controller_may_go_away_for_a_while(world):
+    rollout = await world.rollout("r0", token_s=0.01)
+    await world.publish(0)
+    await world.put(range(4), step=1, oldest=0)
+    await until(lambda: rollout.instance.running > 0, "sequences")
+    await world.stop_controller()
+    await world.start_controller()
+    rows, _ = await world.made(16)
+    assert len(rows) == 16
+    await world.put(range(4, 8), step=1, oldest=0)
+    assert len((await world.made(16))[0]) == 16
+    assert not rollout.running.done()
+
+
+async def test_a_unit_that_restarts_empty_costs_only_what_lay_there(world):
+    rollout = await world.rollout("r0", token_s=0.02)
+    await world.publish(0)
+    await world.put(range(4), step=1, oldest=0)
+    await until(lambda: rollout.instance.running > 0, "sequences")
+    for index in (0, 1):
+        await world.stop_unit(index)
+        await world.start_unit(index)
+    await until(lambda: rollout.worker.status()["inflight"] == 0, "nothing in flight")
+    assert rollout.worker.status()["fenced"] > 0
+    await world.put(range(4, 8), step=1, oldest=0)
+    assert len((await world.made(16))[0]) == 16
+
+
+async def test_weights_that_do_not_fit_end_the_worker(world, tiny):
+    rollout = await world.rollout("r0", engine="transformers", model=tiny)
+    await world.publish(0, {"stranger": np.zeros(3, np.float32)})
+    with pytest.raises(ManifestError, match="stranger"):
+        await rollout.running
+
+
+async def test_with_the_real_engine_who_generates_changes_nothing(tmp_path, tiny):
+    made = []
+    for instances in (1, 2):
+        async with running_world(tmp_path / str(instances)) as world:
+            await world.publish(0, random_weights(tiny, seed=4))
+            for index in range(instances):
+                await world.rollout(f"r{index}", engine="transformers", model=tiny)
+            await world.put(range(8), step=1, oldest=0)
+            _, columns = await world.made(32)
+            assert all(r.worker.meter.delivered for r in world.rollouts)
+            made.append(columns)
+    for name in ("response_ids", "logprobs", "versions"):
+        for alone, shared in zip(made[0][name], made[1][name], strict=True):
+            assert np.array_equal(alone, shared)
+    assert len({tuple(ids.tolist()) for ids in made[0]["response_ids"]}) > 5

@@ -1,0 +1,206 @@
+"""The trainer against the real queue and the real catalogue."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from train_world import GROUPS, PARTITION, SIZE, Process, World, counting, take_seat
+
+from asyncflow.errors import Fenced, ProtocolError
+from asyncflow.flow.schedule import Schedule
+from asyncflow.identity import Version
+from asyncflow.net.roster import Directives
+from asyncflow.queue.audit import audit_ledger
+from asyncflow.train.backends.base import TrainerBackend
+from asyncflow.train.checkpoint import Checkpoints
+from asyncflow.train.ranks import Group
+
+STEPS = 5
+DELAYED = Schedule(steps=STEPS, lag=1, exact=True)
+
+
+def counts(folder: Path) -> list[int]:
+    latest = Checkpoints(folder / "checkpoints").latest()
+    assert latest is not None
+    latest.verify()
+    return np.load(latest.folder / "counts.npy").tolist()
+
+
+async def until(condition: object, what: str) -> None:
+    assert callable(condition)
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_every_sample_is_trained_once_and_every_step_is_told(tmp_path: Path, whole: bool) -> None:
+    async with World(tmp_path, whole=whole) as world:
+        seat = await take_seat(
+            world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED, whole=whole, slot_tokens=16
+        )
+        running = asyncio.create_task(seat.run())
+        await world.dispatch(1, STEPS, shuffled=1)
+        assert await running == STEPS
+        assert counts(tmp_path) == [1] * (STEPS * GROUPS * SIZE)
+        assert world.catalogue.newest == Version(0, STEPS)
+        await world.queue.close_partition(partition=PARTITION, step=STEPS, timeout=10)
+    report = audit_ledger(tmp_path / "ledger")
+    assert report.ok, report
+    assert report.trained == STEPS * GROUPS * SIZE
+    assert [said.step for said in seat.talk.reports] == list(range(1, STEPS + 1))
+    assert {said.samples for said in seat.talk.reports} == {GROUPS * SIZE}
+    assert [said.lag_start_max for said in seat.talk.reports] == [0, 1, 1, 1, 1]
+    assert len({said.keys for said in seat.talk.reports}) == STEPS
+    for said in seat.talk.reports:
+        assert said.seconds.wall >= said.seconds.compute + said.seconds.optimizer + said.seconds.wait - 1e-3
+    assert sum(said.seconds.checkpoint for said in seat.talk.reports) > 0
+
+
+async def test_a_resumed_trainer_goes_on_at_its_checkpoint(tmp_path: Path) -> None:
+    async with World(tmp_path) as world:
+        await world.dispatch(1, STEPS)
+        first = await take_seat(
+            world.places, counting(steps=STEPS), attempt=0, schedule=Schedule(steps=3, lag=1, exact=True)
+        )
+        first.trainer._checkpoints.write = stop_at(2, first.trainer._checkpoints)  # type: ignore[method-assign]
+        with pytest.raises(PowerCut):
+            await first.run()
+        second = await take_seat(world.places, counting(steps=STEPS), attempt=1, schedule=DELAYED)
+        assert await second.run() == STEPS
+        assert [said.step for said in second.talk.reports] == [3, 4, 5]
+        assert counts(tmp_path) == [1] * (STEPS * GROUPS * SIZE)
+    assert audit_ledger(tmp_path / "ledger").trained == STEPS * GROUPS * SIZE
+
+
+class PowerCut(Exception):
+    pass
+
+
+def stop_at(step: int, checkpoints: Checkpoints) -> object:
+    """Write checkpoints up to ``step``; the next one fails, as if the process had died before it."""
+    write = checkpoints.write
+
+    def guarded(manifest: object, fill: object) -> object:
+        if manifest.step > step:  # type: ignore[attr-defined]
+            raise PowerCut
+        return write(manifest, fill)  # type: ignore[arg-type]
+
+    return guarded
+
+
+async def test_a_checkpoint_carries_the_versions_that_later_steps_still_need(tmp_path: Path) -> None:
+    async with World(tmp_path) as world:
+        await world.dispatch(1, STEPS)
+        first = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED)
+        first.trainer._checkpoints.write = stop_at(4, first.trainer._checkpoints)  # type: ignore[method-assign]
+        with pytest.raises(PowerCut):
+            await first.run()
+        latest = Checkpoints(tmp_path / "checkpoints").latest()
+        assert latest is not None
+        assert latest.manifest.carried == [3]
+        second = await take_seat(world.places, counting(steps=STEPS), attempt=1, schedule=DELAYED)
+        await second.trainer._start()
+        assert second.sender.versions == [Version(1, 3), Version(1, 4)]
+        held = second.sender._holder.copies
+        assert held[Version(1, 3)].arena.tensors["counts"].sum() == 3 * GROUPS * SIZE
+        assert held[Version(1, 4)].arena.tensors["counts"].sum() == 4 * GROUPS * SIZE
+        await second.run()
+
+
+async def test_an_older_attempt_is_fenced(tmp_path: Path) -> None:
+    async with World(tmp_path) as world:
+        await world.dispatch(1, 1)
+        old = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED)
+        running = asyncio.create_task(old.run())
+        await until(lambda: old.trainer.step == 1, "the first step")
+        new = await take_seat(world.places, counting(steps=STEPS), attempt=1, schedule=DELAYED)
+        following = asyncio.create_task(new.run())
+        with pytest.raises(Fenced):
+            await running
+        await world.dispatch(2, STEPS)
+        assert await following == STEPS
+        assert counts(tmp_path) == [1] * (STEPS * GROUPS * SIZE)
+
+
+async def test_leaving_writes_what_is_done_and_commits_it(tmp_path: Path) -> None:
+    async with World(tmp_path) as world:
+        await world.dispatch(1, 3)
+        seat = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED, checkpoint_every=0)
+        running = asyncio.create_task(seat.run())
+        await until(lambda: seat.trainer.waiting_for == "slot 0 of step 4", "the fourth step")
+        seat.trainer.leave()
+        assert await running == 3
+        assert counts(tmp_path)[: 3 * GROUPS * SIZE] == [1] * (3 * GROUPS * SIZE)
+        state = await world.queue.snapshot(partition=PARTITION, timeout=10)
+        assert state.last_committed_step == 3
+
+
+async def test_directives_are_obeyed_between_micro_batches(tmp_path: Path) -> None:
+    async with World(tmp_path) as world:
+        await world.dispatch(1, 2)
+        seat = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED, checkpoint_every=0)
+        running = asyncio.create_task(seat.run())
+        await until(lambda: seat.trainer.waiting_for == "slot 0 of step 3", "the third step")
+        seat.talk.directives = Directives(checkpoint=1)
+        await until(lambda: Checkpoints(tmp_path / "checkpoints").latest() is not None, "the checkpoint")
+        seat.talk.directives = Directives(checkpoint=1, suspend=True)
+        await world.dispatch(3, STEPS)
+        await asyncio.sleep(1.2)
+        assert seat.trainer.step == 2
+        seat.talk.directives = Directives(checkpoint=1)
+        assert await running == STEPS
+
+
+async def test_a_step_that_lost_samples_on_the_way_is_refused(tmp_path: Path) -> None:
+    def forgetful(group: Group) -> TrainerBackend:
+        return counting(steps=STEPS)(group)
+
+    async with World(tmp_path) as world:
+        await world.dispatch(1, 1)
+        seat = await take_seat(world.places, forgetful, attempt=0, schedule=DELAYED)
+        seat.trainer._tally.samples = -1
+        with pytest.raises(ProtocolError, match=f"has {GROUPS * SIZE} samples, but {GROUPS * SIZE - 1} came"):
+            await seat.run()
+
+
+@pytest.mark.process
+async def test_killed_again_and_again_each_sample_counts_once(tmp_path: Path) -> None:
+    steps, rng = 12, random.Random(4)
+    async with World(tmp_path) as world:
+        await world.dispatch(1, steps)
+        for attempt in range(40):
+            trainer = Process(world.places, attempt=attempt, steps=steps)
+            status = await trainer.ended(rng.uniform(0.4, 1.2) if attempt < 6 else 30)
+            if status is None:
+                trainer.process.kill()
+                await trainer.ended(10)
+            elif status == 0:
+                break
+        assert status == 0
+        await world.queue.close_partition(partition=PARTITION, step=steps, timeout=10)
+    assert counts(tmp_path) == [1] * (steps * GROUPS * SIZE)
+    report = audit_ledger(tmp_path / "ledger")
+    assert report.ok, report
+    assert report.trained == steps * GROUPS * SIZE
+
+
+@pytest.mark.process
+async def test_two_ranks_share_each_step_and_leave_together(tmp_path: Path) -> None:
+    steps = 6
+    async with World(tmp_path) as world:
+        await world.dispatch(1, 3)
+        ranks = [Process(world.places, attempt=0, steps=steps, rank=rank, world=2) for rank in range(2)]
+        await until(lambda: world.catalogue.newest == Version(0, 3), "the third version")
+        for rank in ranks:
+            rank.process.send_signal(signal.SIGTERM)
+        assert [await rank.ended(10) for rank in ranks] == [3, 3]
+        await world.dispatch(4, steps)
+        ranks = [Process(world.places, attempt=1, steps=steps, rank=rank, world=2) for rank in range(2)]
+        assert [await rank.ended(30) for rank in ranks] == [0, 0]
+    assert counts(tmp_path) == [1] * (steps * GROUPS * SIZE)

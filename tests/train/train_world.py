@@ -1,0 +1,262 @@
+"""A queue and a catalogue, real and in this process, and trainers around them, here or in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncflow.flow.schedule import Schedule
+from asyncflow.identity import Version
+from asyncflow.net.frames import Jagged
+from asyncflow.net.roster import Directives
+from asyncflow.net.rpc import RpcClient, RpcServer
+from asyncflow.queue.client import QueueClient
+from asyncflow.queue.controller import Controller
+from asyncflow.queue.messages import RowMeta, TaskSpec
+from asyncflow.queue.unit import StorageUnit
+from asyncflow.train.backends.base import TrainerBackend
+from asyncflow.train.batch import COLUMNS
+from asyncflow.train.checkpoint import Checkpoints
+from asyncflow.train.ranks import Alone, GatherService, Group, HostGroup
+from asyncflow.train.report import TrainReport
+from asyncflow.train.settings import TrainerSettings
+from asyncflow.train.trainer import Trainer
+from asyncflow.weights.sender import WeightSender
+from asyncflow.weights.service import CatalogueService
+from asyncflow.weights.transports.host import HostTransport
+
+PARTITION = "job"
+GROUPS, SIZE = 3, 2
+UNITS = 2
+
+
+@dataclass
+class Linked:
+    driver: RpcClient
+
+
+@dataclass
+class Places:
+    """What a process must know to take part; goes to other processes as JSON."""
+
+    controller: str
+    units: list[str]
+    driver: str
+    folder: str
+
+    def queue(self, worker: str) -> QueueClient:
+        return QueueClient(
+            controller=self.controller, unit=self.units.__getitem__, units=lambda: range(len(self.units)), worker=worker
+        )
+
+
+@dataclass
+class Talk:
+    """What a trainer and its driver say to each other."""
+
+    reports: list[TrainReport] = field(default_factory=list)
+    directives: Directives = field(default_factory=Directives)
+
+
+@dataclass
+class Seat:
+    """A trainer with what it holds open."""
+
+    trainer: Trainer
+    sender: WeightSender
+    queue: QueueClient
+    talk: Talk
+
+    async def run(self) -> int:
+        try:
+            return await self.trainer.run()
+        finally:
+            await self.sender.close()
+            await self.queue.close()
+
+
+async def take_seat(
+    places: Places,
+    backend: Callable[[Group], TrainerBackend],
+    *,
+    attempt: int,
+    group: Group | None = None,
+    schedule: Schedule,
+    model: Path = Path(),
+    slot_tokens: int = 64,
+    checkpoint_every: int = 2,
+    whole: bool = False,
+) -> Seat:
+    group = group or Alone()
+    worker = f"trainer-{group.rank}-{attempt}"
+    sender = WeightSender(
+        membership=Linked(RpcClient(name=worker, resolve=places.driver)),
+        worker=worker,
+        transport=HostTransport(name=worker),
+    )
+    await sender.start()
+    queue = places.queue(worker)
+
+    talk = Talk()
+
+    async def report(said: TrainReport) -> None:
+        talk.reports.append(said)
+
+    trainer = Trainer(
+        queue=queue,
+        sender=sender,
+        backend=backend(group),
+        group=group,
+        checkpoints=Checkpoints(Path(places.folder) / "checkpoints"),
+        report=report,
+        directives=lambda: talk.directives,
+        settings=TrainerSettings(
+            schedule=schedule,
+            partition=PARTITION,
+            attempt=attempt,
+            whole=whole,
+            slot_tokens=slot_tokens,
+            checkpoint_every=checkpoint_every,
+            patience_s=20,
+        ),
+        folder=model,
+        materialise=lambda: None,
+    )
+    return Seat(trainer, sender, queue, talk)
+
+
+class World:
+    """Controller, units and catalogue. ``async with World(folder) as world``."""
+
+    def __init__(self, folder: Path, *, whole: bool = False) -> None:
+        self.folder = folder
+        self.whole = whole
+        self.controller = Controller(ledger_dir=folder / "ledger")
+        self.server = RpcServer(name="driver")
+        self.catalogue = CatalogueService(self.server).catalogue
+
+    async def __aenter__(self) -> World:
+        address = await self.controller.start()
+        self.units = [StorageUnit(index=i, limit_bytes=1 << 24, controller=address) for i in range(UNITS)]
+        self.places = Places(
+            controller=address,
+            units=[await unit.start() for unit in self.units],
+            driver=await self.server.start(),
+            folder=str(self.folder),
+        )
+        self.queue = self.places.queue("test")
+        order = "key" if self.whole else "fifo"
+        task = TaskSpec(partition=PARTITION, name="train", needs=list(COLUMNS), kind="gang", groups=True, order=order)
+        await self.queue.declare([task], timeout=10)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.queue.close()
+        for unit in self.units:
+            await unit.close()
+        await self.controller.close()
+        await self.server.close()
+
+    async def dispatch(self, first: int, last: int, *, shuffled: int | None = None) -> None:
+        """Give steps their samples, complete at once; a row's content is a function of its key."""
+        groups = [(step, (step - 1) * GROUPS + g) for step in range(first, last + 1) for g in range(GROUPS)]
+        for step in range(first, last + 1):
+            await self.queue.open_step(partition=PARTITION, step=step, groups=GROUPS, group_size=SIZE, timeout=10)
+        if shuffled is not None:
+            np.random.default_rng(shuffled).shuffle(groups)
+        for step, serial in groups:
+            metas, columns = group_rows(int(serial), step=int(step))
+            assert all(await self.queue.create(metas, columns, group_size=SIZE, timeout=10))
+
+    def published(self, attempt: int, steps: int) -> list[int]:
+        found = (self.catalogue.find(step) for step in range(steps + 1))
+        return [version.step for version in found if version is not None and version.attempt == attempt]
+
+
+def group_rows(serial: int, *, step: int) -> tuple[list[RowMeta], dict[str, Jagged]]:
+    rng = np.random.default_rng(serial)
+    prompt = rng.integers(0, 64, rng.integers(2, 6))
+    lengths = rng.integers(1, 9, SIZE).tolist()
+    metas = [
+        RowMeta(
+            partition=PARTITION, serial=serial, sample=j, step=step, tokens=len(prompt), tags={"tokens": lengths[j]}
+        )
+        for j in range(SIZE)
+    ]
+    made_by = Version(0, max(0, step - 2)).packed
+    columns = {
+        "prompt_ids": Jagged.from_rows([prompt] * SIZE, "int32"),
+        "response_ids": Jagged.from_rows([rng.integers(0, 64, n) for n in lengths], "int32"),
+        "logprobs": Jagged.from_rows([rng.normal(-4, 0.2, n) for n in lengths], "float32"),
+        "versions": Jagged.from_rows([np.full(n, made_by) for n in lengths], "int64"),
+        "advantage": Jagged.from_rows([[0.5], [-0.5]], "float32"),
+    }
+    return metas, columns
+
+
+def counting(*, steps: int, sleep_s: float = 0.0) -> Callable[[Group], TrainerBackend]:
+    from asyncflow.train.backends.counting import CountingBackend
+    from asyncflow.train.settings import BackendSettings, OptimizerSettings
+
+    options = {"capacity": steps * GROUPS * SIZE, "sleep_s": sleep_s}
+    settings = BackendSettings(
+        optimizer=OptimizerSettings(learning_rate=1, steps=steps), group_size=SIZE, options=options
+    )
+    return lambda group: CountingBackend(settings, group=group)
+
+
+class Process:
+    """A trainer rank in a process of its own; it counts."""
+
+    def __init__(self, places: Places, *, attempt: int, steps: int, rank: int = 0, world: int = 1) -> None:
+        told = {"places": vars(places), "attempt": attempt, "steps": steps, "rank": rank, "world": world}
+        command = [sys.executable, __file__, json.dumps(told)]
+        self.process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+    async def ended(self, timeout: float) -> int | None:
+        """Give the exit status, or None if it still runs after ``timeout`` seconds."""
+        try:
+            return await asyncio.to_thread(self.process.wait, timeout)
+        except subprocess.TimeoutExpired:
+            return None
+
+
+async def _in_process(told: dict[str, Any]) -> int:
+    places, attempt, steps = Places(**told["places"]), told["attempt"], told["steps"]
+    group: Group = Alone()
+    address = Path(places.folder) / f"leader-{attempt}"
+    server = RpcServer(name="trainer")
+    if told["world"] > 1:
+        if told["rank"] == 0:
+            GatherService(attempt=attempt, world=told["world"]).attach(server)
+            draft = address.with_suffix(".draft")
+            draft.write_text(await server.start())
+            draft.rename(address)
+        group = HostGroup(
+            rank=told["rank"],
+            world=told["world"],
+            attempt=attempt,
+            leader=lambda: address.read_text() if address.exists() else None,
+            loop=asyncio.get_running_loop(),
+            patience_s=20,
+        )
+    schedule = Schedule(steps=steps, lag=1, exact=True)
+    backend = counting(steps=steps, sleep_s=0.01)
+    seat = await take_seat(places, backend, attempt=attempt, group=group, schedule=schedule, slot_tokens=16)
+    asyncio.get_running_loop().add_signal_handler(15, seat.trainer.leave)
+    step = await seat.run()
+    await asyncio.sleep(0.3 if told["world"] > 1 else 0)
+    return 0 if step == steps else 3
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(_in_process(json.loads(sys.argv[1]))))
