@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from train_reference import part, samples
+from train_reference import HORIZON, TEMPERATURE, padded_logprobs, part, samples
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from asyncflow.algorithms.grpo import GrpoLoss
 from asyncflow.errors import CheckpointError, ManifestError
 from asyncflow.train.backends.torch import TorchBackend
+from asyncflow.train.backends.torch_model import open_model, token_logprobs
+from asyncflow.train.packing import LayoutName, pack_samples
 from asyncflow.train.ranks import Alone
 from asyncflow.train.settings import BackendSettings, OptimizerSettings
 
@@ -120,8 +123,6 @@ def test_bfloat16_computes_nearly_the_same_and_keeps_float32_weights(tiny_folder
 
 
 def test_tied_weights_are_published_once(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
     config = Qwen3Config(
         hidden_size=16,
         num_hidden_layers=1,
@@ -139,6 +140,45 @@ def test_tied_weights_are_published_once(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     trainer.save(tmp_path / "saved")
     assert_same_bits(weights(backend(tmp_path / "model", checkpoint=tmp_path / "saved")), weights(trainer))
+
+
+FAMILIES = {
+    "llama": lambda **sizes: LlamaConfig(**sizes),
+    "qwen2": lambda **sizes: Qwen2Config(**sizes),
+    "mistral": lambda **sizes: MistralConfig(**sizes, sliding_window=None),
+}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 64,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", ["separate", "shared-prompt"])
+def test_other_families_have_the_same_logprobs_in_packs(family: str, layout: LayoutName, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(FAMILIES[family](**SIZES)).save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    batch = samples()
+    prompts, responses = ([c.row(i) for i in range(len(batch))] for c in (batch.prompts, batch.responses))
+    with torch.no_grad():
+        expected = padded_logprobs(plain, batch, HORIZON)
+        model = open_model(tmp_path, weights=True, device=torch.device("cpu"))
+        for pack in pack_samples(prompts, responses, [key.serial for key in batch.keys], layout=layout, budget=64):
+            got, _ = token_logprobs(model, pack, temperature=TEMPERATURE, compute=torch.float32, entropy=False)
+            torch.testing.assert_close(got, expected[pack.samples, pack.offsets], atol=1e-5, rtol=1e-5)
+
+
+def test_attention_that_packs_cannot_do_is_refused(tmp_path: Path) -> None:
+    config = MistralConfig(**SIZES, sliding_window=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    trainer = backend(tmp_path)
+    with pytest.raises(ManifestError, match="sliding_window"):
+        trainer.micro_batch(samples(), version=0)
 
 
 def test_what_does_not_fit_is_refused(tiny_folder: Path, tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ async def test_every_sample_is_trained_once_and_every_step_is_told(tmp_path: Pat
     assert report.ok, report
     assert report.trained == STEPS * GROUPS * SIZE
     assert [said.step for said in seat.talk.reports] == list(range(1, STEPS + 1))
+    assert {said.reward for said in seat.talk.reports} == {0.5}
     assert {said.samples for said in seat.talk.reports} == {GROUPS * SIZE}
     assert [said.lag_start_max for said in seat.talk.reports] == [0, 1, 1, 1, 1]
     assert len({said.keys for said in seat.talk.reports}) == STEPS
@@ -169,20 +170,55 @@ async def test_a_step_that_lost_samples_on_the_way_is_refused(tmp_path: Path) ->
             await seat.run()
 
 
+async def test_both_loops_make_the_same_weights(tmp_path: Path, tiny_folder: Path) -> None:
+    from asyncflow.train.backends.torch import TorchBackend
+    from asyncflow.train.settings import BackendSettings, OptimizerSettings
+
+    settings = BackendSettings(optimizer=OptimizerSettings(learning_rate=1e-3, steps=2), threads=1)
+    made = []
+    for whole in (True, False):
+        async with World(tmp_path / str(whole), whole=whole) as world:
+            backends = []
+
+            def backend(group: Group, backends: list[TorchBackend] = backends) -> TorchBackend:
+                backends.append(TorchBackend(settings, group=group))
+                return backends[0]
+
+            seat = await take_seat(
+                world.places,
+                backend,
+                attempt=0,
+                schedule=Schedule(steps=2, lag=0, exact=True),
+                model=tiny_folder,
+                whole=whole,
+                slot_tokens=16,
+            )
+            running = asyncio.create_task(seat.run())
+            await world.dispatch(1, 2, shuffled=3)
+            assert await running == 2
+            made.append({name: array.copy() for name, array in backends[0].tensors()})
+    for name, array in made[0].items():
+        np.testing.assert_allclose(made[1][name], array, atol=2e-6, err_msg=name)
+
+
 @pytest.mark.process
 async def test_killed_again_and_again_each_sample_counts_once(tmp_path: Path) -> None:
-    steps, rng = 12, random.Random(4)
+    steps, rng, kills = 20, random.Random(4), 0
     async with World(tmp_path) as world:
         await world.dispatch(1, steps)
         for attempt in range(40):
-            trainer = Process(world.places, attempt=attempt, steps=steps)
-            status = await trainer.ended(rng.uniform(0.4, 1.2) if attempt < 6 else 30)
+            trainer = Process(world.places, attempt=attempt, steps=steps, sleep_s=0.03)
+            begun = Version(attempt, 0)
+            await until(lambda v=begun: (world.catalogue.newest or Version(-1, 0)) >= v, f"a version from {begun} on")
+            status = await trainer.ended(rng.uniform(0.0, 1.0) if attempt < 6 else 30)
             if status is None:
                 trainer.process.kill()
                 await trainer.ended(10)
+                kills += 1
             elif status == 0:
                 break
         assert status == 0
+        assert kills >= 4
         await world.queue.close_partition(partition=PARTITION, step=steps, timeout=10)
     assert counts(tmp_path) == [1] * (steps * GROUPS * SIZE)
     report = audit_ledger(tmp_path / "ledger")

@@ -198,6 +198,7 @@ def group_rows(serial: int, *, step: int) -> tuple[list[RowMeta], dict[str, Jagg
         "response_ids": Jagged.from_rows([rng.integers(0, 64, n) for n in lengths], "int32"),
         "logprobs": Jagged.from_rows([rng.normal(-4, 0.2, n) for n in lengths], "float32"),
         "versions": Jagged.from_rows([np.full(n, made_by) for n in lengths], "int64"),
+        "reward": Jagged.from_rows([[1.0], [0.0]], "float32"),
         "advantage": Jagged.from_rows([[0.5], [-0.5]], "float32"),
     }
     return metas, columns
@@ -217,8 +218,17 @@ def counting(*, steps: int, sleep_s: float = 0.0) -> Callable[[Group], TrainerBa
 class Process:
     """A trainer rank in a process of its own; it counts."""
 
-    def __init__(self, places: Places, *, attempt: int, steps: int, rank: int = 0, world: int = 1) -> None:
-        told = {"places": vars(places), "attempt": attempt, "steps": steps, "rank": rank, "world": world}
+    def __init__(
+        self, places: Places, *, attempt: int, steps: int, rank: int = 0, world: int = 1, sleep_s: float = 0.01
+    ) -> None:
+        told = {
+            "places": vars(places),
+            "attempt": attempt,
+            "steps": steps,
+            "rank": rank,
+            "world": world,
+            "sleep_s": sleep_s,
+        }
         command = [sys.executable, __file__, json.dumps(told)]
         self.process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
@@ -250,7 +260,7 @@ async def _in_process(told: dict[str, Any]) -> int:
             patience_s=20,
         )
     schedule = Schedule(steps=steps, lag=1, exact=True)
-    backend = counting(steps=steps, sleep_s=0.01)
+    backend = counting(steps=steps, sleep_s=told["sleep_s"])
     seat = await take_seat(places, backend, attempt=attempt, group=group, schedule=schedule, slot_tokens=16)
     asyncio.get_running_loop().add_signal_handler(15, seat.trainer.leave)
     step = await seat.run()

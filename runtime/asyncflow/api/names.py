@@ -40,3 +40,7 @@ def instance(job: str, role: RoleName, index: int) -> str:
 def labels(job: str, role: RoleName) -> dict[str, str]:
     """Give the labels by which the processes of a role are found."""
     return {LABEL_JOB: job, LABEL_ROLE: role}
+
+
+FOLDER = f"{GROUP}/folder"
+"""Annotation of a resolved manifest: the folder of the file that it was made from, where relative paths start."""

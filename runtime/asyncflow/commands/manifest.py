@@ -12,15 +12,12 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from asyncflow.api.base import GROUP
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import Manifest, check_files, load
+from asyncflow.api.names import FOLDER
 from asyncflow.api.problems import Problem, refusal
 from asyncflow.errors import ManifestError
 from asyncflow.rewards.registry import check as check_reward
-
-FOLDER = f"{GROUP}/folder"
-"""Annotation of a resolved manifest: the folder of the file that it was made from, where relative paths start."""
 
 _PLUGINS = (
     (("rollout", "engine", "name"), "asyncflow.rollout_engines"),

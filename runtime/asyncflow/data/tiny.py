@@ -64,9 +64,9 @@ def _slip(prompt: Prompt) -> str:
 
 
 REVERSE_DIGITS = TinyTask(
-    name="reverse-digits", size=10**DIGITS, ask=_reverse, habits=((0.18, _right), (0.76, _echo), (0.06, _slip))
+    name="reverse-digits", size=10**DIGITS, ask=_reverse, habits=((0.15, _right), (0.80, _echo), (0.05, _slip))
 )
-"""``40718=`` asks for ``81704``. The habits: right; the digits as they came, after another ``=``; a wrong last digit."""
+"""``40718=`` asks for ``81704``. Habits: right; the digits as they came, after another ``=``; a wrong last digit."""
 
 TASKS = {task.name: task for task in (REVERSE_DIGITS,)}
 

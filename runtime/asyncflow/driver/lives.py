@@ -1,7 +1,8 @@
 """How much of its life each instance was idle.
 
 A role counts the seconds in which it worked (a running sequence; forward, backward, optimizer, checkpoint) and tells
-the sum with each heartbeat. The window that is judged begins with the first prompt dispatched and ends with the last step.
+the sum with each heartbeat. The window that is judged begins with the first prompt dispatched and ends with the last
+step.
 
 Invariant: an idle share is between 0 and 1, and an instance that lived for half of the window weighs half.
 """

@@ -1,1 +1,1 @@
-"""Policies as plain state machines: no clock, no task, no socket. The runtime and the simulator drive the same objects."""
+"""Policies as plain state machines: no clock, no task, no socket, so that a simulator can drive the same objects."""

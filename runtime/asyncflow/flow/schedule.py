@@ -26,8 +26,9 @@ class Window(NamedTuple):
 class Schedule:
     """Steps, versions and evaluations of one job.
 
-    steps: optimizer steps in all. lag: η, in optimizer steps. exact: only the oldest version of the window may generate.
-    sync_every: a version is published after so many steps. eval_every: evaluate each so many steps; 0 = first and last.
+    steps: optimizer steps in all. lag: η, in optimizer steps. exact: only the oldest version of the window may
+    generate. sync_every: a version is published after so many steps. eval_every: evaluate each so many steps; 0 = first
+    and last.
     """
 
     steps: int

@@ -24,6 +24,7 @@ def whole_folder(target: Path, *, replace: bool) -> Iterator[Path]:
         yield made
         for file in made.rglob("*"):
             if file.is_file():
+                file.chmod(0o644)
                 sync(file)
         sync(made)
         if replace and target.exists():

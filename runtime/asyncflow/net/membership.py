@@ -4,8 +4,9 @@ The heartbeat runs in the role's event loop. A role must therefore keep its loop
 else computes run in threads (and let go of the GIL), or the directory takes the role for lost after ``lost_after_s``.
 All times are monotonic: a system clock that jumps changes nothing.
 
-Invariants: a member whose directory was restarted registers again by itself; while the directory is away the last known
-members stay; one that was replaced by a newer incarnation is told to stop and never registers again.
+Invariants: a member whose directory was restarted registers again by itself; while the directory is away, and as long
+as a restarted one may not have heard of everybody, the last known members stay; one that was replaced by a newer
+incarnation is told to stop and never registers again.
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ class Membership:
         self.on_peers: list[Callable[[], None]] = []
         self._status = status
         self._members: dict[tuple[str, int], Member] = {}
+        self._known_before: dict[tuple[str, int], Member] = {}
+        self._told: dict[tuple[str, int], Member] = {}
+        self._trusted_from = 0.0
         self._revision = -1
         self._heartbeat_s = 1.0
         self._lost_after_s = 5.0
@@ -171,11 +175,16 @@ class Membership:
         answer = await self.driver.call(HEARTBEAT, beat, Beaten, timeout=self._lost_after_s)
         if not answer.known:
             log.info("%s: the directory does not know this process: registering again", self.member)
+            self._known_before = self._members
+            self._trusted_from = asyncio.get_running_loop().time() + self._lost_after_s
             await self._register()
             return
         if not self.connected:
             log.info("%s: the directory is back", self.member)
         self.connected = True
+        if self._known_before and asyncio.get_running_loop().time() >= self._trusted_from:
+            self._known_before = {}
+            self._learn(self._revision, list(self._told.values()))
         if answer.peers is not None:
             self._learn(answer.revision, answer.peers)
         if answer.directives != self.directives:
@@ -189,7 +198,8 @@ class Membership:
 
     def _learn(self, revision: int, members: list[Member]) -> None:
         self._revision = revision
-        self._members = {(member.role, member.index): member for member in members}
+        self._told = {(member.role, member.index): member for member in members}
+        self._members = self._known_before | self._told
         self._wake()
         for told in self.on_peers:
             told()

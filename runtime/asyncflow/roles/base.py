@@ -3,8 +3,9 @@
 A role is an async function that is given a ``Post``. It ends when the driver says stop or drain, on SIGTERM or SIGINT,
 or when it was replaced by a newer incarnation.
 
-Invariants: a role's exit status says how it ended (0: done or told to; 1: an error, logged with its words); its event
-loop never computes, so that heartbeats go on.
+Invariants: a role's exit status says how it ended (0: done, or told to by the driver; 1: an error that a restart may
+mend; 2: one that it cannot; 128 + n: ended by signal n), and an error is logged with its words; the event loop of a
+role never computes, so that heartbeats go on.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncflow.api.base import GROUP
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import load_job
-from asyncflow.errors import AsyncFlowError
+from asyncflow.api.names import FOLDER, KEY_FILE, KEY_FILE_ENV
+from asyncflow.errors import AsyncFlowError, CheckpointError, LedgerCorrupt, ManifestError
 from asyncflow.net.http import Ready, RoleHttp
 from asyncflow.net.keys import Keys
 from asyncflow.net.membership import Membership
@@ -32,8 +33,9 @@ from asyncflow.telemetry.metrics import RoleMetrics
 
 log = logging.getLogger(__name__)
 
-KEY_FILE = Path("/etc/asyncflow/key")
-FOLDER = f"{GROUP}/folder"
+REFUSED = 2
+BEYOND_REPAIR = (ManifestError, CheckpointError, LedgerCorrupt)
+"""Errors that the same process would meet again."""
 HOST = "ASYNCFLOW_HOST"
 """Environment variable with the address that a role serves on; loopback where it is not set."""
 
@@ -55,7 +57,8 @@ class RoleOptions:
 class Post:
     """One process at its place.
 
-    stopping: set when the process is to end; draining: set when it shall first hand back what it has.
+    stopping: set when the process is to end; draining: set when it shall first hand back what it has; signal: which
+    signal ends it, 0 for none.
     """
 
     options: RoleOptions
@@ -66,6 +69,7 @@ class Post:
     started: float = field(default_factory=time.time)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     draining: asyncio.Event = field(default_factory=asyncio.Event)
+    signal: int = 0
 
     @property
     def bind(self) -> str:
@@ -123,8 +127,8 @@ def job_folder(job: RLJob, options: RoleOptions) -> Path:
 
 def keys_of_job() -> Keys | None:
     """Give the job's key, where the substrate has put one."""
-    named = os.environ.get("ASYNCFLOW_KEY_FILE")
-    path = Path(named) if named else KEY_FILE
+    named = os.environ.get(KEY_FILE_ENV)
+    path = Path(named or KEY_FILE)
     return Keys.load(path) if named or path.exists() else None
 
 
@@ -133,15 +137,16 @@ def run_role(serve: Callable[[Post], Awaitable[None]], options: RoleOptions) -> 
     setup_logging(options.role, options.index)
     status = 0
     try:
-        asyncio.run(_serve(serve, options, load_job(options.job)))
+        status = asyncio.run(_serve(serve, options, load_job(options.job)))
     except* AsyncFlowError as group:
-        status = 1
-        for error in _leaves(group):
+        errors = list(_leaves(group))
+        for error in errors:
             log.error("%s", error)
+        status = REFUSED if any(isinstance(error, BEYOND_REPAIR) for error in errors) else 1
     return status
 
 
-async def _serve(serve: Callable[[Post], Awaitable[None]], options: RoleOptions, job: RLJob) -> None:
+async def _serve(serve: Callable[[Post], Awaitable[None]], options: RoleOptions, job: RLJob) -> int:
     post = Post(options=options, job=job, keys=keys_of_job(), host=os.environ.get(HOST, "127.0.0.1"))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -149,10 +154,12 @@ async def _serve(serve: Callable[[Post], Awaitable[None]], options: RoleOptions,
     log.info("attempt %d, worker %s, pid %d", options.attempt, post.worker, os.getpid())
     await serve(post)
     log.info("ended after %.1f s", time.time() - post.started)
+    return 128 + post.signal if post.signal else 0
 
 
 def _end(post: Post, number: int) -> None:
     log.info("told to end by %s", signal.Signals(number).name)
+    post.signal = number
     post.draining.set()
     post.stopping.set()
 

@@ -23,7 +23,6 @@ class Meter:
         self._metrics = metrics
         self._generating = False
         self._receiving = False
-        metrics.watch_busy(self.busy)
 
     def running(self, sequences: int, *, receiving: bool) -> None:
         """Take in how many sequences run now, and whether newer weights are on their way."""

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.initialization import no_init_weights
 
 from asyncflow.errors import ManifestError, NotYetError
 from asyncflow.rollout.engines.kv import ATTENTION, Prefix, SlotCache
@@ -41,7 +42,11 @@ class CausalModel:
         self.config = AutoConfig.from_pretrained(folder, local_files_only=True)
         self.dtype = DTYPES[dtype]
         self._where = str(folder)
-        self._module = AutoModelForCausalLM.from_config(self.config, attn_implementation=ATTENTION, dtype=self.dtype)
+        with no_init_weights():
+            self._module = AutoModelForCausalLM.from_config(
+                self.config, attn_implementation=ATTENTION, dtype=self.dtype
+            )
+        self._module.tie_weights()
         self._module.eval().requires_grad_(False)
         self._names: dict[int, list[str]] = {}
         self._parameters: dict[int, Tensor] = {}

@@ -9,6 +9,7 @@ Invariant: model, cache and batch are touched by the step thread only; everythin
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -26,6 +27,7 @@ from asyncflow.rollout.engines.batch import Batch, Sequence
 from asyncflow.rollout.engines.model import CausalModel
 
 _JOIN_S = 30.0
+_SWITCH_S = 0.001
 
 
 class TransformersEngine(RolloutEngine):
@@ -55,7 +57,12 @@ class TransformersEngine(RolloutEngine):
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     async def start(self) -> None:
-        """Build the model in the step thread (random weights until ``load``)."""
+        """Build the model in the step thread; its weights are undefined until ``load``.
+
+        The step thread lets go of the GIL in every operation and wants it back soon: the interpreter is told to switch
+        threads sooner than it usually would.
+        """
+        sys.setswitchinterval(_SWITCH_S)
         self._thread.start()
         await asyncio.wrap_future(self._ready)
 

@@ -1,0 +1,75 @@
+"""Weights of a run become an ordinary Hugging Face folder: model.safetensors, config and tokenizer.
+
+Invariant: the folder has the tensors that transformers saves for this config, bit for bit as given, and no more: a tied
+output embedding is left out, since loading ties it again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from asyncflow.errors import CheckpointError
+from asyncflow.models.folders import whole_folder
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    Tensor: TypeAlias = np.ndarray[Any, Any] | torch.Tensor
+
+TIED = "lm_head.weight"
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+"""The files that are copied from the model's folder, where it has them."""
+
+
+def export_folder(tensors: Mapping[str, Tensor], source: Path, target: Path) -> None:
+    """Write ``target`` from ``tensors``, by their names in transformers' state dict, and the folder ``source``.
+
+    tensors: torch tensors, or numpy arrays (bfloat16 as torch tensors only); a ``target`` that exists is replaced at
+    once. Raises CheckpointError where a tensor of a safetensors source is missing or has another shape.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    plain = {name: torch.as_tensor(tensor).detach().cpu().contiguous() for name, tensor in tensors.items()}
+    if config.get("tie_word_embeddings", False):
+        plain.pop(TIED, None)
+    _check(plain, source)
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in plain.values() if tensor.is_floating_point()}
+    if len(dtypes) == 1:
+        config["dtype"] = dtypes.pop()
+    with whole_folder(target, replace=True) as made:
+        for name in COMPANIONS:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, made / name)
+        (made / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        save_file(plain, made / "model.safetensors", metadata={"format": "pt"})
+
+
+def _check(tensors: Mapping[str, torch.Tensor], source: Path) -> None:
+    from safetensors import safe_open
+
+    for file in sorted(source.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118  a safetensors file is no mapping
+                shape = list(tensors[name].shape) if name in tensors else None
+                if shape != stored.get_slice(name).get_shape() and name != TIED:
+                    raise CheckpointError(
+                        f"{name} is {shape or 'missing'}, not {stored.get_slice(name).get_shape()}", where=str(source)
+                    )

@@ -1,0 +1,98 @@
+"""One process of a queue, for tests that kill processes: ``child.py ROLE FOLDER ...``. Addresses lie in files."""
+
+import asyncio
+import sys
+import uuid
+from pathlib import Path
+
+import numpy as np
+
+from asyncflow.net.frames import Jagged
+from asyncflow.queue.client import QueueClient
+from asyncflow.queue.controller import Controller
+from asyncflow.queue.messages import RowMeta
+from asyncflow.queue.unit import StorageUnit
+
+P = "train"
+
+
+def address_in(path: Path):
+    """Give a resolver: what stands in ``path`` now."""
+    return lambda: (path.read_text() or None) if path.exists() else None
+
+
+def publish(path: Path, text: str) -> None:
+    """Write ``path`` in one go."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(text)
+    draft.rename(path)
+
+
+def connect(folder: Path, worker: str = "") -> QueueClient:
+    """Make a client that finds everybody by the files in ``folder``."""
+    return QueueClient(
+        controller=address_in(folder / "controller"),
+        unit=lambda index: address_in(folder / f"unit-{index}")(),
+        units=lambda: [int(path.name[5:]) for path in folder.glob("unit-?")],
+        worker=worker or uuid.uuid4().hex,
+    )
+
+
+async def controller(folder: Path) -> None:
+    serving = Controller(ledger_dir=folder / "ledger", unit_lost_s=3.0)
+    publish(folder / "controller", await serving.start())
+    await asyncio.Event().wait()
+
+
+async def unit(folder: Path, index: str, limit: str) -> None:
+    serving = StorageUnit(index=int(index), limit_bytes=int(limit), controller=address_in(folder / "controller"))
+    address = await serving.start()
+    await serving.joined(30)
+    publish(folder / f"unit-{index}", address)
+    await asyncio.Event().wait()
+
+
+async def produce(folder: Path, serials: str, per_step: str) -> None:
+    client = connect(folder)
+    for serial in range(int(serials)):
+        metas = [RowMeta(partition=P, serial=serial, sample=j, step=1 + serial // int(per_step)) for j in range(2)]
+        prompts = Jagged.from_rows([np.arange(serial + 1)] * 2, "int64")
+        await client.create(metas, {"prompt": prompts}, group_size=2, timeout=60)
+        say(serial)
+    await client.close()
+
+
+async def work(folder: Path, task: str, column: str, worker: str, rows: str) -> None:
+    client = connect(folder, worker)
+    while True:
+        leased = await client.claim(partition=P, task=task, max_rows=int(rows), timeout=60)
+        if not leased:
+            continue
+        say("claimed", *(f"{row.meta.serial}.{row.meta.sample}" for row in leased))
+        if rows == "1" and task == "rollout":
+            await asyncio.sleep(0)
+        values = Jagged.from_rows([[row.meta.serial, row.meta.sample] for row in leased], "int32")
+        ok = await client.complete(leased, {column: values}, tags=[{"tokens": 2}] * len(leased), timeout=60)
+        say("completed", *(int(verdict) for verdict in ok))
+
+
+async def hold(folder: Path, task: str, worker: str) -> None:
+    """Claim, say so, and complete only when told to."""
+    client = connect(folder, worker)
+    leased = await client.claim(partition=P, task=task, max_rows=100, timeout=60)
+    say("claimed", len(leased))
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+    values = Jagged.from_rows([[1]] * len(leased), "int32")
+    ok = await client.complete(leased, {"response": values}, timeout=60)
+    say("completed", *(int(verdict) for verdict in ok))
+    await client.close()
+
+
+def say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    roles = {"controller": controller, "unit": unit, "produce": produce, "work": work, "hold": hold}
+    asyncio.run(roles[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:]))
