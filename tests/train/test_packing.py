@@ -53,6 +53,22 @@ def test_packs_keep_the_budget_unless_one_sample_exceeds_it(
         assert len(pack.ids) <= budget or len(set(pack.samples.tolist())) == 1
 
 
+@given(batches, layouts, st.integers(1, 30))
+def test_the_table_of_documents_says_the_same_as_the_mask(
+    groups: list[tuple[list[int], list[list[int]]]], layout: LayoutName, budget: int
+) -> None:
+    prompts, responses, names = flat(groups)
+    for pack in pack_samples(prompts, responses, names, layout=layout, budget=budget):
+        table = pack.table()
+        count, width = table.places.shape
+        assert table.places.reshape(-1)[table.rows].tolist() == list(range(len(pack.ids)))
+        visible = np.zeros((count * width, count * width), dtype=bool)
+        for d in range(count):
+            inner = np.tri(width, dtype=bool) if table.mask is None else table.mask[d]
+            visible[d * width : (d + 1) * width, d * width : (d + 1) * width] = inner
+        np.testing.assert_array_equal(visible[np.ix_(table.rows, table.rows)], pack.mask())
+
+
 def test_shared_prompts_save_their_copies() -> None:
     prompts, responses, names = flat([([1, 2, 3, 4], [[5, 6], [7, 8, 9], [5]])])
     (separate,) = pack_samples(prompts, responses, names, layout="separate", budget=100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from asyncflow.algorithms.grpo import GrpoLoss
 from asyncflow.errors import CheckpointError, ManifestError
 from asyncflow.train.backends.torch import TorchBackend
 from asyncflow.train.backends.torch_model import open_model, token_logprobs
+from asyncflow.train.checkpoint import CheckpointManifest, Checkpoints
 from asyncflow.train.packing import LayoutName, pack_samples
 from asyncflow.train.ranks import Alone
 from asyncflow.train.settings import BackendSettings, OptimizerSettings
@@ -140,6 +142,18 @@ def test_tied_weights_are_published_once(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     trainer.save(tmp_path / "saved")
     assert_same_bits(weights(backend(tmp_path / "model", checkpoint=tmp_path / "saved")), weights(trainer))
+
+
+def test_a_full_disk_is_said_and_commits_nothing(tiny_folder: Path, tmp_path: Path) -> None:
+    trainer, checkpoints = backend(tiny_folder), Checkpoints(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            checkpoints.write(CheckpointManifest(attempt=0, step=1, samples=0), trainer.save)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
 
 
 FAMILIES = {

@@ -133,6 +133,8 @@ class Driver:
 
     async def conclude(self) -> None:
         """Write the summary, then tell everybody to stop and wait until they have left."""
+        if self.phase == "Succeeded":
+            await self.queue.close_partition(partition=TRAIN, step=self.schedule.steps, timeout=CALL_TIMEOUT_S)
         audit = await self.queue.audit(timeout=CALL_TIMEOUT_S)
         finished = time.time()
         self.progress.note(self.phase, at=finished)

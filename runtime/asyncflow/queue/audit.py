@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from asyncflow.identity import RowPlace
+from asyncflow.identity import RowPlace, SampleKey
 from asyncflow.queue import events as ev
 from asyncflow.queue.ledger import read_ledger
 from asyncflow.queue.messages import FILTERED, AuditReport
@@ -34,6 +34,14 @@ def audit_ledger(directory: Path) -> AuditReport:
     for event in read_ledger(directory):
         auditor.see(event)
     return auditor.report()
+
+
+def trained_samples(directory: Path, partition: str) -> Counter[SampleKey]:
+    """Give how often each sample counts in the weights that survive, as the ledger in ``directory`` has it."""
+    auditor = Auditor()
+    for event in read_ledger(directory):
+        auditor.see(event)
+    return Counter({SampleKey(*key): times for key, times in auditor.trained(partition).items() if times})
 
 
 @dataclass
@@ -99,6 +107,10 @@ class Auditor:
         """Take note of what happened next."""
         if (see := self._seen.get(type(event))) is not None:
             see(event)
+
+    def trained(self, partition: str) -> Counter[Key]:
+        """Give how often each sample of ``partition`` counts in the weights that survive."""
+        return self._histories[partition].trained
 
     def report(self) -> AuditReport:
         """Say what became of every training sample."""

@@ -45,6 +45,7 @@ class Books:
             ev.UnitLost: self._unit_lost,
             ev.RowsLost: self._rows_lost,
             ev.Declared: self._declared,
+            ev.Typed: self._typed,
             ev.Created: self._created,
             ev.Leased: self._leased,
             ev.Completed: self._completed,
@@ -120,6 +121,9 @@ class Books:
 
     def _declared(self, event: ev.Declared) -> None:
         self.partition(event.spec.partition).declare(event.spec)
+
+    def _typed(self, event: ev.Typed) -> None:
+        self.partition(event.partition).schema[event.column] = event.dtype
 
     def _created(self, event: ev.Created) -> None:
         partition = self.partition(event.partition)

@@ -52,6 +52,14 @@ class Declared(Struct, frozen=True, array_like=True, tag="task"):
     spec: TaskSpec
 
 
+class Typed(Struct, frozen=True, array_like=True, tag="dtype"):
+    """A column was written for the first time; it has this dtype in this partition."""
+
+    partition: str
+    column: str
+    dtype: str
+
+
 class Created(Struct, frozen=True, array_like=True, tag="new"):
     """The samples of one prompt were created, or created again where they were wanted."""
 
@@ -191,6 +199,7 @@ Event: TypeAlias = (
     | UnitLost
     | RowsLost
     | Declared
+    | Typed
     | Created
     | Leased
     | Completed

@@ -43,10 +43,13 @@ def pack(event: Event) -> bytes:
 
 def read_ledger(directory: Path) -> Iterator[Event]:
     """Give the events of a ledger in order; nothing where there is none. Changes no file. Raises LedgerCorrupt."""
-    path = newest(directory)
-    if path is not None:
-        data = path.read_bytes()
+    while (path := newest(directory)) is not None:
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            continue
         yield from (event for event, _ in _records(data, path))
+        return
 
 
 def newest(directory: Path) -> Path | None:

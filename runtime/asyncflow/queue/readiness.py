@@ -74,7 +74,7 @@ class TaskQueue:
 
 
 class Partition:
-    """Everything about one partition. schema: volatile, dtypes by column; revision: counts changes of ``wanted``."""
+    """Everything about one partition. schema: dtypes by column; revision: counts changes of ``wanted``."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -117,9 +117,10 @@ class Table:
         by_group: dict[tuple[str, int], list[int]] = {}
         for index, meta in enumerate(metas):
             by_group.setdefault((meta.partition, meta.serial), []).append(index)
+        for name in {name for name, _ in by_group}:
+            self._check_schema(self.books.partition(name), cells.dtypes)
         for (name, serial), indices in by_group.items():
             partition = self.books.partition(name)
-            self._check_schema(partition, cells.dtypes)
             self._create_group(partition, {metas[i].sample: (metas[i], rows[i]) for i in indices}, size)
             group = partition.groups.get(serial)
             for index in indices:
@@ -167,13 +168,14 @@ class Table:
             if missing := set(queue.spec.writes) - cells.dtypes.keys():
                 raise Refused(f"task {held.task} writes {sorted(missing)} too", where=f"lease {lease}")
             self._check_schema(self.books.partitions[held.partition], cells.dtypes)
-        before = self.claims.completed(lease, rows)
+        repeated = self.claims.completed(lease, rows)
         admitted = self.claims.complete(lease, rows)
-        for index, number in enumerate(rows):
-            if admitted[index] and not (before[index] and cells.sizes.keys() <= self.books.rows[number].columns.keys()):
-                row = self.books.rows[number]
-                row.tags = row.tags | tags[index] if tags else row.tags
-                self._present(row, cells, index)
+        for index in (index for index, ok in enumerate(admitted) if ok):
+            row = self.books.rows[rows[index]]
+            if repeated[index] and cells.sizes.keys() <= row.columns.keys():
+                continue
+            row.tags = row.tags | tags[index] if tags else row.tags
+            self._present(row, cells, index)
         self._refresh(rows)
         return admitted
 
@@ -204,9 +206,11 @@ class Table:
 
     def _check_schema(self, partition: Partition, dtypes: Mapping[str, str]) -> None:
         for name, dtype in dtypes.items():
-            if (known := partition.schema.setdefault(name, dtype)) != dtype:
+            if (known := partition.schema.get(name, dtype)) != dtype:
                 hint = "A column has one dtype in a partition"
                 raise Refused(f"column {name} holds {known}, not {dtype}", where=partition.name, hint=hint)
+        for name in sorted(dtypes.keys() - partition.schema.keys()):
+            self.books.record(ev.Typed(partition.name, name, dtypes[name]))
 
     def _present(self, row: Row, cells: Cells, index: int) -> None:
         row.here = True

@@ -78,12 +78,12 @@ async def serve(post: Post) -> None:
         directives=lambda: membership.directives,
         settings=_settings(post),
         folder=folder,
-        materialise=lambda: materialize_weights(spec.model.source, folder),
+        materialise=lambda: materialize_weights(spec.model.source, folder) if backend.of_model else None,
     )
     metrics.watch_busy(trainer.busy)
     leaving = asyncio.create_task(_leave_when_told(post, trainer))
     step = await trainer.run()
-    if step >= spec.algorithm.steps and options.index == 0:
+    if step >= spec.algorithm.steps and options.index == 0 and backend.of_model:
         await asyncio.to_thread(_export, backend, folder, options.workdir / "export")
     await post.stopping.wait()
     leaving.cancel()

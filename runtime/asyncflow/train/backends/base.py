@@ -22,7 +22,13 @@ from asyncflow.train.settings import BackendSettings
 
 
 class TrainerBackend(ABC):
-    """One rank's model and optimizer."""
+    """One rank's model and optimizer.
+
+    of_model: whether its tensors are those of the model in the folder, so that θ_0 has to lie there, and the last
+    weights can be exported as one.
+    """
+
+    of_model = True
 
     def __init__(self, settings: BackendSettings, *, group: Group) -> None:
         self.settings = settings

@@ -31,6 +31,8 @@ _FILE = "counts.npy"
 class CountingBackend(TrainerBackend):
     """Adds one for each trained sample; needs no model and no torch."""
 
+    of_model = False
+
     def __init__(self, settings: BackendSettings, *, group: Group) -> None:
         super().__init__(settings, group=group)
         self._counts = np.zeros(int(settings.options.get("capacity", 65536)), dtype=np.int64)

@@ -1,0 +1,149 @@
+"""Kills processes of a running job at random moments, then asks whether every sample was trained exactly once.
+
+    python benchmarks/faults.py examples/counting.yaml --kills 50 --seed 1
+    python benchmarks/faults.py examples/quickstart.yaml --kills 5 --seed 1 --eval-at-least 0.85
+
+The victims are drawn from a seeded generator, every role in turn before any comes again. The witnesses are the audit of
+the ledger, the run's own summary, and, with the counting trainer, the weights in the last checkpoint themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from asyncflow.api.job import RLJob
+from asyncflow.api.load import load_job
+from asyncflow.driver.tasks import TRAIN
+from asyncflow.queue.audit import audit_ledger, trained_samples
+
+ROLES = ["rollout", "storage", "controller", "trainer", "driver"]
+SETTLED_S = 600.0
+
+
+def processes(folder: Path) -> list[dict[str, object]]:
+    """Give the placements that the supervisor has on record."""
+    try:
+        record = json.loads((folder / "run" / "processes.json").read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return []
+    return [entry for entry in record["processes"] if entry["pid"]]
+
+
+def steps_done(folder: Path) -> int:
+    """Give the last step on record."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        return int(json.loads(lines[-1])["step"]) if lines else 0
+    except (FileNotFoundError, json.JSONDecodeError):
+        return 0
+
+
+def kill_one(folder: Path, role: str, dice: random.Random) -> dict[str, object] | None:
+    """SIGKILL one process of ``role``; None while there is none."""
+    alive = [entry for entry in processes(folder) if entry["role"] == role]
+    if not alive:
+        return None
+    victim = dice.choice(alive)
+    try:
+        os.kill(int(str(victim["pid"])), signal.SIGKILL)
+    except ProcessLookupError:
+        return None
+    return victim
+
+
+def count_errors(job: RLJob, folder: Path) -> list[str]:
+    """Compare the counting trainer's weights with the ledger: 1 exactly where it says trained, and nowhere else."""
+    newest = max((folder / "checkpoints").glob("step-*/manifest.json")).parent
+    counts = np.load(newest / "counts.npy", allow_pickle=False)
+    group = job.spec.algorithm.group_size
+    expected = np.zeros_like(counts)
+    for key, times in trained_samples(folder / "ledger", TRAIN).items():
+        expected[key.serial * group + key.sample] = times
+    wrong = np.flatnonzero(counts != expected)
+    found = [f"sample {i // group}.{i % group}: {counts[i]} in the weights, {expected[i]} in the ledger" for i in wrong]
+    samples = job.spec.algorithm.steps * job.spec.algorithm.prompts_per_step * group
+    if job.spec.algorithm.filter_zero_variance == "keep" and not (counts[:samples] == 1).all():
+        found.append(f"{np.count_nonzero(counts[:samples] != 1)} of {samples} samples are not counted once")
+    return found
+
+
+def main() -> int:
+    """Run the job, kill, and judge; give 0 where all is as it must be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("manifest", type=Path)
+    parser.add_argument("--output", type=Path, default=Path("runs/faults"))
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--roles", nargs="+", default=ROLES)
+    parser.add_argument("--pause", type=float, nargs=2, default=(0.5, 4.0), help="seconds between kills, from and to")
+    parser.add_argument("--eval-at-least", type=float, default=None)
+    parser.add_argument("--set", action="append", default=[])
+    options = parser.parse_args()
+    dice = random.Random(options.seed)
+    command = [
+        sys.executable,
+        "-m",
+        "asyncflow",
+        "run",
+        str(options.manifest),
+        "--output",
+        str(options.output),
+        "--fresh",
+    ]
+    for change in options.set:
+        command += ["--set", change]
+    log = options.output.with_name(options.output.name + ".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as stream:
+        run = subprocess.Popen(command, stdout=stream, stderr=stream)
+        kills: list[str] = []
+        bag: list[str] = []
+        while run.poll() is None and len(kills) < options.kills:
+            time.sleep(dice.uniform(*options.pause))
+            if steps_done(options.output) < 1 and not kills:
+                continue
+            bag = bag or dice.sample(options.roles, len(options.roles))
+            victim = kill_one(options.output, bag[-1], dice)
+            if victim is not None:
+                bag.pop()
+                kills.append(f"{victim['role']}-{victim['index']}")
+                print(f"step {steps_done(options.output)}: killed {kills[-1]}", flush=True)
+        status = run.wait(timeout=SETTLED_S)
+    job = load_job(options.output / "job.yaml")
+    audit = audit_ledger(options.output / "ledger")
+    problems = [] if status == 0 else [f"the run ended with status {status}, see {log}"]
+    problems += audit.problems
+    if len(kills) < options.kills:
+        problems.append(f"only {len(kills)} of {options.kills} kills were done before the run ended")
+    if job.spec.trainer.backend.name == "counting":
+        problems += count_errors(job, options.output)
+    accuracy = None
+    if (options.output / "summary.json").exists():
+        accuracy = json.loads((options.output / "summary.json").read_text())["eval_accuracy_last"]
+    if options.eval_at_least is not None and (accuracy is None or accuracy < options.eval_at_least):
+        problems.append(f"accuracy {accuracy} is below {options.eval_at_least}")
+    print(
+        f"{len(kills)} kills: {', '.join(f'{role} {sum(k.startswith(role) for k in kills)}' for role in options.roles)}"
+    )
+    print(
+        f"dispatched {audit.dispatched}, trained {audit.trained}, filtered {audit.filtered}, dropped {audit.dropped}, "
+        f"unfinished {audit.unfinished}, lost {audit.lost}, duplicated {audit.duplicated}; attempts {audit.attempts}; "
+        f"accuracy {accuracy}"
+    )
+    for problem in problems:
+        print(f"PROBLEM {problem}")
+    return 1 if problems or not audit.ok else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
