@@ -214,9 +214,8 @@ async def test_two_controllers_cannot_share_a_ledger(crew):
 
 
 IDLE = """
-import resource, sys, asyncio
+import sys, asyncio
 from pathlib import Path
-sys.argv = ["child.py", *sys.argv[1:]]
 async def main():
     if sys.argv[1] == "controller":
         from asyncflow.queue.controller import Controller
@@ -225,7 +224,9 @@ async def main():
         from asyncflow.queue.unit import StorageUnit
         server = StorageUnit(index=0, limit_bytes=1, controller="tcp://127.0.0.1:9")
     await server.start()
-    sys.stdout.write(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss} {'torch' in sys.modules}")
+    status = Path("/proc/self/status").read_text()
+    peak_kib = status.partition("VmHWM:")[2].split()[0]
+    sys.stdout.write(f"{peak_kib} {'torch' in sys.modules}")
     await server.close()
 asyncio.run(main())
 """

@@ -108,6 +108,8 @@ class RewardSpec(Spec):
     """What becomes of a response whose judge was too slow: reward 0 and a flag, or dropped and counted."""
     workers: WorkersSpec = Field(default_factory=WorkersSpec)
     """Size of the pool."""
+    shuffle: bool = False
+    """Whether rewards are permuted within each group, keyed by the seed: a control, in which nothing may be learned."""
     config: Options = Field(default_factory=dict)
     """Settings that the function is given."""
 

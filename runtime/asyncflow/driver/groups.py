@@ -36,11 +36,13 @@ class GroupPolicy:
 
     estimator: the advantage's name (``asyncflow.algorithms.advantages``). drop_zero_variance: DAPO's dynamic sampling.
     drop_timeouts: a group with a reward that ran into its deadline is dropped instead of getting reward 0.
+    shuffle_seed: permute the rewards of each group by it, the control in which nothing may be learned; None is off.
     """
 
     estimator: AdvantageName
     drop_zero_variance: bool
     drop_timeouts: bool
+    shuffle_seed: int | None = None
 
     @classmethod
     def of(cls, spec: RLJobSpec) -> GroupPolicy:
@@ -49,7 +51,14 @@ class GroupPolicy:
             estimator=spec.algorithm.advantage,
             drop_zero_variance=spec.algorithm.filter_zero_variance == "drop",
             drop_timeouts=spec.reward.on_timeout == "drop",
+            shuffle_seed=spec.algorithm.seed if spec.reward.shuffle else None,
         )
+
+    def advantages(self, serial: int, rewards: np.ndarray) -> np.ndarray:
+        """Give float32[G] for the rewards [G] of group ``serial``."""
+        if self.shuffle_seed is not None:
+            rewards = np.random.default_rng([self.shuffle_seed, serial]).permutation(rewards)
+        return group_advantages(rewards, name=self.estimator)
 
     def refusal(self, rewards: np.ndarray, flags: Sequence[str]) -> str | None:
         """Give the reason for which the trainer shall not see the group, or None."""
@@ -91,6 +100,6 @@ class Groups:
             await self.queue.drop(group, reason=reason, timeout=CALL_TIMEOUT_S)
             self.excluded(serial)
             return
-        advantages = group_advantages(rewards, name=self.policy.estimator)
+        advantages = self.policy.advantages(serial, rewards)
         column = Jagged.from_rows([advantages[i : i + 1] for i in range(len(group))], np.float32)
         await self.queue.complete(group, {"advantage": column}, timeout=CALL_TIMEOUT_S)
