@@ -3,7 +3,7 @@
     python benchmarks/controls.py --seeds 1 2 3
 
 Each run is the quickstart's manifest with a few fields set; figures are means over the seeds, on the manifest's
-held-out prompts. ``shuffled``: rewards are permuted within each group. ``sync``: the same steps, so the same number of samples,
+held-out prompts. ``shuffled``: rewards are permuted within each group. ``sync``: the same steps, so as many samples,
 one after another.
 """
 

@@ -337,6 +337,12 @@ async def test_an_eval_partition_is_cleared_and_filled_again(cluster):
         assert (await queue.client.audit(timeout=10)).dispatched == 0
 
 
+async def test_the_task_of_a_gang_cannot_be_claimed(cluster):
+    async with cluster() as queue:
+        with pytest.raises(Refused, match="task of a gang"):
+            await queue.claim("train")
+
+
 async def test_groups_must_be_whole(cluster):
     async with cluster() as queue:
         meta = RowMeta(partition=P, serial=0, sample=2, step=1)

@@ -84,7 +84,7 @@ def crds(directory: Path, *, check: bool) -> int:
 
 def import_model(package: str, directory: Path) -> None:
     """Make a Hugging Face folder of a model file."""
-    from asyncflow.models.importing import import_model as make
+    from asyncflow.models.importing import import_gguf
 
-    make(package, directory)
+    import_gguf(package, directory)
     click.echo(f"{directory}: ready; give it as model.source")

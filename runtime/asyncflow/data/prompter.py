@@ -5,14 +5,13 @@ Invariant: the ids are a pure function of (prompt, format, tokenizer), for train
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
 from asyncflow.data.base import Message, Prompt, PromptSource
 from asyncflow.errors import ManifestError
-from asyncflow.models.tokenizer import Tokenizer
 
 QUESTION = "{question}"
 
@@ -59,10 +58,20 @@ def split_config(config: Mapping[str, Any], *, where: str) -> tuple[PromptFormat
     return form, {key: value for key, value in config.items() if key not in keys}
 
 
+class Encoder(Protocol):
+    """What a prompter needs of a tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Give the ids of a text."""
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Give the ids of a conversation. Raises ManifestError where the model has no chat template."""
+
+
 class Prompter:
     """Gives token ids by serial."""
 
-    def __init__(self, source: PromptSource, tokenizer: Tokenizer, form: PromptFormat) -> None:
+    def __init__(self, source: PromptSource, tokenizer: Encoder, form: PromptFormat) -> None:
         self.source = source
         self.form = form
         self._tokenizer = tokenizer

@@ -175,6 +175,17 @@ class Instance:
         pinned = [version for version in newer if version.step in required]
         return min(pinned).step if pinned else max(newer).step
 
+    def waits(self, wish: int | None, *, required: Collection[int]) -> bool:
+        """Say whether there is work for this instance and none of it runs because other weights must be loaded first.
+
+        wish: what ``want`` gives now; required: as for ``want``. Whether those weights are still being received or are
+        here already makes no difference. In ``sequence`` no step is required, so any newer version counts as needed.
+        """
+        if self.current is None or self._running or self._draining:
+            return False
+        needed = wish is not None and wish != self.current.step and (wish in required or not self._back)
+        return needed or self._misfit() is not None
+
     def _all(self) -> list[Work]:
         return [*self._held.values(), *self._running.values()]
 

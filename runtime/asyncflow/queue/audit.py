@@ -254,11 +254,13 @@ def _judge(history: _History) -> _Finding:
         if gap := sum((serial, sample) not in history.place for sample in range(size)):
             absent += gap
             problems.append(f"prompt {serial} lacks {gap} of {size} samples")
+    reached, waited = (
+        Counter(history.steps[serial] for serial in {serial for serial, _ in keys})
+        for keys in (+history.trained, overdue)
+    )
     for step, (groups, size) in sorted(history.opened.items()):
-        members = [serial for serial, of in history.steps.items() if of == step]
-        reached = sum(any(history.trained[serial, j] for j in range(history.sizes[serial])) for serial in members)
-        missing = groups - reached - len({serial for serial, _ in overdue if history.steps[serial] == step})
+        missing = groups - reached[step] - waited[step]
         if step <= over and missing > 0:
             absent += missing * size
-            problems.append(f"step {step} was opened with {groups} groups, but {reached} were trained")
+            problems.append(f"step {step} was opened with {groups} groups, but {reached[step]} were trained")
     return _Finding(overdue, absent, twice, problems)

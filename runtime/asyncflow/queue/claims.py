@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from asyncflow.errors import Refused
 from asyncflow.flow.selection import Appetite
 from asyncflow.queue import events as ev
 from asyncflow.queue.books import Books
@@ -76,9 +77,12 @@ class Claims:
         return {key: len(claims) for key, claims in self._parked.items()}
 
     def park(self, claim: Claim) -> None:
-        """Let ``claim`` wait for rows; the next ``serve`` may meet it."""
+        """Let ``claim`` wait for rows; the next ``serve`` may meet it. Refused for a gang's task."""
+        queue = self._books.partition(claim.partition).queues.get(claim.task)
+        if queue is not None and queue.spec.kind == "gang":
+            hint = "A trainer asks for slots"
+            raise Refused(f"{claim.partition}/{claim.task} is the task of a gang", where="claim", hint=hint)
         self._parked.setdefault((claim.partition, claim.task), {})[claim] = None
-        self._books.touched.add(claim.partition)
 
     def withdraw(self, claim: Claim) -> None:
         """Let ``claim`` wait no longer."""
@@ -93,7 +97,7 @@ class Claims:
         grants: list[Grant] = []
         for partition, task in [key for key in self._parked if key[0] in self._books.touched]:
             queue = self._books.partition(partition).queues.get(task)
-            if queue is None:
+            if queue is None or queue.spec.kind == "gang":
                 continue
             for exact in (True, False):
                 for claim in list(self._parked.get((partition, task), ())):

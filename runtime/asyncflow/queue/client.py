@@ -13,15 +13,16 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
 
 from asyncflow.errors import AsyncFlowError, Refused
 from asyncflow.net.frames import BatchHeader, Jagged, decode_batch, encode_batch
 from asyncflow.net.keys import Keys
 from asyncflow.net.membership import Membership
 from asyncflow.net.rpc import persist
-from asyncflow.queue import calls
+from asyncflow.queue import calls, unit_calls
 from asyncflow.queue.control import GRACE_S, PARK_S, ControlClient, now
 from asyncflow.queue.messages import (
     LeasedRow,
@@ -29,12 +30,13 @@ from asyncflow.queue.messages import (
     StagedRow,
     Tag,
 )
+from asyncflow.queue.scatter import join, part_of, parts_by, scatter, together
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 _MOST = 1 << 40
 _GOODBYE_S = 2.0
+_ATTEMPT_S = 15.0
 _EMPTY = BatchHeader(rows=0, columns=[])
 
 
@@ -56,7 +58,8 @@ class QueueClient(ControlClient):
         keys: Keys | None = None,
     ) -> None:
         super().__init__(controller=controller, unit=unit, units=units, worker=worker, keys=keys)
-        self._tickets = (f"{uuid.uuid4().hex[:8]}-{number}" for number in itertools.count())
+        self._ticket_base = uuid.uuid4().hex[:8]
+        self._ticket_numbers = itertools.count()
         self._goodbyes: set[asyncio.Task[None]] = set()
 
     @classmethod
@@ -85,30 +88,25 @@ class QueueClient(ControlClient):
         Raises Refused for a group that is not whole, or columns that do not fit the partition's.
         """
         _check_whole(metas, group_size)
-        deadline = now() + timeout
-        ok = [False] * len(metas)
-        left = list(range(len(metas)))
+        deadline, verdicts = now() + timeout, dict.fromkeys(range(len(metas)), False)
+        left = list(verdicts)
+
+        async def send(unit: int, indices: list[int]) -> None:
+            header, frames = encode_batch(part_of(columns, indices, len(metas)))
+            left_s = min(_ATTEMPT_S, max(0.01, deadline - now()))
+            request = unit_calls.CreateRows([metas[i] for i in indices], group_size, header, 0.9 * left_s)
+            answer = await self._peers.ask_unit_once(
+                unit, "unit.create", request, calls.Verdicts, timeout=left_s, frames=frames
+            )
+            verdicts.update(zip(indices, answer.ok, strict=True))
+            left[:] = [index for index in left if index not in indices]
 
         async def attempt() -> None:
-            by_unit: dict[int, list[int]] = {}
-            for index in left:
-                by_unit.setdefault(self._peers.home(metas[index].serial), []).append(index)
-
-            async def send(unit: int, indices: list[int]) -> None:
-                header, frames = encode_batch(_take(columns, indices, len(metas)))
-                wait_s = max(0.0, deadline - now()) * 0.9
-                request = calls.CreateRows([metas[i] for i in indices], group_size, header, wait_s)
-                verdicts = await self._peers.ask_unit_once(
-                    unit, "unit.create", request, calls.Verdicts, timeout=max(0.001, deadline - now()), frames=frames
-                )
-                for index, verdict in zip(indices, verdicts.ok, strict=True):
-                    ok[index] = verdict
-                    left.remove(index)
-
-            await _all(send(unit, indices) for unit, indices in by_unit.items())
+            homes = parts_by(self._peers.home(metas[index].serial) for index in left)
+            await together(send(unit, [left[i] for i in places]) for unit, places in homes.items())
 
         await persist(attempt, what=f"creating {len(metas)} samples", timeout=timeout)
-        return ok
+        return list(verdicts.values())
 
     async def claim(
         self,
@@ -126,70 +124,31 @@ class QueueClient(ControlClient):
         version: step of the weights that the caller has; accept: further steps that it could load. Gives rows of the
         first kind if there are any, else of the second, never both; none when the time is over or nothing will come.
         """
-        rows, _ = await self.claim_or_end(
-            partition=partition,
-            task=task,
-            max_rows=max_rows,
-            timeout=timeout,
-            version=version,
-            accept=accept,
-            max_groups=max_groups,
-        )
-        return rows
+        request = self._claim_rows(partition, task, max_rows, max_groups, version, accept)
+        return (await self._claim(request, timeout)).rows
 
-    async def claim_or_end(
-        self,
-        *,
-        partition: str,
-        task: str,
-        max_rows: int,
-        timeout: float,
-        version: int | None = None,
-        accept: Sequence[int] = (),
-        max_groups: int | None = None,
-    ) -> tuple[list[LeasedRow], bool]:
-        """Do as ``claim``; the second value tells that the partition is closed and the task has done all of it."""
-        ticket, deadline = next(self._tickets), now() + timeout
-
-        async def attempt() -> calls.Claimed:
-            wait_s = min(PARK_S, max(0.0, deadline - now()))
-            request = calls.ClaimRows(
-                partition, task, self.worker, ticket, max_rows, max_groups, version, list(accept), wait_s
-            )
-            return await self._peers.ask_once("queue.claim", request, calls.Claimed, timeout=wait_s + GRACE_S)
-
-        try:
-            while True:
-                what, left = f"claiming from {partition}/{task}", max(0.0, deadline - now())
-                claimed = await persist(attempt, what=what, timeout=left + GRACE_S)
-                if claimed.rows or claimed.ended or now() >= deadline:
-                    return claimed.rows, claimed.ended
-        except asyncio.CancelledError:
-            self._say_goodbye(ticket)
-            raise
+    async def claim_or_end(self, *, partition: str, task: str, max_rows: int, timeout: float) -> calls.Claimed:
+        """Do as ``claim`` for a task without versions, and tell whether a closed partition has nothing more for it."""
+        return await self._claim(self._claim_rows(partition, task, max_rows, None, None, ()), timeout)
 
     async def fetch(
         self, rows: Sequence[LeasedRow | StagedRow], columns: Sequence[str], *, timeout: float
     ) -> dict[str, Jagged]:
-        """Give ``columns`` of ``rows`` in the order given, with one call a unit; empty columns for no rows are absent.
+        """Give ``columns`` of ``rows`` in the order given, with one call a unit; for no rows, empty ones (int64).
 
         Raises StaleHandle for a row that was cleared or lost.
         """
-        by_unit: dict[int, list[int]] = {}
-        for index, row in enumerate(rows):
-            by_unit.setdefault(row.unit, []).append(index)
+        by_unit = parts_by(row.unit for row in rows)
 
         async def get(unit: int, indices: list[int]) -> dict[str, Jagged]:
-            request = calls.FetchRows([rows[i].row for i in indices], list(columns))
-            reply, frames = await self._peers.ask_unit(unit, "unit.fetch", request, calls.Fetched, timeout=timeout)
+            request = unit_calls.FetchRows([rows[i].row for i in indices], list(columns))
+            reply, frames = await self._peers.ask_unit(unit, "unit.fetch", request, unit_calls.Fetched, timeout=timeout)
             return decode_batch(reply.header, frames, max_bytes=_MOST)
 
-        parts = await _all(get(unit, indices) for unit, indices in by_unit.items())
-        if len(parts) <= 1:
-            return parts[0] if parts else {}
-        places = {index: place for place, index in enumerate(itertools.chain(*by_unit.values()))}
-        order = [places[index] for index in range(len(rows))]
-        return {name: Jagged.concat([part[name] for part in parts]).take(order) for name in columns}
+        if not rows:
+            return {name: Jagged.from_rows([], "int64") for name in columns}
+        parts = await together(get(unit, indices) for unit, indices in by_unit.items())
+        return join(parts, by_unit.values())
 
     async def complete(
         self,
@@ -232,8 +191,8 @@ class QueueClient(ControlClient):
         timeout: float,
     ) -> list[bool]:
         async def send(indices: list[int]) -> list[bool]:
-            header, frames = encode_batch(_take(columns, indices, len(rows))) if columns else (_EMPTY, [])
-            request = calls.WriteRows(
+            header, frames = encode_batch(part_of(columns, indices, len(rows))) if columns else (_EMPTY, [])
+            request = unit_calls.WriteRows(
                 lease=rows[indices[0]].lease,
                 rows=[rows[i].row for i in indices],
                 header=header,
@@ -246,14 +205,44 @@ class QueueClient(ControlClient):
             )
             return verdicts.ok
 
-        return await _scatter(((row.lease, row.unit) for row in rows), send)
+        return await scatter(((row.lease, row.unit) for row in rows), send)
 
     async def _end(self, rows: Sequence[LeasedRow], *, reason: str, drop: bool, timeout: float) -> list[bool]:
         async def send(indices: list[int]) -> list[bool]:
             request = calls.EndRows(rows[indices[0]].lease, [rows[i].row for i in indices], reason, drop)
             return (await self._peers.ask("queue.end", request, calls.Verdicts, timeout=timeout)).ok
 
-        return await _scatter((row.lease for row in rows), send)
+        return await scatter((row.lease for row in rows), send)
+
+    def _claim_rows(
+        self,
+        partition: str,
+        task: str,
+        max_rows: int,
+        max_groups: int | None,
+        version: int | None,
+        accept: Sequence[int],
+    ) -> calls.ClaimRows:
+        ticket = f"{self._ticket_base}-{next(self._ticket_numbers)}"
+        return calls.ClaimRows(partition, task, self.worker, ticket, max_rows, max_groups, version, list(accept), 0.0)
+
+    async def _claim(self, request: calls.ClaimRows, timeout: float) -> calls.Claimed:
+        deadline = now() + timeout
+
+        async def attempt() -> calls.Claimed:
+            wait_s = min(PARK_S, max(0.0, deadline - now()))
+            parked = msgspec.structs.replace(request, wait_s=wait_s)
+            return await self._peers.ask_once("queue.claim", parked, calls.Claimed, timeout=wait_s + GRACE_S)
+
+        what = f"claiming from {request.partition}/{request.task}"
+        try:
+            while True:
+                claimed = await persist(attempt, what=what, timeout=max(0.0, deadline - now()) + GRACE_S)
+                if claimed.rows or claimed.ended or now() >= deadline:
+                    return claimed
+        except asyncio.CancelledError:
+            self._say_goodbye(request.ticket)
+            raise
 
     def _say_goodbye(self, ticket: str) -> None:
         """Let the controller know, if it can be reached at once, that nobody waits for this claim any more."""
@@ -268,35 +257,6 @@ class QueueClient(ControlClient):
         task = asyncio.create_task(abandon(), name="goodbye")
         self._goodbyes.add(task)
         task.add_done_callback(self._goodbyes.discard)
-
-
-async def _all(jobs: Iterable[Coroutine[None, None, T]]) -> list[T]:
-    """Await ``jobs`` together; when one fails the others are cancelled."""
-    tasks = [asyncio.create_task(job) for job in jobs]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-async def _scatter(
-    keys: Iterable[Hashable], send: Callable[[list[int]], Coroutine[None, None, list[bool]]]
-) -> list[bool]:
-    """Send the indices of equal ``keys`` together; give the verdicts in order."""
-    parts: dict[Hashable, list[int]] = {}
-    for index, key in enumerate(keys):
-        parts.setdefault(key, []).append(index)
-    answers = await _all(send(indices) for indices in parts.values())
-    verdicts = dict(zip(itertools.chain(*parts.values()), itertools.chain(*answers), strict=True))
-    return [verdicts[index] for index in range(len(verdicts))]
-
-
-def _take(columns: Mapping[str, Jagged], indices: list[int], rows: int) -> dict[str, Jagged]:
-    for name, column in columns.items():
-        if len(column) != rows:
-            raise Refused(f"column {name} has {len(column)} rows, not {rows}", where="queue client")
-    return dict(columns) if len(indices) == rows else {name: column.take(indices) for name, column in columns.items()}
 
 
 def _check_whole(metas: Sequence[RowMeta], size: int) -> None:

@@ -145,8 +145,8 @@ class Controller:
             if not future.done() and ended():
                 future.set_result([])
 
-        self._claims[claim] = future
         self.table.claims.park(claim)
+        self._claims[claim] = future
         try:
             await self._parking(claim.partition, once, future, wait_s)
         finally:

@@ -122,14 +122,14 @@ class StreamingDataset(IterableDataset[Batch]):  # type: ignore[misc] # torch is
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._patience_s
         while (left := deadline - loop.time()) > 0:
-            rows, ended = await consumer.client.claim_or_end(
+            claimed = await consumer.client.claim_or_end(
                 partition=self._partition, task=self._task, max_rows=self._rows, timeout=min(left, _WAIT_S)
             )
-            if rows:
+            if rows := claimed.rows:
                 consumer.take(rows)
                 columns = await consumer.client.fetch(rows, self._columns, timeout=_CALL_S)
                 return Batch([row.meta for row in rows], {name: _tensors(columns[name]) for name in self._columns})
-            if ended:
+            if claimed.ended:
                 return None
         where = f"{self._partition}/{self._task}"
         hint = "See whether the tasks before this one go on, and close the partition at the end"

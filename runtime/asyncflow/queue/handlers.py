@@ -14,7 +14,7 @@ from msgspec import Struct
 from asyncflow.errors import Refused
 from asyncflow.flow.selection import Appetite
 from asyncflow.net.rpc import RpcServer
-from asyncflow.queue import calls
+from asyncflow.queue import calls, unit_calls
 from asyncflow.queue.audit import audit_ledger
 from asyncflow.queue.claims import Claim
 from asyncflow.queue.messages import AuditReport, Wanted
@@ -58,10 +58,10 @@ class Handlers:
         command("queue.close", calls.Close, lambda c: table.close(c.partition, c.step))
         command("queue.stats", calls.Nothing, lambda _: self._controller.stats())
         command("queue.snapshot", calls.InPartition, self._snapshot)
-        command("units.hello", calls.Hello, lambda c: self._sessions.greet(c, now()))
-        command("units.announce", calls.Announce, self._announce)
-        command("units.admit", calls.Admit, self._admit)
-        server.route("units.watch", calls.Watch, self._watch)
+        command("units.hello", unit_calls.Hello, lambda c: self._sessions.greet(c, now()))
+        command("units.announce", unit_calls.Announce, self._announce)
+        command("units.admit", unit_calls.Admit, self._admit)
+        server.route("units.watch", unit_calls.Watch, self._watch)
         server.route("queue.claim", calls.ClaimRows, self._claim)
         server.route("queue.slot", calls.AskSlot, self._slot)
         server.route("queue.wanted", calls.AskWanted, self._wanted)
@@ -127,30 +127,30 @@ class Handlers:
         await self._controller.safe(None)
         return await asyncio.to_thread(audit_ledger, self._controller.ledger_dir)
 
-    def _announce(self, call: calls.Announce) -> calls.Strangers:
+    def _announce(self, call: unit_calls.Announce) -> unit_calls.Strangers:
         self._sessions.check(call.session, self._controller.now())
         strangers = self._table.hold(call.held)
         if call.last:
             self._sessions.synced(call.session)
-        return calls.Strangers(strangers)
+        return unit_calls.Strangers(strangers)
 
-    def _admit(self, call: calls.Admit) -> calls.Admitted:
+    def _admit(self, call: unit_calls.Admit) -> unit_calls.Admitted:
         self._sessions.check(call.session, self._controller.now())
-        return calls.Admitted([self._verdict(entry) for entry in call.entries])
+        return unit_calls.Admitted([self._verdict(entry) for entry in call.entries])
 
-    def _verdict(self, entry: calls.Entry) -> calls.Verdict:
+    def _verdict(self, entry: unit_calls.Entry) -> unit_calls.Verdict:
         try:
-            if isinstance(entry, calls.NewRows):
+            if isinstance(entry, unit_calls.NewRows):
                 ok = self._table.create(entry.metas, entry.rows, entry.group_size, entry.cells)
             elif entry.reason:
                 ok = self._table.give_back(entry.lease, entry.rows, entry.reason, entry.cells)
             else:
                 ok = self._table.complete(entry.lease, entry.rows, entry.cells, entry.tags)
         except Refused as error:
-            return calls.Verdict([], error.to_wire())
-        return calls.Verdict(ok)
+            return unit_calls.Verdict([], error.to_wire())
+        return unit_calls.Verdict(ok)
 
-    async def _watch(self, call: calls.Watch, _frames: Frames) -> calls.Orders:
+    async def _watch(self, call: unit_calls.Watch, _frames: Frames) -> unit_calls.Orders:
         self._sessions.check(call.session, self._controller.now())
         return await self._sessions.orders(call)
 

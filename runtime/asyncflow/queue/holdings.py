@@ -19,9 +19,9 @@ from asyncflow.errors import AsyncFlowError, PeerLost, StaleHandle
 from asyncflow.net.frames import Jagged
 from asyncflow.queue.backends.base import Backend
 from asyncflow.queue.budget import Budget
-from asyncflow.queue.calls import Entry, NewRows, Verdict
 from asyncflow.queue.messages import Tag
 from asyncflow.queue.table import Cells, Held
+from asyncflow.queue.unit_calls import Entry, NewRows, Verdict
 
 
 class Cell(NamedTuple):

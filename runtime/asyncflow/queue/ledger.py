@@ -125,6 +125,8 @@ class Ledger:
         self._waiting: list[asyncio.Future[None]] = []
         self._writer: asyncio.Task[None] | None = None
         self._late: asyncio.TimerHandle | None = None
+        self._sync_due = False
+        self._broken: OSError | None = None
 
     def recover(self) -> Iterator[Event]:
         """Take the ledger for this process, give its events as it was left, and cut a torn end away.
@@ -178,13 +180,17 @@ class Ledger:
         self._buffer += [pack(event) for event in events]
 
     async def flushed(self) -> None:
-        """Wait until everything appended before is as safe as ``sync`` says. Raises OSError when it cannot be."""
+        """Wait until everything appended before is as safe as ``sync`` says.
+
+        Raises OSError when it cannot be; nothing is written after that, and this raises ever after.
+        """
+        if self._broken is not None:
+            raise self._broken
         if not self._buffer and self._writer is None:
             return
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(done)
-        if self._writer is None:
-            self._writer = asyncio.create_task(self._write_groups(), name="ledger")
+        self._write_soon()
         await done
 
     async def close(self) -> None:
@@ -192,42 +198,48 @@ class Ledger:
         await self.flushed()
         if self._late is not None:
             self._late.cancel()
+        if self._writer is not None:
+            await asyncio.wait([self._writer])
         if self._fd >= 0:
             os.fsync(self._fd)
             os.close(self._fd)
             os.close(self._lock)
             self._fd = -1
 
+    def _write_soon(self) -> None:
+        if self._writer is None:
+            self._writer = asyncio.create_task(self._write_groups(), name="ledger")
+
     async def _write_groups(self) -> None:
-        try:
-            while self._waiting:
-                waiting, self._waiting = self._waiting, []
-                group, self._buffer = b"".join(self._buffer), []
-                try:
-                    self.bytes += _write(self._fd, group)
-                    await self._make_safe()
-                    if self.bytes > max(self._limit, 2 * self._compacted):
-                        self.begin(self._compact())
-                except OSError as error:
-                    for future in waiting + self._waiting:
-                        if not future.done():
-                            future.set_exception(error)
-                    raise
-                for future in waiting:
-                    if not future.done():
-                        future.set_result(None)
-        finally:
-            self._writer = None
+        while self._broken is None and (self._waiting or self._sync_due):
+            waiting, self._waiting = self._waiting, []
+            group, self._buffer = b"".join(self._buffer), []
+            try:
+                self.bytes += _write(self._fd, group)
+                await self._make_safe()
+                if self.bytes > max(self._limit, 2 * self._compacted):
+                    self.begin(self._compact())
+            except OSError as error:
+                self._broken = error
+            for future in waiting if self._broken is None else waiting + self._waiting:
+                if future.done():
+                    continue
+                if self._broken is None:
+                    future.set_result(None)
+                else:
+                    future.set_exception(self._broken)
+        self._writer = None
 
     async def _make_safe(self) -> None:
-        if self._sync == "always":
+        if self._sync == "always" or self._sync_due:
+            self._sync_due = False
             await asyncio.to_thread(os.fdatasync, self._fd)
         elif self._sync == "interval" and self._late is None:
             self._late = asyncio.get_running_loop().call_later(_INTERVAL_S, self._sync_late)
 
     def _sync_late(self) -> None:
-        self._late = None
-        os.fdatasync(self._fd)
+        self._late, self._sync_due = None, True
+        self._write_soon()
 
 
 def _write(fd: int, data: bytes) -> int:

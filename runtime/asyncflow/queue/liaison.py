@@ -13,10 +13,11 @@ import asyncio
 import logging
 from itertools import islice
 
-from asyncflow.errors import DeadlineExceeded, Fenced, PeerLost, from_wire
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost, from_wire
 from asyncflow.identity import RowPlace
 from asyncflow.net.rpc import RpcClient
-from asyncflow.queue.calls import (
+from asyncflow.queue.holdings import Cell, Holdings, Put
+from asyncflow.queue.unit_calls import (
     Admit,
     Admitted,
     Announce,
@@ -28,7 +29,6 @@ from asyncflow.queue.calls import (
     Watch,
     Welcome,
 )
-from asyncflow.queue.holdings import Cell, Holdings, Put
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,10 @@ _PUTS = 500
 
 
 class Liaison:
-    """Keeps a unit and the controller in agreement. epoch: that of the unit's rows, 0 before the first session."""
+    """Keeps a unit and the controller in agreement.
+
+    epoch: that of the unit's rows, 0 before the first session; joined: set when the controller has taken the unit in.
+    """
 
     def __init__(self, *, unit: int, incarnation: str, controller: RpcClient, holdings: Holdings) -> None:
         self.epoch = 0
@@ -52,9 +55,10 @@ class Liaison:
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Begin to talk."""
+    def start(self) -> asyncio.Task[None]:
+        """Begin to talk, in a task that does not end by itself."""
         self._task = asyncio.create_task(self._run(), name=f"liaison of unit {self._unit}")
+        return self._task
 
     async def close(self) -> None:
         """Talk no longer."""
@@ -78,7 +82,9 @@ class Liaison:
             try:
                 await self._session()
             except* (PeerLost, DeadlineExceeded, Fenced) as lost:
-                log.info("unit %d lost the controller: %s", self._unit, lost.exceptions[0])
+                log.info("unit %d begins anew: %s", self._unit, lost.exceptions[0])
+            except* AsyncFlowError as refused:
+                log.warning("unit %d begins anew: %s", self._unit, refused.exceptions[0])
             await asyncio.sleep(_AGAIN_S)
 
     async def _session(self) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from asyncflow.errors import Fenced
 from asyncflow.identity import RowPlace
-from asyncflow.queue.calls import Hello, Orders, Session, Watch, Welcome
 from asyncflow.queue.table import Table
+from asyncflow.queue.unit_calls import Hello, Orders, Session, Watch, Welcome
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,10 @@ from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient, RpcServer
 from asyncflow.queue.backends.base import Backend
 from asyncflow.queue.budget import Budget
-from asyncflow.queue.calls import CreateRows, Fetched, FetchRows, NewCells, NewRows, Verdicts, WriteRows
+from asyncflow.queue.calls import Verdicts
 from asyncflow.queue.holdings import Holdings, Put
 from asyncflow.queue.liaison import Liaison
+from asyncflow.queue.unit_calls import CreateRows, Fetched, FetchRows, NewCells, NewRows, WriteRows
 
 Frames = Sequence[memoryview]
 BACKENDS = "asyncflow.storage_backends"
@@ -45,7 +46,10 @@ class StorageUnit:
     index: its place among the units; limit_bytes: most bytes of cells; controller: the controller's address, or a
     function that gives it; incarnation: of this process, by default made here; host, port: where to listen (0: any);
     keys: the job's key; backend: where the cells lie, by default this process's memory.
+    ``failed`` is done when the unit cannot go on; its exception says why.
     """
+
+    failed: asyncio.Task[None]
 
     def __init__(
         self,
@@ -78,7 +82,7 @@ class StorageUnit:
     async def start(self) -> str:
         """Begin to serve, and to look for the controller; give the address."""
         address = await self.server.start()
-        self._liaison.start()
+        self.failed = self._liaison.start()
         return address
 
     async def close(self) -> None:

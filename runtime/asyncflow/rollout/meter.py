@@ -1,15 +1,30 @@
 """What a rollout counts of itself.
 
-Invariant: ``generate`` counts the time with at least one running sequence; ``receive`` and ``swap`` the time in which
-there was none while newer weights were on their way, and while weights were loaded. The three never overlap.
+Invariant: ``generate`` counts the time with at least one running sequence; ``receive`` the time in which there was none
+although there was work, which waited for other weights (on their way, or here and not loaded yet); ``swap`` the time in
+which weights were loaded. The three never overlap.
 """
 
 from __future__ import annotations
+
+import time
+from typing import NamedTuple
 
 from asyncflow.rollout.engines.base import Completion
 from asyncflow.rollout.job import Outcome
 from asyncflow.telemetry.busy import BusyClock
 from asyncflow.telemetry.metrics import RolloutMetrics
+
+
+class Lap(NamedTuple):
+    """The seconds from one swap to the next: all; stalled by weights; without a sequence, for whatever reason."""
+
+    wall_s: float
+    stall_s: float
+    idle_s: float
+
+    def __str__(self) -> str:
+        return f"in {self.wall_s:.3f} s since the last: stalled {self.stall_s:.3f} s, idle {self.idle_s:.3f} s"
 
 
 class Meter:
@@ -22,18 +37,25 @@ class Meter:
         self.swaps = 0
         self._metrics = metrics
         self._generating = False
-        self._receiving = False
+        self._waiting = False
+        self._lap = (time.monotonic(), 0.0, 0.0)
 
-    def running(self, sequences: int, *, receiving: bool) -> None:
-        """Take in how many sequences run now, and whether newer weights are on their way."""
+    def running(self, sequences: int, *, waiting: bool) -> None:
+        """Take in how many sequences run now, and whether work waits for other weights."""
         self._metrics.inflight.set(sequences)
-        receiving = receiving and not sequences
+        waiting = waiting and not sequences
         if bool(sequences) != self._generating:
             self._generating = not self._generating
             (self.busy.begin if self._generating else self.busy.end)("generate")
-        if receiving != self._receiving:
-            self._receiving = receiving
-            (self.busy.begin if receiving else self.busy.end)("receive")
+        if waiting != self._waiting:
+            self._waiting = waiting
+            (self.busy.begin if waiting else self.busy.end)("receive")
+
+    def lap(self) -> Lap:
+        """Give the seconds since it was asked last, or since the start."""
+        before, self._lap = self._lap, (time.monotonic(), self.stall_s, self.generate_s)
+        wall_s, stall_s, generate_s = (new - old for new, old in zip(self._lap, before, strict=True))
+        return Lap(wall_s, stall_s, wall_s - generate_s)
 
     def generated(self, completion: Completion) -> None:
         """Take in a sequence that ended."""
@@ -67,6 +89,6 @@ class Meter:
 
     @property
     def stall_s(self) -> float:
-        """Seconds without one because of receiving or loading weights, the very first apart."""
+        """Seconds without one because weights were received or loaded, the very first apart."""
         seconds = self.busy.seconds()
         return seconds.get("receive", 0.0) + seconds.get("swap", 0.0)

@@ -139,8 +139,8 @@ class RolloutWorker:
                 assert isinstance(work.id, Job)
                 work.id.task = self._spawn(self._sample(work.id))
             step = self._instance.swap()
-            receiving = self._instance.current is not None and self._wish not in (None, *self._receiver.held)
-            self.meter.running(self._instance.running, receiving=receiving and step is None)
+            waits = self._instance.waits(self._wish, required=self._receiver.view.required)
+            self.meter.running(self._instance.running, waiting=waits and step is None)
             if step is None:
                 await self._changed.wait()
             else:
@@ -174,7 +174,7 @@ class RolloutWorker:
         self._instance.loaded(version)
         seconds = time.monotonic() - began
         self.meter.swapped(step, seconds)
-        log.info("swapped to %s in %.3f s", version, seconds)
+        log.info("swapped to %s in %.3f s; %s", version, seconds, self.meter.lap())
 
     async def _watch(self) -> None:
         """Wake the steering loop whenever other weights can be had."""
@@ -234,7 +234,7 @@ class RolloutWorker:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks)
-        self.meter.running(0, receiving=False)
+        self.meter.running(0, waiting=False)
         log.info("leaving; %d rows are given back", len(self._desk))
         await self._desk.give_back(list(self._desk), reason="the instance leaves")
 

@@ -1,7 +1,8 @@
 """The simulated engine: service times from distributions, made-up tokens, no torch.
 
 A response's length, ids and log-probabilities are keyed by its sample like real ones, so that runs can be compared;
-only the time that it takes is simulated, by one sleep a sequence.
+only the time that it takes is simulated, by one sleep a sequence. Weights are copied as into a device's memory, though
+nothing is computed with them.
 
 Invariant: a sequence never holds the event loop, and at most ``slots`` run at once.
 """
@@ -54,6 +55,7 @@ class SimulatedEngine(RolloutEngine):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise ManifestError(f"{value!r} is no non-negative number", where=f"rollout.engine.options.{name}")
         self._set = {**defaults, **self.options}
+        self.weights: dict[str, NDArray[Any]] = {}
         self._seats = asyncio.Semaphore(self.slots)
         self._running: dict[tuple[str, SampleKey], asyncio.Event] = {}
         self._waiting = 0
@@ -65,10 +67,11 @@ class SimulatedEngine(RolloutEngine):
     async def start(self) -> None:
         """There is nothing to build."""
 
-    async def load(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:  # noqa: ARG002 - any will do
-        """Take any tensors; only the version counts."""
+    async def load(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
+        """Copy any tensors; only the version counts."""
         if self._running:
             raise Refused(f"{len(self._running)} sequences run under {self.version}", where=f"load {version}")
+        self.weights = await asyncio.to_thread(lambda: {name: tensor.copy() for name, tensor in tensors.items()})
         await asyncio.sleep(self._set["load_s"] * self._set["time_scale"])
         self.version = version
 
