@@ -164,6 +164,23 @@ def test_it_wants_what_unfinished_steps_need_before_what_is_newest():
     assert instance.want(versions[:2], required=[4]) is None
 
 
+def test_it_waits_for_weights_only_while_work_needs_others_and_nothing_runs():
+    instance = at(0)
+    assert not instance.waits(None, required=[0])
+    assert not instance.waits(1, required=[0]), "nothing unfinished needs θ1"
+    assert instance.waits(1, required=[0, 1])
+    begin(instance, work("a", 0))
+    assert not instance.waits(1, required=[0, 1])
+    instance.release("a")
+    stage(instance, 1)
+    assert instance.waits(1, required=[1]), "here and not loaded is waited for as well"
+    assert begin(instance, work("b", 1)) == []
+    assert instance.waits(None, required=[])
+    instance.loaded(Version(0, 1))
+    assert not instance.waits(None, required=[1])
+    assert at(0, swap_at="sequence").waits(1, required=[])
+
+
 @dataclass
 class World:
     """One instance, the pools that it claims from, and a catalogue."""

@@ -70,6 +70,24 @@ async def test_quota_makes_each_step_from_its_version_with_instances_that_share(
     assert all(r.worker.meter.delivered > 0 for r in rollouts)
 
 
+async def test_standing_still_for_weights_is_counted_and_other_idleness_is_not(world):
+    rollout = await world.rollout("r0", load_s=0.2)
+    meter = rollout.worker.meter
+    await world.publish(0)
+    await until(lambda: meter.swaps == 1, "θ0")
+    await world.publish(1)
+    await until(lambda: rollout.receiver.held == [0, 1], "θ1 to be staged")
+    assert meter.stall_s == 0
+    world.catalogue.require([1])
+    await until(lambda: meter.stall_s > 0.1, "a stall")
+    await world.put([0], step=3, oldest=1)
+    await world.made(4)
+    waited = meter.busy.seconds()
+    assert waited["receive"] >= 0.1
+    assert waited["swap"] >= 0.2
+    assert meter.stall_s == waited["receive"] + waited["swap"]
+
+
 async def test_quota_goes_back_for_rows_of_an_older_version(world):
     world.catalogue.require([0, 3])
     await world.publish(0)

@@ -39,7 +39,7 @@ _PUTS = 500
 
 
 class Liaison:
-    """Keeps a unit and the controller in agreement.
+    """Keeps a unit and the controller in agreement, until the unit is replaced.
 
     epoch: that of the unit's rows, 0 before the first session; joined: set when the controller has taken the unit in.
     """
@@ -56,7 +56,7 @@ class Liaison:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> asyncio.Task[None]:
-        """Begin to talk, in a task that does not end by itself."""
+        """Begin to talk, in a task that only ends with an error."""
         self._task = asyncio.create_task(self._run(), name=f"liaison of unit {self._unit}")
         return self._task
 
@@ -79,17 +79,28 @@ class Liaison:
 
     async def _run(self) -> None:
         while True:
+            welcome = await self._greet()
             try:
-                await self._session()
+                await self._session(welcome)
             except* (PeerLost, DeadlineExceeded, Fenced) as lost:
                 log.info("unit %d begins anew: %s", self._unit, lost.exceptions[0])
             except* AsyncFlowError as refused:
                 log.warning("unit %d begins anew: %s", self._unit, refused.exceptions[0])
             await asyncio.sleep(_AGAIN_S)
 
-    async def _session(self) -> None:
+    async def _greet(self) -> Welcome:
+        """Say hello until there is an answer. Raises Fenced when another incarnation has this unit's place."""
         hello = Hello(self._unit, self._incarnation, self._holdings.budget.limit)
-        welcome = await self._controller.call("units.hello", hello, Welcome, timeout=_CALL_S)
+        while True:
+            try:
+                return await self._controller.call("units.hello", hello, Welcome, timeout=_CALL_S)
+            except Fenced:
+                raise
+            except AsyncFlowError as error:
+                log.info("unit %d is not heard: %s", self._unit, error)
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _session(self, welcome: Welcome) -> None:
         if welcome.epoch != self.epoch:
             await self._holdings.wipe()
             self.epoch, self._rows = welcome.epoch, 0

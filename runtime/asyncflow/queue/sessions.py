@@ -40,6 +40,7 @@ class Sessions:
         self._table = table
         self._lost_s = lost_s
         self._units: dict[int, _Unit] = {}
+        self._replaced: set[str] = set()
 
     def start(self, now: float) -> None:
         """Expect the units of the ledger to come back."""
@@ -59,7 +60,16 @@ class Sessions:
         return sum(unit.synced for unit in self._units.values())
 
     def greet(self, hello: Hello, now: float) -> Welcome:
-        """Begin a session with a unit; what an earlier incarnation of it held is lost."""
+        """Begin a session with a unit; what an earlier incarnation of it held is lost.
+
+        Raises Fenced for one that was itself replaced: it must not take its place back from its successor.
+        """
+        if hello.incarnation in self._replaced:
+            hint = "This process must end: another one does its work"
+            raise Fenced("another incarnation has replaced this one", where=f"storage unit {hello.unit}", hint=hint)
+        before = self._table.books.units.get(hello.unit)
+        if before is not None and before.incarnation != hello.incarnation:
+            self._replaced.add(before.incarnation)
         epoch = self._table.join_unit(hello.unit, hello.incarnation)
         known = self._units.get(hello.unit)
         if known is None or known.epoch != epoch:

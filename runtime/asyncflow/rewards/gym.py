@@ -1,6 +1,7 @@
 """The reward ``gym``: reasoning-gym's own checker of the dataset that the prompt came from.
 
-Invariant: the checker is made with the config that the prompt was made with.
+Invariant: the checker is made with the config that the prompt was made with; what is slow to import is imported with
+this module, before the first sample's time runs.
 """
 
 from __future__ import annotations
@@ -8,6 +9,9 @@ from __future__ import annotations
 import functools
 import json
 from typing import Any
+
+import reasoning_gym  # noqa: F401  importing it registers the datasets
+from reasoning_gym.factory import create_dataset
 
 
 def score(*, response: str, prompt: str, answer: Any, meta: dict[str, Any]) -> float:
@@ -22,7 +26,4 @@ def score(*, response: str, prompt: str, answer: Any, meta: dict[str, Any]) -> f
 
 @functools.cache
 def _checker(dataset: str, config: str) -> Any:
-    import reasoning_gym  # noqa: F401  importing it registers the datasets
-    from reasoning_gym.factory import create_dataset
-
     return create_dataset(dataset, **{"size": 1, **json.loads(config), "seed": 0})

@@ -5,12 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from asyncflow.errors import DeadlineExceeded, Fenced, Refused, StaleHandle
+from asyncflow.errors import Fenced, Refused, StaleHandle
 from asyncflow.identity import RowPlace
 from asyncflow.net.frames import Jagged
 from asyncflow.net.keys import Keys
-from asyncflow.queue.backends.memory import MemoryBackend
-from asyncflow.queue.budget import Budget
 from asyncflow.queue.messages import RowMeta
 
 P = "train"
@@ -156,58 +154,6 @@ async def test_tags_are_merged_and_travel(cluster):
         assert [row.meta.tags for row in rows] == [{"reward": 0.5, "tokens": 4, "flag": "timeout"}] * 2
 
 
-async def test_a_put_waits_for_room_and_then_says_why_it_could_not(cluster):
-    async with cluster(limit=100, units=1) as queue:
-        assert await queue.create(0, length=6) == [True, True]
-        with pytest.raises(Refused, match="never fit"):
-            await queue.create(1, length=7)
-        with pytest.raises(DeadlineExceeded, match="no room for 96 bytes"):
-            await queue.create(1, length=6, timeout=0.3)
-        waiting = asyncio.create_task(queue.create(1, length=6))
-        behind = asyncio.create_task(queue.create(2, length=6))
-        rows = await queue.claim("rollout")
-        await queue.client.drop(rows, reason="test", timeout=10)
-        assert await waiting == [True, True]
-        assert not behind.done()
-        rows = await queue.claim("rollout")
-        assert {row.meta.serial for row in rows} == {1}
-        await queue.client.drop(rows, reason="test", timeout=10)
-        assert await behind == [True, True]
-        assert queue.units[0].holdings.budget.used == 96
-        assert (await queue.client.stats(timeout=10)).dropped == 4
-
-
-async def test_budget_is_first_come_first_served_and_forgets_those_who_left():
-    budget = Budget(10, where="test")
-    await budget.reserve(8, timeout=1)
-    big = asyncio.create_task(budget.reserve(9, timeout=10))
-    small = asyncio.create_task(budget.reserve(2, timeout=10))
-    await asyncio.sleep(0)
-    assert (budget.used, len(budget)) == (8, 2)
-    big.cancel()
-    await asyncio.wait([big])
-    await small
-    assert (budget.used, len(budget)) == (10, 0)
-    granted_and_cancelled = asyncio.create_task(budget.reserve(5, timeout=10))
-    await asyncio.sleep(0)
-    budget.release(10)
-    granted_and_cancelled.cancel()
-    await asyncio.wait([granted_and_cancelled])
-    assert budget.used == 0
-
-
-async def test_a_cell_does_not_pin_the_batch_in_which_it_came():
-    backend = MemoryBackend()
-    batch = np.arange(1_000_000)
-    await backend.put([(1, batch[5:7])])
-    (cell,) = await backend.get([1])
-    assert cell.base is None
-    assert not cell.flags.writeable
-    await backend.free([1, 2])
-    with pytest.raises(KeyError):
-        await backend.get([1])
-
-
 async def test_handles_to_what_is_gone_are_refused(cluster):
     async with cluster() as queue:
         await queue.create(0)
@@ -253,70 +199,6 @@ async def test_slots_are_parked_and_fenced_where_they_are_parked(cluster):
         await queue.client.begin(partition=P, attempt=1, step=0, world=1, timeout=10)
         with pytest.raises(Fenced, match="attempt 0 is over"):
             await parked
-
-
-async def test_a_restarted_controller_knows_everything_again(cluster):
-    async with cluster() as queue:
-        await queue.client.open_step(partition=P, step=1, groups=3, group_size=2, timeout=10)
-        await queue.client.begin(partition=P, attempt=0, step=0, world=1, timeout=10)
-        await queue.create(0, 1, 2)
-        await queue.create(0, purpose="eval", partition="eval")
-        rows = await queue.claim("rollout", rows=2)
-        await queue.complete(rows, "response", tags=[{"tokens": 9}] * 2)
-        await queue.complete(await queue.claim("score"), "reward")
-        await queue.complete(await queue.claim("advantage"), "advantage")
-        first = await queue.slot(1, 0)
-        held = await queue.claim("rollout", rows=2)
-        parked = asyncio.create_task(queue.claim("score"))
-        await asyncio.sleep(0)
-        epoch = queue.controller.table.controller
-        await queue.stop_controller()
-        put = asyncio.create_task(queue.complete(held, "response"))
-        creation = asyncio.create_task(queue.create(3, step=2))
-        await asyncio.sleep(0)
-        await queue.start_controller()
-        assert queue.controller.table.controller > epoch
-        assert await put == [True, True]
-        assert await creation == [True, True]
-        assert {row.meta.serial for row in await parked} == {held[0].meta.serial}
-        assert await queue.slot(1, 0) == first
-        assert await queue.create(0, 1, 2, 3) == [False] * 8
-        stats = await queue.client.stats(timeout=10)
-        assert stats.ready["train/rollout"] == 4
-        snapshot = await queue.client.snapshot(partition="eval", timeout=10)
-        assert snapshot.next_serial == 1
-        assert (await queue.client.audit(timeout=10)).ok
-
-
-async def test_a_unit_that_begins_anew_has_its_samples_made_again(cluster):
-    async with cluster() as queue:
-        await queue.create(0, 1, 2, 3)
-        known = (await queue.client.wanted(partition=P, known=-1, timeout=10)).revision
-        watching = asyncio.create_task(queue.client.wanted(partition=P, known=known, timeout=10))
-        rows = await queue.claim("rollout", rows=8)
-        await queue.units[1].close()
-        await queue.start_unit(1)
-        wanted = await watching
-        assert [meta.serial for meta in wanted.keys] == [1, 1, 3, 3]
-        mine = [row for row in rows if row.unit == 1]
-        with pytest.raises(StaleHandle, match="was lost"):
-            await queue.client.fetch(mine, ["prompt"], timeout=10)
-        ok = await queue.complete(rows, "response")
-        assert [verdict for verdict, row in zip(ok, rows, strict=True) if row.unit == 1] == [False] * 4
-        assert await queue.create(0, 1, 2, 3) == [False, False, True, True] * 2
-        assert {row.meta.serial for row in await queue.claim("rollout")} == {1, 3}
-
-
-async def test_a_unit_that_stays_away_is_given_up(cluster):
-    async with cluster(unit_lost_s=0.5) as queue:
-        await queue.create(0, 1)
-        known = (await queue.client.wanted(partition=P, known=-1, timeout=10)).revision
-        gone, queue.units[0] = queue.units[0], None
-        await gone.close()
-        wanted = await queue.client.wanted(partition=P, known=known, timeout=10)
-        assert [meta.serial for meta in wanted.keys] == [0, 0]
-        assert await queue.create(0) == [True, True]
-        assert {row.unit for row in await queue.claim("rollout")} == {1}
 
 
 async def test_with_keys(cluster, tmp_path):

@@ -1,0 +1,189 @@
+"""Does the delayed update hide a slow transfer? Real processes, real bytes, links that are really slow.
+
+    sudo python benchmarks/delayed_update.py [--output runs/delayed-update] [--transfer 5] [--control]
+
+The core (driver, controller, storage, trainer) and each rollout have a network namespace of their own; the link towards
+each rollout is capped by ``tc tbf`` so that a version takes ``--transfer`` seconds. There are three runs: as it should
+be, with one rollout less, and with that one under SIGSTOP from the middle of a transfer to the end. ``--control``
+instead makes a run whose transfers take longer than generating a step: there the stall must show, or this would measure
+nothing.
+
+Prints a table, and ends with 1 when a bar is missed, 2 where this machine cannot make the network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import capped_links
+from capped_links import CORE_ADDRESS, Network
+from stopped_receiver import Incident, stop_one
+from swap_figures import Bar, Figures, control_bars, plain_bars, stopped_bars
+
+from asyncflow.api.job import RLJob
+from asyncflow.api.load import to_yaml
+from asyncflow.commands.manifest import resolved_job
+from asyncflow.plan.job import plan
+from asyncflow.roles.base import HOST
+from asyncflow.substrates.local.atomic import write_atomic
+from asyncflow.substrates.local.crew import Seat
+from asyncflow.substrates.local.folder import RunFolder
+from asyncflow.substrates.local.placement import launcher
+from asyncflow.substrates.local.supervisor import Supervisor
+from asyncflow.substrates.local.terms import Launch, Limits, Outcome
+
+HERE = Path(__file__).parent
+DRIVER = f"tcp://{CORE_ADDRESS}:20001"
+HTTP_PORT = 20002
+OVERHEAD = 1.05
+"""Bytes on the link for each byte of weights: headers of Ethernet, IP and TCP."""
+MOST_S = 600.0
+CONTROL = 3.0
+"""In the control, a transfer takes so many times longer."""
+STOPPED_DURING = 3
+"""The version in the middle of whose transfer a rollout is stopped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One run. stop: whether the last rollout is stopped in the middle."""
+
+    job: RLJob
+    folder: Path
+    transfer_s: float
+    stop: bool
+
+
+def weights_bytes(job: RLJob) -> int:
+    """Give the bytes of one version of the counting trainer."""
+    return 8 * int(str(job.spec.trainer.backend.options["capacity"]))
+
+
+def placed_in(network: Network, launch: Callable[[Seat, int], Launch]) -> Callable[[Seat, int], Launch]:
+    """Have rollouts start in the guests' namespaces and all else in the core's."""
+
+    def launched(seat: Seat, attempt: int) -> Launch:
+        inner = launch(seat, attempt)
+        guest = seat.role == "rollout"
+        namespace = network.guests[seat.index] if guest else network.core
+        address = network.address(seat.index) if guest else CORE_ADDRESS
+        return Launch(argv=network.within(namespace, inner.argv), env={**inner.env, HOST: address})
+
+    return launched
+
+
+@contextlib.asynccontextmanager
+async def observed(network: Network, folder: Path, output: Path) -> AsyncIterator[None]:
+    """Run the row observer beside a run; it ends with the run, or with this context."""
+    argv = [sys.executable, str(HERE / "row_observer.py"), str(folder), DRIVER, str(output)]
+    with (folder / "logs" / "observer.log").open("w") as log:
+        process = await asyncio.create_subprocess_exec(*network.within(network.core, argv), stdout=log, stderr=log)
+        try:
+            yield
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), 10.0)
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+
+async def run(setting: Setting) -> Figures:
+    """Make one run, and give what it showed. Raises what made the job fail."""
+    guests = setting.job.spec.rollout.replicas
+    rate = OVERHEAD * 8 * weights_bytes(setting.job) / setting.transfer_s
+    folder = RunFolder.claim(setting.folder, fresh=True)
+    print(f"{folder.path.name}: {guests} rollouts, {rate / 1e6:.1f} Mbit/s towards each", flush=True)
+    try:
+        write_atomic(folder.job, to_yaml(setting.job).encode())
+        folder.write_token()
+        with capped_links.capped_links(guests=guests, bits_per_s=rate) as network:
+            outcome, incident = await supervise(setting, folder, network)
+    finally:
+        folder.release()
+    if outcome.failure:
+        raise outcome.failure
+    if outcome.exit_code:
+        raise SystemExit(outcome.exit_code)
+    return Figures.read(folder.path, rollouts=guests, incident=incident)
+
+
+async def supervise(setting: Setting, folder: RunFolder, network: Network) -> tuple[Outcome, Incident | None]:
+    """Run all roles to their end under the project's own supervisor, and stop one meanwhile where asked."""
+    places, victim = plan(setting.job), len(network.guests) - 1
+    supervisor = Supervisor(
+        roles=places.roles,
+        launch=placed_in(network, launcher(places, folder=folder, driver=DRIVER, http_port=HTTP_PORT)),
+        folder=folder,
+        driver=DRIVER,
+        limits=Limits(active_s=MOST_S),
+    )
+    incident: Incident | None = None
+    async with observed(network, folder.path, folder.path / "versions.jsonl"):
+        running = asyncio.create_task(supervisor.run())
+        try:
+            if setting.stop:
+                incident = await stop_one(
+                    folder=folder.path,
+                    pid=lambda: _pid(supervisor, victim),
+                    victim=victim,
+                    version=STOPPED_DURING,
+                    delay_s=setting.transfer_s / 2,
+                    last=setting.job.spec.algorithm.steps,
+                    run=running,
+                )
+            return await running, incident
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+
+
+def _pid(supervisor: Supervisor, rollout: int) -> int:
+    return next(seat.pid for seat in supervisor.placed if (seat.role, seat.index) == ("rollout", rollout))
+
+
+def judge(bars: list[Bar]) -> bool:
+    """Print the bars as a table; say whether all are met."""
+    width = max(len(bar.what) for bar in bars)
+    limit = max(len(bar.limit) for bar in bars)
+    for bar in bars:
+        print(f"  {'ok  ' if bar.met else 'MISS'} {bar.what:{width}}  {bar.limit:{limit}}  {bar.measured}", flush=True)
+    return all(bar.met for bar in bars)
+
+
+def main() -> int:
+    """Make the runs and judge them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--manifest", type=Path, default=HERE / "delayed_update.yaml")
+    parser.add_argument("--output", type=Path, default=Path("runs/delayed-update"))
+    parser.add_argument("--transfer", type=float, default=5.0, help="seconds that one version takes on a link")
+    parser.add_argument("--control", action="store_true", help="only the run in which the stall must show")
+    options = parser.parse_args()
+    if lacks := capped_links.missing():
+        print(f"this needs {', '.join(lacks)}", file=sys.stderr)
+        return 2
+    job = resolved_job(options.manifest)
+
+    def make(name: str, job: RLJob, *, factor: float = 1.0, stop: bool = False) -> Figures:
+        folder, seconds = options.output / name, factor * options.transfer
+        return asyncio.run(run(Setting(job=job, folder=folder, transfer_s=seconds, stop=stop)))
+
+    if options.control:
+        return 0 if judge(control_bars(make("control", job, factor=CONTROL))) else 1
+    plain = make("plain", job)
+    good = judge(plain_bars(plain))
+    fewer = make("fewer", resolved_job(options.manifest, [f"spec.rollout.replicas={job.spec.rollout.replicas - 1}"]))
+    good = judge(plain_bars(fewer)) and good
+    stopped = make("stopped", job, stop=True)
+    good = judge(stopped_bars(stopped, plain, fewer, lease_s=job.spec.rollout.lease_seconds)) and good
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

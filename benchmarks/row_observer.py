@@ -1,0 +1,88 @@
+"""Reads the ``versions`` column of every response as it comes in, and writes which versions made it.
+
+    python row_observer.py RUN_FOLDER DRIVER_ADDRESS OUTPUT
+
+It is told of finished rows by the ledger and reads their cells from the storage units, so that what it says rests
+neither on what rollouts report nor on what the trainer counts.
+
+Invariant: it only reads: it holds no lease, and the run goes on as if it were not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import uuid
+from pathlib import Path
+from typing import TextIO
+
+from asyncflow.driver.tasks import TRAIN
+from asyncflow.errors import StaleHandle
+from asyncflow.identity import RowPlace, Version
+from asyncflow.net.membership import Membership
+from asyncflow.net.roster import Member
+from asyncflow.queue import events as ev
+from asyncflow.queue.client import QueueClient
+from asyncflow.queue.ledger import read_ledger
+from asyncflow.queue.messages import RowMeta, StagedRow
+
+_POLL_S = 0.1
+_CALL_S = 10.0
+_JOIN_S = 60.0
+
+
+def finished(ledger: Path) -> dict[int, tuple[int, int, int]]:
+    """Give (serial, sample, step) of the training rows that rollouts have completed, by row id."""
+    rows: dict[int, tuple[int, int, int]] = {}
+    leases: set[int] = set()
+    done: dict[int, tuple[int, int, int]] = {}
+    for event in read_ledger(ledger):
+        if isinstance(event, ev.Created) and event.partition == TRAIN:
+            rows |= {row: (event.serial, sample, event.step) for sample, row in event.rows}
+        elif isinstance(event, ev.Leased) and (event.partition, event.task) == (TRAIN, "rollout"):
+            leases.add(event.lease)
+        elif isinstance(event, ev.Completed) and event.lease in leases:
+            done |= {row: rows[row] for row in event.rows}
+    return done
+
+
+async def observe(ledger: Path, driver: str, out: TextIO) -> None:
+    """Write a line a row until the driver says stop."""
+    member = Member(role="observer", index=0, incarnation=uuid.uuid4().hex, attempt=0, address="", http="", info={})
+    membership = Membership(driver=driver, member=member)
+    await membership.join(_JOIN_S)
+    queue, seen = QueueClient.of(membership), set[int]()
+    while not membership.directives.stop:
+        new = {row: key for row, key in finished(ledger).items() if row not in seen}
+        for row, key in new.items():
+            await _read(queue, row, key, out)
+        seen.update(new)
+        out.flush()
+        await asyncio.sleep(_POLL_S)
+    await queue.close()
+    await membership.close()
+
+
+async def _read(queue: QueueClient, row: int, key: tuple[int, int, int], out: TextIO) -> None:
+    serial, sample, step = key
+    meta = RowMeta(partition=TRAIN, serial=serial, sample=sample, step=step)
+    place = StagedRow(row=row, meta=meta, unit=RowPlace.of(row).unit, bytes={})
+    line: dict[str, object] = {"serial": serial, "sample": sample, "step": step}
+    try:
+        versions = (await queue.fetch([place], ["versions"], timeout=_CALL_S))["versions"].row(0)
+        line["versions"] = sorted({Version.unpack(int(packed)).step for packed in versions})
+    except StaleHandle as error:
+        line["unread"] = str(error)
+    out.write(json.dumps(line) + "\n")
+
+
+def main() -> int:
+    folder, driver, output = sys.argv[1:]
+    with open(output, "w", encoding="utf-8") as out:
+        asyncio.run(observe(Path(folder) / "ledger", driver, out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""The figures of a delayed-update run, and the bars that they are held against. Pure but for ``Figures.read``.
+
+Invariant: every figure is taken from what the run itself wrote (logs, ledger, cells read on the way,
+``metrics.jsonl``), none from what it was set up to do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from stopped_receiver import Incident
+from swap_records import Turn, published, turns
+
+from asyncflow.api.load import load_job
+from asyncflow.queue.audit import audit_ledger
+from asyncflow.queue.messages import AuditReport
+
+STALLED = 0.05
+"""Most of a transfer's seconds that an instance may have stood still because of it."""
+TRANSFER_S = (4.0, 6.5)
+NOISE = 0.1
+"""Share of a transfer by which two runs on a busy machine differ anyway."""
+SAME = 0.1
+"""Share by which the mean seconds from publication to swap may differ: a sequence of a turn more or less is more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One line of the table. limit: "" where the figure is only told."""
+
+    what: str
+    limit: str = ""
+    measured: str
+    met: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What a run wrote. turns: by rollout; steps: lines of metrics.jsonl; rows: lines of the row observer."""
+
+    published: dict[int, float]
+    turns: list[list[Turn]]
+    steps: list[dict[str, Any]]
+    rows: list[dict[str, Any]]
+    samples: int
+    last: int
+    audit: AuditReport
+    incident: Incident | None
+
+    @classmethod
+    def read(cls, folder: Path, *, rollouts: int, incident: Incident | None) -> Figures:
+        """Read the folder of a run that has ended."""
+        algorithm = load_job(folder / "job.yaml").spec.algorithm
+        logs = folder / "logs"
+        return cls(
+            published=published((logs / "driver-0.log").read_text()),
+            turns=[turns((logs / f"rollout-{index}.log").read_text()) for index in range(rollouts)],
+            steps=_lines(folder / "metrics.jsonl"),
+            rows=_lines(folder / "versions.jsonl"),
+            samples=algorithm.steps * algorithm.prompts_per_step * algorithm.group_size,
+            last=algorithm.steps,
+            audit=audit_ledger(folder / "ledger"),
+            incident=incident,
+        )
+
+    @property
+    def all_turns(self) -> list[Turn]:
+        """The turns of the rollouts that were never stopped."""
+        victim = self.incident.victim if self.incident else None
+        return [turn for index, mine in enumerate(self.turns) if index != victim for turn in mine]
+
+    @property
+    def t_gen(self) -> float:
+        """Mean seconds of generating one D_k, without the turn before θ_1, in which an instance generates two."""
+        return fmean(turn.turn_s for turn in self.all_turns if turn.version > 1)
+
+    @property
+    def t_train(self) -> float:
+        """Mean seconds of the trainer's own work on one step."""
+        return fmean(line["compute_s"] + line["optimizer_s"] + line["publish_s"] for line in self.steps)
+
+    def arrivals(self, given: Sequence[Turn]) -> list[float]:
+        """Give the seconds from publication to staged."""
+        return [turn.staged - self.published[turn.version] for turn in given]
+
+    def delays(self, given: Sequence[Turn]) -> list[float]:
+        """Give the seconds from publication to swapped."""
+        return [turn.swapped - self.published[turn.version] for turn in given]
+
+
+def plain_bars(run: Figures) -> list[Bar]:
+    """Hold the undisturbed run against its bars."""
+    transfers = [turn.transfer_s for turn in run.all_turns]
+    needed = run.t_train + fmean(transfers)
+    expected = len(run.turns) * (run.last - 2)
+    return [
+        Bar(
+            what="a transfer, real bytes over a capped link",
+            limit="about 5 s",
+            measured=f"{_span(transfers)} s for {run.all_turns[0].nbytes / 2**20:.0f} MiB",
+            met=TRANSFER_S[0] <= min(transfers) and max(transfers) <= TRANSFER_S[1],
+        ),
+        Bar(
+            what="T_gen, and T_train + transfer",
+            limit="T_gen the longer",
+            measured=f"{run.t_gen:.2f} s, {run.t_train:.2f} + {fmean(transfers):.2f} s",
+            met=run.t_gen >= needed,
+        ),
+        Bar(
+            what="swaps to a version that D_k needs",
+            limit=str(expected),
+            measured=str(len(transfers)),
+            met=len(transfers) == expected,
+        ),
+        *_stalls(run.all_turns),
+        Bar(
+            what="from publication to staged, to swapped",
+            measured=f"{_span(run.arrivals(run.all_turns))} s, {_span(run.delays(run.all_turns))} s",
+        ),
+        *_exactness(run),
+    ]
+
+
+def stopped_bars(run: Figures, plain: Figures, fewer: Figures, *, lease_s: float) -> list[Bar]:
+    """Hold the run with a stopped rollout against its bars.
+
+    plain: the undisturbed run; fewer: one without the rollout that was stopped, whose others have as much to generate.
+    """
+    incident = run.incident
+    if incident is None:
+        return [Bar(what="one rollout was stopped", limit="yes", measured="no", met=False)]
+    after = [turn for turn in run.all_turns if incident.stopped < turn.swapped < incident.continued]
+    usual, noise = max(plain.arrivals(plain.all_turns)), NOISE * max(turn.transfer_s for turn in plain.all_turns)
+    expected = (len(run.turns) - 1) * (run.last - 2)
+    stopped_s, begun = incident.continued - incident.stopped, run.published[incident.during]
+    return [
+        Bar(
+            what=f"rollout {incident.victim} under SIGSTOP while it received θ{incident.during}",
+            limit=f"longer than a lease, {lease_s:g} s",
+            measured=f"{stopped_s:.1f} s, from {incident.stopped - begun:.1f} s after publication",
+            met=stopped_s > lease_s,
+        ),
+        Bar(
+            what="its rows had by others",
+            limit=f"within {lease_s:g} s",
+            measured=f"{incident.held} rows, {_span(incident.again)} s after the stop",
+            met=len(incident.again) > 0 and max(incident.again) <= lease_s,
+        ),
+        Bar(
+            what="the others' swaps, and those during the stop",
+            limit=str(expected),
+            measured=f"{len(run.all_turns)}, {len(after)}",
+            met=len(run.all_turns) == expected and len(after) > 0,
+        ),
+        Bar(
+            what="the others, from publication to staged",
+            limit=f"at most {usual + noise:.2f} s",
+            measured=f"{_span(run.arrivals(after))} s",
+            met=max(run.arrivals(after)) <= usual + noise,
+        ),
+        *_stalls(after),
+        Bar(
+            what="the others, from publication to swapped, mean; of a run without the stopped one",
+            limit=f"within {SAME:.0%}",
+            measured=f"{fmean(run.delays(after)):.2f} s; {fmean(fewer.delays(fewer.all_turns)):.2f} s",
+            met=abs(fmean(run.delays(after)) / fmean(fewer.delays(fewer.all_turns)) - 1) <= SAME,
+        ),
+        *_exactness(run),
+    ]
+
+
+def control_bars(run: Figures) -> list[Bar]:
+    """Say whether transfers that are too long to be hidden were seen to be."""
+    worst = max(turn.stall_s / turn.transfer_s for turn in run.all_turns)
+    return [
+        Bar(
+            what="T_gen without its stalls, and the transfer",
+            measured=f"{run.t_gen - fmean(turn.stall_s for turn in run.all_turns if turn.version > 1):.2f} s, "
+            f"{_span([turn.transfer_s for turn in run.all_turns])} s",
+        ),
+        Bar(
+            what="stalled, of the transfer",
+            limit=f"more than {STALLED:.0%}: it cannot be hidden",
+            measured=f"{_mean_stall(run.all_turns):.1%} in the mean, {worst:.1%} at worst",
+            met=_mean_stall(run.all_turns) > STALLED,
+        ),
+        *_exactness(run),
+    ]
+
+
+def _stalls(given: Sequence[Turn]) -> list[Bar]:
+    worst = max(given, key=lambda turn: turn.stall_s / turn.transfer_s)
+    share = worst.stall_s / worst.transfer_s
+    return [
+        Bar(
+            what="stalled by receiving or swapping, worst of all transfers",
+            limit=f"at most {STALLED:.0%} of it",
+            measured=f"{share:.2%} ({worst.stall_s:.3f} of {worst.transfer_s:.2f} s); mean {_mean_stall(given):.2%}",
+            met=share <= STALLED,
+        ),
+        Bar(
+            what="of a transfer without a sequence, for whatever reason",
+            measured=f"{max(turn.idle_s / turn.transfer_s for turn in given):.2%} at worst, "
+            f"loading took {_span([turn.swap_s for turn in given], digits=3)} s",
+        ),
+    ]
+
+
+def _exactness(run: Figures) -> list[Bar]:
+    read = [row for row in run.rows if "versions" in row]
+    mixed = sum(len(row["versions"]) != 1 for row in read)
+    wrong = sum(row["versions"] != [max(0, row["step"] - 2)] for row in read)
+    lags = ("lag_start_max", "lag_start_mean", "lag_end_max", "lag_token_mean")
+    late = [line["step"] for line in run.steps if any(line[lag] != min(1, line["step"] - 1) for lag in lags)]
+    rows = {(row["serial"], row["sample"]) for row in read}
+    audit = run.audit
+    return [
+        Bar(
+            what="responses whose cells were read; of mixed versions; D_k not from θ_max(0,k-2)",
+            limit=f"{run.samples}; 0; 0",
+            measured=f"{len(rows)}; {mixed}; {wrong}",
+            met=len(rows) == run.samples and not mixed and not wrong,
+        ),
+        Bar(
+            what="steps; those whose lag is not 0 (k=1), 1 (k>1) for every token, as trained",
+            limit=f"{run.last}; 0",
+            measured=f"{len(run.steps)}; {len(late)}",
+            met=len(run.steps) == run.last and not late,
+        ),
+        Bar(
+            what="audit: trained; lost; duplicated",
+            limit=f"{run.samples}; 0; 0",
+            measured=f"{audit.trained}; {audit.lost}; {audit.duplicated} (redelivered {audit.redeliveries})",
+            met=audit.ok and audit.trained == run.samples,
+        ),
+    ]
+
+
+def _mean_stall(given: Sequence[Turn]) -> float:
+    return sum(turn.stall_s for turn in given) / sum(turn.transfer_s for turn in given)
+
+
+def _span(values: Sequence[float], *, digits: int = 2) -> str:
+    if not values:
+        return "none"
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,92 @@
+"""What the logs of a run say about publications, transfers and swaps. Pure: text in, records out.
+
+Invariant: a stall belongs to the transfer of the version that it ended with; swaps back to an older version, for rows
+of a rollout that was lost, are counted to the next version that is new to the instance.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import datetime
+
+_LINE = re.compile(r"^(\S+Z) INFO \S+ (\S+): (.*)$", re.MULTILINE)
+_VERSION = r"θ(\d+)(?:@\d+)?"
+_PUBLISHED = re.compile(rf"weights {_VERSION}: part \d+ of \d+ published")
+_PULLED = re.compile(rf"weights: {_VERSION}: (\d+) bytes in ([\d.]+) s")
+_SWAPPED = re.compile(
+    rf"swapped to {_VERSION} in ([\d.]+) s; in ([\d.]+) s since the last: stalled ([\d.]+) s, idle ([\d.]+) s"
+)
+_WORKER = re.compile(r"worker ([0-9a-f]+), pid (\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One version at one instance. Times in unix seconds; ``transfer_s``: seconds that its bytes took.
+
+    turn_s: since the version before; of it ``stall_s`` without a sequence because of weights, ``idle_s`` without one
+    for whatever reason; swap_s: to load it.
+    """
+
+    version: int
+    nbytes: int
+    transfer_s: float
+    staged: float
+    swapped: float
+    swap_s: float
+    turn_s: float
+    stall_s: float
+    idle_s: float
+
+
+def published(driver_log: str) -> dict[int, float]:
+    """Give when each version was published first."""
+    found: dict[int, float] = {}
+    for at, words in _lines(driver_log):
+        if match := _PUBLISHED.match(words):
+            found.setdefault(int(match[1]), at)
+    return found
+
+
+def turns(rollout_log: str) -> list[Turn]:
+    """Give the turns of one instance in order; the very first load, before which there was nothing, is none."""
+    pulls: dict[int, tuple[float, int, float]] = {}
+    found: list[Turn] = []
+    newest, carried = -1, (0.0, 0.0, 0.0)
+    for at, words in _lines(rollout_log):
+        if match := _PULLED.match(words):
+            pulls.setdefault(int(match[1]), (at, int(match[2]), float(match[3])))
+        elif match := _SWAPPED.match(words):
+            version, swap_s = int(match[1]), float(match[2])
+            lap = tuple(float(match[group]) for group in (3, 4, 5))
+            turn_s, stall_s, idle_s = (old + new for old, new in zip(carried, lap, strict=True))
+            carried = (turn_s, stall_s, idle_s)
+            if version <= newest:
+                continue
+            carried = (0.0, 0.0, 0.0)
+            if newest >= 0:
+                staged, nbytes, transfer_s = pulls[version]
+                found.append(
+                    Turn(
+                        version=version,
+                        nbytes=nbytes,
+                        transfer_s=transfer_s,
+                        staged=staged,
+                        swapped=at,
+                        swap_s=swap_s,
+                        turn_s=turn_s,
+                        stall_s=stall_s,
+                        idle_s=idle_s,
+                    )
+                )
+            newest = version
+    return found
+
+
+def worker_of(log: str) -> str:
+    """Give the worker id of the process that wrote ``log`` last."""
+    return str(_WORKER.findall(log)[-1][0])
+
+
+def _lines(text: str) -> list[tuple[float, str]]:
+    return [(datetime.fromisoformat(match[1]).timestamp(), match[3]) for match in _LINE.finditer(text)]

@@ -1,0 +1,57 @@
+"""How questions become ids: templates, chats, conversations."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncflow.data.prompter import Prompter
+from asyncflow.data.sources import SourceSpec, open_source
+from asyncflow.errors import ManifestError
+from asyncflow.models.source import materialize_config
+from asyncflow.models.tokenizer import Tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<say>{% endif %}"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = materialize_config("tiny://reverse-digits", tmp_path)
+    turns = [
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "+1"},
+    ]
+    lines = [{"prompt": turns, "answer": 3}, {"prompt": "5 {x}", "answer": 5}]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+def asked(folder: Path, line: int, **config: object) -> str:
+    spec = SourceSpec(source="chats.jsonl", config={"split": "whole", **config})
+    opened = open_source(spec, "train", workdir=folder.parent.parent)
+    tokenizer = Tokenizer.load(folder)
+    prompter = Prompter(opened.prompts, tokenizer, opened.form)
+    serial = next(n for n in range(2) if opened.prompts.prompt(n).answer == (3, 5)[line])
+    return tokenizer.decode(prompter.ids(serial))
+
+
+def test_a_template_is_put_around_the_question_and_nothing_else_is_replaced(folder: Path) -> None:
+    assert asked(folder, 1) == "5 {x}"
+    assert asked(folder, 1, template="Q: {question} {y}\nA:") == "Q: 5 {x} {y}\nA:"
+
+
+def test_chats(folder: Path) -> None:
+    with pytest.raises(ManifestError, match="no chat template"):
+        asked(folder, 1, chat=True)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    assert asked(folder, 1, chat=True) == "<user>5 {x}<say>"
+    assert asked(folder, 1, chat=True, system="Be kind.", template="{question}!") == "<system>Be kind.<user>5 {x}!<say>"
+
+
+def test_a_conversation_is_sent_as_it_is(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    assert asked(folder, 0) == "<user>1+1<assistant>2<user>+1<say>"
+    assert asked(folder, 0, chat=True, system="Sum.") == "<system>Sum.<user>1+1<assistant>2<user>+1<say>"

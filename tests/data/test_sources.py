@@ -1,0 +1,157 @@
+"""Prompt sources: random access, pure, disjoint, distinct where held out; and every way to be wrong about one."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncflow.data.base import HELD_OUT_SHARE, GeneratedSource, Prompt, PromptSource, held_out
+from asyncflow.data.sources import SourceSpec, check_disjoint, open_source
+from asyncflow.data.tiny import REVERSE_DIGITS
+from asyncflow.errors import ManifestError
+
+GYM = {"source": "gym://chain_sum", "config": {"max_terms": 3, "max_digits": 2}, "seed": 7}
+TINY = {"source": "tiny://reverse-digits", "seed": 7}
+
+
+def opened(purpose: str, workdir: Path = Path(), **spec: object) -> PromptSource:
+    return open_source(SourceSpec(**spec), purpose, workdir=workdir).prompts
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Path:
+    lines = [{"question": f"What is {n} + 1?", "answer": str(n + 1), "level": n % 3} for n in range(400)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    return tmp_path
+
+
+@pytest.fixture(params=["gym", "tiny", "jsonl"])
+def spec(request: pytest.FixtureRequest, jsonl: Path) -> dict[str, object]:
+    path = f"jsonl://{jsonl / 'data.jsonl'}?prompt=question&answer=answer"
+    return {"gym": GYM, "tiny": TINY, "jsonl": {"source": path, "seed": 7}}[request.param]
+
+
+def test_a_prompt_is_a_pure_function_of_its_serial(spec: dict[str, object]) -> None:
+    for purpose in ("train", "eval"):
+        first = opened(purpose, **spec)
+        prompts = [first.prompt(serial) for serial in range(40)]
+        again = opened(purpose, **spec)
+        assert [again.prompt(serial) for serial in reversed(range(40))] == prompts[::-1]
+        other = opened(purpose, **{**spec, "seed": 8})
+        assert [other.prompt(serial) for serial in range(40)] != prompts
+        assert [Prompt.unpack(prompt.packed()) for prompt in prompts] == prompts
+
+
+def test_training_and_held_out_are_disjoint_whatever_the_seeds(spec: dict[str, object]) -> None:
+    training = opened("train", **{**spec, "seed": 1})
+    trained = {training.prompt(serial).question for serial in range(1500)}
+    for seed in (1, 2):
+        source = opened("eval", **{**spec, "seed": seed, "size": 64})
+        asked = [source.prompt(serial).question for serial in range(64)]
+        assert len(set(asked)) == 64
+        assert trained.isdisjoint(asked)
+        with pytest.raises(IndexError, match="64 held-out"):
+            source.prompt(64)
+
+
+@given(st.integers(0, 2**31 - 1), st.integers(0, 10**6))
+def test_no_training_prompt_of_the_tiny_task_is_ever_held_out(seed: int, serial: int) -> None:
+    prompt = opened("train", **{**TINY, "seed": seed}).prompt(serial)
+    assert not held_out(prompt.question)
+    assert prompt.question[:5][::-1] == prompt.answer
+
+
+def test_the_share_held_out_is_as_stated_and_ignores_white_space() -> None:
+    kept = sum(held_out(f"question {n}") for n in range(4000)) / 4000
+    assert abs(kept - HELD_OUT_SHARE) < 0.03
+    assert all(held_out(f"question {n}") == held_out(f" question\n{n}  ") for n in range(100))
+
+
+def test_a_lesson_never_shows_a_held_out_prompt() -> None:
+    lesson = REVERSE_DIGITS.lesson(seed=0)
+    pairs = [next(lesson) for _ in range(2000)]
+    assert not any(held_out(question) for question, _ in pairs)
+    right = sum(response == question[:5][::-1] for question, response in pairs) / 2000
+    assert 0.12 < right < 0.18
+    assert sum(share for share, _ in REVERSE_DIGITS.habits) == pytest.approx(1)
+
+
+def test_a_generator_with_too_few_questions_is_refused() -> None:
+    def generate(index: int) -> Prompt:
+        return Prompt(question=f"q{index % 40}")
+
+    few = {"name": "few", "indices": 1000, "seed": 0}
+    source = GeneratedSource(generate, purpose="eval", size=20, **few)
+    number = sum(held_out(f"q{n}") for n in range(40))
+    assert len({source.prompt(serial).question for serial in range(number)}) == number
+    with pytest.raises(ManifestError, match=f"only {number} different held-out"):
+        source.prompt(number)
+    one = GeneratedSource(
+        lambda _: next(Prompt(question=q) for q in map(str, range(99)) if held_out(q)), **few, purpose="train"
+    )
+    with pytest.raises(ManifestError, match="only 0 different training"):
+        one.prompt(0)
+
+
+def test_chain_sum_of_two_digits_has_enough_held_out_prompts_and_one_digit_has_not() -> None:
+    terms = {"min_terms": 2, "max_terms": 2}
+    many = opened("eval", source="gym://chain_sum", config={**terms, "min_digits": 2, "max_digits": 2}, size=512)
+    assert len({many.prompt(serial).question for serial in range(512)}) == 512
+    few = opened("eval", source="gym://chain_sum", config={**terms, "max_digits": 1}, size=512)
+    with pytest.raises(ManifestError, match="different held-out"):
+        few.prompt(511)
+
+
+def test_an_epoch_of_a_file_has_every_line_once_in_a_new_order(jsonl: Path) -> None:
+    source = opened("train", jsonl, source="data.jsonl?prompt=question")
+    assert source.size is not None
+    epochs = [[source.prompt(e * source.size + n).question for n in range(source.size)] for e in range(3)]
+    assert len(set(epochs[0])) == source.size
+    assert sorted(epochs[0]) == sorted(epochs[1])
+    assert epochs[0] != epochs[1] != epochs[2]
+    prompt = source.prompt(0)
+    assert prompt.meta.keys() == {"level"}
+    assert int(prompt.answer) == int(prompt.question.split()[2]) + 1
+
+
+def test_a_file_may_be_used_whole_but_not_for_both(jsonl: Path) -> None:
+    spec = {"source": "data.jsonl?prompt=question", "config": {"split": "whole"}}
+    train, evaluation = opened("train", jsonl, **spec), opened("eval", jsonl, **spec)
+    assert train.size == evaluation.size == 400
+    with pytest.raises(ManifestError, match="400 held-out prompts are also trained on"):
+        check_disjoint(train, evaluation)
+    spec["config"] = {}
+    check_disjoint(opened("train", jsonl, **spec), opened("eval", jsonl, **spec))
+    check_disjoint(opened("train", **TINY), evaluation)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"source": "gym://chain_sums"}, "near it: chain_sum"),
+        ({"source": "gym://chain_sum", "config": {"max_term": 3}}, "refuses the config"),
+        ({"source": "gym://chain_sum", "config": {"max_digits": 0}}, "refuses the config"),
+        ({"source": "tiny://chess"}, "One of: reverse-digits"),
+        ({"source": "tiny://reverse-digits", "config": {"digits": 4}}, "unknown fields"),
+        ({"source": "ftp://host/file"}, "is no source"),
+        ({"source": "jsonl://"}, "is not understood"),
+        ({"source": "data.jsonl?question=q"}, "is not understood"),
+        ({"source": "absent.jsonl"}, "cannot be read"),
+        ({"source": "data.jsonl"}, r"data\.jsonl:1: has no field 'prompt'"),
+        ({"source": "data.jsonl?prompt=level"}, "neither a text nor a list of messages"),
+        ({"source": "data.jsonl?prompt=question", "size": 1000}, "training prompts, not 1000"),
+        ({"source": "data.jsonl?prompt=question", "config": {"split": "half"}}, "is not understood"),
+        ({"source": "broken.jsonl"}, r"broken\.jsonl:2: is not JSON"),
+        ({"source": "empty.jsonl"}, "has 0 training prompts"),
+        ({**TINY, "config": {"template": "no question"}}, "has no {question}"),
+        ({**TINY, "config": {"system": "Be kind."}}, "needs `chat: true`"),
+        ({**TINY, "config": {"chat": "yes"}}, "Expected `bool`"),
+    ],
+)
+def test_what_is_wrong_with_a_source_is_said_when_it_is_opened(jsonl: Path, spec: dict, said: str) -> None:
+    (jsonl / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt": ')
+    (jsonl / "empty.jsonl").write_text("")
+    with pytest.raises(ManifestError, match=said):
+        opened("train", jsonl, **spec)

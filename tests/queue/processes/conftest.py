@@ -1,0 +1,104 @@
+"""Processes of one queue, which tests kill and stop."""
+
+import asyncio
+import importlib.util
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncflow.net.frames import Jagged
+from asyncflow.queue.messages import RowMeta, TaskSpec
+
+CHILD = Path(__file__).with_name("child.py")
+_spec = importlib.util.spec_from_file_location("queue_child", CHILD)
+child = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(child)
+
+P = "train"
+LEASE_S = 1.0
+TASKS = [
+    TaskSpec(partition=P, name="rollout", needs=["prompt"], writes=["response"], lease_s=LEASE_S),
+    TaskSpec(partition=P, name="advantage", needs=["response"], writes=["advantage"], groups=True, lease_s=LEASE_S),
+    TaskSpec(partition=P, name="train", needs=["advantage"], kind="gang"),
+]
+
+
+class Crew:
+    """Processes of one queue."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.children = {}
+        self.client = child.connect(folder, "test")
+
+    async def start(self, name, *words):
+        options = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+        self.children[name] = process = await asyncio.create_subprocess_exec(
+            sys.executable, str(CHILD), words[0], str(self.folder), *map(str, words[1:]), **options
+        )
+        return process
+
+    async def start_queue(self, *, units=1, limit=1 << 20):
+        await self.start("controller", "controller")
+        for index in range(units):
+            await self.start_unit(index, limit=limit)
+        await self.client.declare(TASKS, timeout=30)
+        async with asyncio.timeout(30):
+            while len(list(self.folder.glob("unit-?"))) < units:
+                await asyncio.sleep(0.02)
+
+    async def start_unit(self, index, *, limit=1 << 20):
+        await self.start(f"unit-{index}", "unit", index, limit)
+
+    async def replace(self, name, *words):
+        """Kill a server and wait until its successor has said where it is."""
+        path = self.folder / name
+        before = path.read_text()
+        await self.kill(name)
+        await self.start(name, *words)
+        async with asyncio.timeout(60):
+            while path.read_text() == before:
+                await asyncio.sleep(0.02)
+
+    async def kill(self, name, number=signal.SIGKILL):
+        process = self.children.pop(name)
+        if process.returncode is None:
+            process.send_signal(number)
+            await process.wait()
+        process._transport.close()
+
+    def stop(self, name):
+        self.children[name].send_signal(signal.SIGSTOP)
+
+    def go_on(self, name):
+        self.children[name].send_signal(signal.SIGCONT)
+
+    async def line(self, name):
+        async with asyncio.timeout(30):
+            return (await self.children[name].stdout.readline()).decode().split()
+
+    async def create(self, *serials, per_step=1000, timeout=30):
+        metas = [RowMeta(partition=P, serial=s, sample=j, step=1 + s // per_step) for s in serials for j in range(2)]
+        prompts = {"prompt": Jagged.from_rows([range(meta.serial + 1) for meta in metas], "int64")}
+        return await self.client.create(metas, prompts, group_size=2, timeout=timeout)
+
+    async def claim(self, task, *, rows=100, timeout=30):
+        return await self.client.claim(partition=P, task=task, max_rows=rows, timeout=timeout)
+
+    async def complete(self, rows, column):
+        values = Jagged.from_rows([[row.meta.serial, row.meta.sample] for row in rows], "int32")
+        return await self.client.complete(rows, {column: values}, timeout=30)
+
+    async def close(self):
+        await self.client.close()
+        for name in list(self.children):
+            await self.kill(name)
+
+
+@pytest.fixture
+async def crew(tmp_path):
+    crew = Crew(tmp_path)
+    yield crew
+    await crew.close()

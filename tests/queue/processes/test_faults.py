@@ -1,0 +1,157 @@
+"""Real processes, killed and stopped by real signals, one at a time."""
+
+import asyncio
+import sys
+
+import pytest
+
+from asyncflow.errors import StaleHandle
+from asyncflow.queue.audit import audit_ledger
+
+pytestmark = pytest.mark.process
+
+P = "train"
+LEASE_S = 1.0
+
+
+async def test_rows_of_a_killed_consumer_go_to_another(crew):
+    await crew.start_queue()
+    await crew.start("holder", "hold", "rollout", "w1")
+    await crew.create(0, 1)
+    assert await crew.line("holder") == ["claimed", "4"]
+    await crew.kill("holder")
+    rows = await crew.claim("rollout")
+    assert [row.attempt for row in rows] == [1] * 4
+    assert await crew.complete(rows, "response") == [True] * 4
+
+
+async def test_rows_of_a_consumer_known_to_be_dead_go_to_another_at_once(crew):
+    await crew.start_queue()
+    await crew.start("holder", "hold", "rollout", "w1")
+    await crew.create(0, 1)
+    await crew.line("holder")
+    await crew.kill("holder")
+    await crew.client.expire(worker="w1", timeout=30)
+    assert len(await crew.claim("rollout", timeout=0)) == 4
+
+
+async def test_a_stopped_consumer_is_fenced_when_it_goes_on(crew):
+    await crew.start_queue()
+    await crew.start("holder", "hold", "rollout", "w1")
+    await crew.create(0, 1)
+    await crew.line("holder")
+    crew.stop("holder")
+    rows = await crew.claim("rollout")
+    crew.children["holder"].stdin.write(b"\n")
+    crew.go_on("holder")
+    assert await crew.line("holder") == ["completed", "0", "0", "0", "0"]
+    assert await crew.complete(rows, "response") == [True] * 4
+
+
+async def test_a_killed_producer_leaves_whole_groups_and_can_be_repeated(crew):
+    await crew.start_queue(units=2)
+    producer = await crew.start("producer", "produce", 200, 1000)
+    for _ in range(20):
+        await producer.stdout.readline()
+    await crew.kill("producer")
+    assert audit_ledger(crew.folder / "ledger").ok
+    snapshot = await crew.client.snapshot(partition=P, timeout=30)
+    assert snapshot.missing == []
+    assert 20 <= snapshot.next_serial <= 200
+    again = await crew.create(*range(snapshot.next_serial + 3))
+    assert again == [False] * (2 * snapshot.next_serial) + [True] * 6
+    assert audit_ledger(crew.folder / "ledger").ok
+
+
+async def test_a_killed_unit_loses_its_bytes_and_nothing_else(crew):
+    await crew.start_queue(units=2)
+    await crew.create(0, 1, 2, 3)
+    rows = await crew.claim("rollout")
+    known = (await crew.client.wanted(partition=P, known=-1, timeout=30)).revision
+    await crew.kill("unit-1")
+    await crew.start_unit(1)
+    wanted = await crew.client.wanted(partition=P, known=known, timeout=30)
+    assert {meta.serial for meta in wanted.keys} == {1, 3}
+    with pytest.raises(StaleHandle):
+        await crew.client.fetch([row for row in rows if row.unit == 1], ["prompt"], timeout=30)
+    assert await crew.complete(rows, "response") == [row.unit == 0 for row in rows]
+    assert await crew.create(1, 3) == [True] * 4
+    again = await crew.claim("rollout")
+    assert sorted({row.meta.serial for row in again}) == [1, 3]
+    assert await crew.complete(again, "response") == [True] * 4
+    assert audit_ledger(crew.folder / "ledger").ok
+
+
+async def test_a_put_to_a_stopped_unit_is_done_when_it_goes_on(crew):
+    await crew.start_queue()
+    crew.stop("unit-0")
+    put = asyncio.create_task(crew.create(0))
+    done, _ = await asyncio.wait([put], timeout=0.5)
+    assert not done
+    crew.go_on("unit-0")
+    assert await put == [True, True]
+
+
+async def test_a_killed_controller_honours_the_leases_of_the_old_one(crew):
+    await crew.start_queue()
+    await crew.create(0, 1)
+    rows = await crew.claim("rollout", rows=2)
+    parked = asyncio.create_task(crew.claim("advantage"))
+    await asyncio.sleep(0.05)
+    await crew.kill("controller")
+    put = asyncio.create_task(crew.complete(rows, "response"))
+    await asyncio.sleep(2 * LEASE_S)
+    await crew.start("controller", "controller")
+    assert await put == [True, True]
+    assert {row.meta.serial for row in await parked} == {rows[0].meta.serial}
+    assert len(await crew.claim("rollout")) == 2
+    assert audit_ledger(crew.folder / "ledger").ok
+
+
+async def test_a_stopped_controller_fences_nobody(crew):
+    await crew.start_queue()
+    await crew.create(0, 1)
+    rows = await crew.claim("rollout", rows=2)
+    crew.stop("controller")
+    put = asyncio.create_task(crew.complete(rows, "response"))
+    await asyncio.sleep(3 * LEASE_S)
+    crew.go_on("controller")
+    assert await put == [True, True]
+
+
+async def test_two_controllers_cannot_share_a_ledger(crew):
+    await crew.start_queue()
+    second = await crew.start("second", "controller")
+    async with asyncio.timeout(30):
+        assert await second.wait() != 0
+    await crew.create(0)
+
+
+IDLE = """
+import sys, asyncio
+from pathlib import Path
+async def main():
+    if sys.argv[1] == "controller":
+        from asyncflow.queue.controller import Controller
+        server = Controller(ledger_dir=Path(sys.argv[2]))
+    else:
+        from asyncflow.queue.unit import StorageUnit
+        server = StorageUnit(index=0, limit_bytes=1, controller="tcp://127.0.0.1:9")
+    await server.start()
+    status = Path("/proc/self/status").read_text()
+    peak_kib = status.partition("VmHWM:")[2].split()[0]
+    sys.stdout.write(f"{peak_kib} {'torch' in sys.modules}")
+    await server.close()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("role", ["controller", "unit"])
+async def test_servers_are_small_and_know_no_torch(tmp_path, role):
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", IDLE, role, str(tmp_path), stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await process.communicate()
+    size, torch = out.decode().split()
+    assert int(size) < 70 * 1024
+    assert torch == "False"

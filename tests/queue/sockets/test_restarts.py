@@ -1,0 +1,85 @@
+"""Controllers and units that go and come back, in this process."""
+
+import asyncio
+
+import pytest
+
+from asyncflow.errors import Fenced, StaleHandle
+
+P = "train"
+
+
+async def test_a_restarted_controller_knows_everything_again(cluster):
+    async with cluster() as queue:
+        await queue.client.open_step(partition=P, step=1, groups=3, group_size=2, timeout=10)
+        await queue.client.begin(partition=P, attempt=0, step=0, world=1, timeout=10)
+        await queue.create(0, 1, 2)
+        await queue.create(0, purpose="eval", partition="eval")
+        rows = await queue.claim("rollout", rows=2)
+        await queue.complete(rows, "response", tags=[{"tokens": 9}] * 2)
+        await queue.complete(await queue.claim("score"), "reward")
+        await queue.complete(await queue.claim("advantage"), "advantage")
+        first = await queue.slot(1, 0)
+        held = await queue.claim("rollout", rows=2)
+        parked = asyncio.create_task(queue.claim("score"))
+        await asyncio.sleep(0)
+        epoch = queue.controller.table.controller
+        await queue.stop_controller()
+        put = asyncio.create_task(queue.complete(held, "response"))
+        creation = asyncio.create_task(queue.create(3, step=2))
+        await asyncio.sleep(0)
+        await queue.start_controller()
+        assert queue.controller.table.controller > epoch
+        assert await put == [True, True]
+        assert await creation == [True, True]
+        assert {row.meta.serial for row in await parked} == {held[0].meta.serial}
+        assert await queue.slot(1, 0) == first
+        assert await queue.create(0, 1, 2, 3) == [False] * 8
+        stats = await queue.client.stats(timeout=10)
+        assert stats.ready["train/rollout"] == 4
+        snapshot = await queue.client.snapshot(partition="eval", timeout=10)
+        assert snapshot.next_serial == 1
+        assert (await queue.client.audit(timeout=10)).ok
+
+
+async def test_a_unit_that_begins_anew_has_its_samples_made_again(cluster):
+    async with cluster() as queue:
+        await queue.create(0, 1, 2, 3)
+        known = (await queue.client.wanted(partition=P, known=-1, timeout=10)).revision
+        watching = asyncio.create_task(queue.client.wanted(partition=P, known=known, timeout=10))
+        rows = await queue.claim("rollout", rows=8)
+        await queue.units[1].close()
+        await queue.start_unit(1)
+        wanted = await watching
+        assert [meta.serial for meta in wanted.keys] == [1, 1, 3, 3]
+        mine = [row for row in rows if row.unit == 1]
+        with pytest.raises(StaleHandle, match="was lost"):
+            await queue.client.fetch(mine, ["prompt"], timeout=10)
+        ok = await queue.complete(rows, "response")
+        assert [verdict for verdict, row in zip(ok, rows, strict=True) if row.unit == 1] == [False] * 4
+        assert await queue.create(0, 1, 2, 3) == [False, False, True, True] * 2
+        assert {row.meta.serial for row in await queue.claim("rollout")} == {1, 3}
+
+
+async def test_a_unit_that_stays_away_is_given_up(cluster):
+    async with cluster(unit_lost_s=0.5) as queue:
+        await queue.create(0, 1)
+        known = (await queue.client.wanted(partition=P, known=-1, timeout=10)).revision
+        gone, queue.units[0] = queue.units[0], None
+        await gone.close()
+        wanted = await queue.client.wanted(partition=P, known=known, timeout=10)
+        assert [meta.serial for meta in wanted.keys] == [0, 0]
+        assert await queue.create(0) == [True, True]
+        assert {row.unit for row in await queue.claim("rollout")} == {1}
+
+
+async def test_a_replaced_unit_does_not_take_its_place_back(cluster):
+    async with cluster() as queue:
+        old = queue.units[1]
+        await queue.start_unit(1)
+        await queue.create(1)
+        with pytest.raises(Fenced, match="another incarnation"):
+            await asyncio.wait_for(asyncio.shield(old.failed), 10)
+        assert {row.unit for row in await queue.claim("rollout")} == {1}
+        assert (await queue.client.wanted(partition=P, known=-1, timeout=0)).keys == []
+        await old.close()
