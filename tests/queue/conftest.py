@@ -6,6 +6,7 @@ from asyncflow.flow.selection import Appetite
 from asyncflow.identity import NEWEST, RowPlace
 from asyncflow.queue.claims import Claim
 from asyncflow.queue.messages import RowMeta, TaskSpec
+from asyncflow.queue.state import State, Work
 from asyncflow.queue.table import Cells, Held, Table
 
 P = "train"
@@ -83,6 +84,29 @@ class Queue:
                 assert all(self.complete(rows, column))
             if task == upto:
                 return
+
+    def work(self, task, row):
+        """Give how far ``task`` has come with a leased row."""
+        held = self.table.books.rows.get(row.row)
+        return held.work.get(task, Work()) if held else Work()
+
+    def ready_by_hand(self, queue):
+        """Give the rows or groups that are ready for a task, found by looking at every row."""
+        ready = set()
+        for group in self.table.books.partitions[P].groups.values():
+            is_open, blocked = [], False
+            for row in group.rows.values():
+                work = row.work.get(queue.spec.name, Work())
+                idle = row.state is State.LIVE and not (work.lease or work.done)
+                if idle and set(queue.spec.needs) <= row.columns.keys():
+                    is_open.append(row)
+                elif not row.state.final and not (row.state is State.LIVE and work.done):
+                    blocked = True
+            if queue.by_group:
+                ready |= {group} if is_open and not blocked else set()
+            else:
+                ready |= set(is_open)
+        return ready
 
     @property
     def counts(self):

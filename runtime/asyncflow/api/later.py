@@ -39,6 +39,7 @@ def _several(value: int) -> bool:
 
 _PLANNED: dict[str, tuple[_Later, ...]] = {
     "RLJob": (
+        _Later("model.dtype", _given, "nothing: weights are published as the trainer holds them, float32"),
         _Later("algorithm.name", _is("ppo", "dapo", "pf-ppo", "dpo"), "grpo"),
         _Later("algorithm.old", _is("lagged"), "behaviour or recompute"),
         _Later("schedule.update", _is("staggered"), "sync or delayed"),
@@ -53,6 +54,7 @@ _PLANNED: dict[str, tuple[_Later, ...]] = {
         _Later("transfer_queue.name", _given, "nothing: the job makes its own queue"),
         _Later("weight_sync.transport", _is("mooncake", "nccl", "hccl"), "host"),
         _Later("weight_sync.name", _given, "nothing: the job keeps its own versions"),
+        _Later("storage.checkpoints.access_mode", _is("ReadWriteMany"), "ReadWriteOnce: rank 0 writes"),
         _Later("elasticity.enabled", _is(True), "false, and rollout.replicas"),
         _Later("elasticity.dry_run", _is(True), "false"),
         _Later("scheduling.gang", _is("volcano", "kueue"), "none"),

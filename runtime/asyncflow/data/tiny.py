@@ -64,7 +64,7 @@ def _slip(prompt: Prompt) -> str:
 
 
 REVERSE_DIGITS = TinyTask(
-    name="reverse-digits", size=10**DIGITS, ask=_reverse, habits=((0.15, _right), (0.80, _echo), (0.05, _slip))
+    name="reverse-digits", size=10**DIGITS, ask=_reverse, habits=((0.12, _right), (0.83, _echo), (0.05, _slip))
 )
 """``40718=`` asks for ``81704``. Habits: right; the digits as they came, after another ``=``; a wrong last digit."""
 

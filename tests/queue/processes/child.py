@@ -39,7 +39,7 @@ def connect(folder: Path, worker: str = "") -> QueueClient:
 
 
 async def controller(folder: Path) -> None:
-    serving = Controller(ledger_dir=folder / "ledger", unit_lost_s=3.0)
+    serving = Controller(ledger_dir=folder / "ledger")
     publish(folder / "controller", await serving.start())
     await asyncio.Event().wait()
 

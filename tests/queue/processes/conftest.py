@@ -17,12 +17,14 @@ child = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(child)
 
 P = "train"
-LEASE_S = 1.0
-TASKS = [
-    TaskSpec(partition=P, name="rollout", needs=["prompt"], writes=["response"], lease_s=LEASE_S),
-    TaskSpec(partition=P, name="advantage", needs=["response"], writes=["advantage"], groups=True, lease_s=LEASE_S),
-    TaskSpec(partition=P, name="train", needs=["advantage"], kind="gang"),
-]
+
+
+def tasks(lease_s):
+    return [
+        TaskSpec(partition=P, name="rollout", needs=["prompt"], writes=["response"], lease_s=lease_s),
+        TaskSpec(partition=P, name="advantage", needs=["response"], writes=["advantage"], groups=True, lease_s=lease_s),
+        TaskSpec(partition=P, name="train", needs=["advantage"], kind="gang"),
+    ]
 
 
 class Crew:
@@ -40,11 +42,11 @@ class Crew:
         )
         return process
 
-    async def start_queue(self, *, units=1, limit=1 << 20):
+    async def start_queue(self, *, lease_s, units=1, limit=1 << 20):
         await self.start("controller", "controller")
         for index in range(units):
             await self.start_unit(index, limit=limit)
-        await self.client.declare(TASKS, timeout=30)
+        await self.client.declare(tasks(lease_s), timeout=30)
         async with asyncio.timeout(30):
             while len(list(self.folder.glob("unit-?"))) < units:
                 await asyncio.sleep(0.02)

@@ -110,8 +110,8 @@ async def cause_trouble(crew, rng):
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_whatever_dies_each_sample_counts_once(crew, seed):
     rng = random.Random(seed)
-    steps, per_step = 8, 4
-    await crew.start_queue(units=2)
+    steps, per_step = 6, 4
+    await crew.start_queue(lease_s=LEASE_S, units=2)
     for step in range(1, steps + 1):
         await crew.client.open_step(partition=P, step=step, groups=per_step, group_size=2, timeout=30)
     for number in range(2):

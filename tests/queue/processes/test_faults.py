@@ -11,11 +11,10 @@ from asyncflow.queue.audit import audit_ledger
 pytestmark = pytest.mark.process
 
 P = "train"
-LEASE_S = 1.0
 
 
 async def test_rows_of_a_killed_consumer_go_to_another(crew):
-    await crew.start_queue()
+    await crew.start_queue(lease_s=1)
     await crew.start("holder", "hold", "rollout", "w1")
     await crew.create(0, 1)
     assert await crew.line("holder") == ["claimed", "4"]
@@ -26,7 +25,7 @@ async def test_rows_of_a_killed_consumer_go_to_another(crew):
 
 
 async def test_rows_of_a_consumer_known_to_be_dead_go_to_another_at_once(crew):
-    await crew.start_queue()
+    await crew.start_queue(lease_s=60)
     await crew.start("holder", "hold", "rollout", "w1")
     await crew.create(0, 1)
     await crew.line("holder")
@@ -36,20 +35,20 @@ async def test_rows_of_a_consumer_known_to_be_dead_go_to_another_at_once(crew):
 
 
 async def test_a_stopped_consumer_is_fenced_when_it_goes_on(crew):
-    await crew.start_queue()
+    await crew.start_queue(lease_s=1)
     await crew.start("holder", "hold", "rollout", "w1")
     await crew.create(0, 1)
     await crew.line("holder")
     crew.stop("holder")
     rows = await crew.claim("rollout")
+    assert await crew.complete(rows, "response") == [True] * 4
     crew.children["holder"].stdin.write(b"\n")
     crew.go_on("holder")
     assert await crew.line("holder") == ["completed", "0", "0", "0", "0"]
-    assert await crew.complete(rows, "response") == [True] * 4
 
 
 async def test_a_killed_producer_leaves_whole_groups_and_can_be_repeated(crew):
-    await crew.start_queue(units=2)
+    await crew.start_queue(lease_s=60, units=2)
     producer = await crew.start("producer", "produce", 200, 1000)
     for _ in range(20):
         await producer.stdout.readline()
@@ -64,7 +63,7 @@ async def test_a_killed_producer_leaves_whole_groups_and_can_be_repeated(crew):
 
 
 async def test_a_killed_unit_loses_its_bytes_and_nothing_else(crew):
-    await crew.start_queue(units=2)
+    await crew.start_queue(lease_s=60, units=2)
     await crew.create(0, 1, 2, 3)
     rows = await crew.claim("rollout")
     known = (await crew.client.wanted(partition=P, known=-1, timeout=30)).revision
@@ -83,7 +82,7 @@ async def test_a_killed_unit_loses_its_bytes_and_nothing_else(crew):
 
 
 async def test_a_put_to_a_stopped_unit_is_done_when_it_goes_on(crew):
-    await crew.start_queue()
+    await crew.start_queue(lease_s=60)
     crew.stop("unit-0")
     put = asyncio.create_task(crew.create(0))
     done, _ = await asyncio.wait([put], timeout=0.5)
@@ -93,14 +92,14 @@ async def test_a_put_to_a_stopped_unit_is_done_when_it_goes_on(crew):
 
 
 async def test_a_killed_controller_honours_the_leases_of_the_old_one(crew):
-    await crew.start_queue()
+    await crew.start_queue(lease_s=2)
     await crew.create(0, 1)
     rows = await crew.claim("rollout", rows=2)
     parked = asyncio.create_task(crew.claim("advantage"))
     await asyncio.sleep(0.05)
     await crew.kill("controller")
     put = asyncio.create_task(crew.complete(rows, "response"))
-    await asyncio.sleep(2 * LEASE_S)
+    await asyncio.sleep(2.5)
     await crew.start("controller", "controller")
     assert await put == [True, True]
     assert {row.meta.serial for row in await parked} == {rows[0].meta.serial}
@@ -109,18 +108,18 @@ async def test_a_killed_controller_honours_the_leases_of_the_old_one(crew):
 
 
 async def test_a_stopped_controller_fences_nobody(crew):
-    await crew.start_queue()
+    await crew.start_queue(lease_s=2)
     await crew.create(0, 1)
     rows = await crew.claim("rollout", rows=2)
     crew.stop("controller")
     put = asyncio.create_task(crew.complete(rows, "response"))
-    await asyncio.sleep(3 * LEASE_S)
+    await asyncio.sleep(3)
     crew.go_on("controller")
     assert await put == [True, True]
 
 
 async def test_two_controllers_cannot_share_a_ledger(crew):
-    await crew.start_queue()
+    await crew.start_queue(lease_s=60)
     second = await crew.start("second", "controller")
     async with asyncio.timeout(30):
         assert await second.wait() != 0
