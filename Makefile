@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test lint types contracts pytest controls faults same-bits smollm2
+.PHONY: run test lint types contracts pytest controls faults delayed-update same-bits smollm2
 
 run: $(STAMP)
 	$(BIN)/asyncflow run examples/quickstart.yaml --fresh
@@ -31,6 +31,9 @@ controls: $(STAMP)
 
 faults: $(STAMP)
 	$(BIN)/python benchmarks/faults.py examples/counting.yaml --kills 50 --seed 1
+
+delayed-update: $(STAMP)
+	$(BIN)/python benchmarks/delayed_update.py
 
 same-bits: $(STAMP)
 	$(BIN)/python benchmarks/same_bits.py examples/quickstart.yaml

@@ -18,7 +18,7 @@ def main(options: RoleOptions) -> int:
 
 
 async def serve(post: Post) -> None:
-    """Hold cells until told to stop."""
+    """Hold cells until told to stop. Raises Fenced when another incarnation has taken this place."""
     queue, metrics = post.job.spec.transfer_queue, StorageMetrics()
     membership: Membership | None = None
     unit = StorageUnit(
@@ -34,12 +34,12 @@ async def serve(post: Post) -> None:
     metrics.watch_rpc(unit.server.counters)
     metrics.limit.set(queue.bytes_per_unit.bytes)
     membership = await post.join(metrics=metrics, address=address)
-    while not post.stopping.is_set():
+    stopping = asyncio.create_task(post.stopping.wait())
+    while not stopping.done() and not unit.failed.done():
         metrics.held.set(unit.holdings.budget.used)
-        try:
-            async with asyncio.timeout(PULSE_S):
-                await post.stopping.wait()
-        except TimeoutError:
-            continue
+        await asyncio.wait((stopping, unit.failed), timeout=PULSE_S, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
     await membership.close()
     await unit.close()
+    if unit.failed.done() and not unit.failed.cancelled():
+        unit.failed.result()

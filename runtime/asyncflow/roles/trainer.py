@@ -65,7 +65,7 @@ async def serve(post: Post) -> None:
     )
     sender = WeightSender(membership=membership, worker=post.worker, transport=transport)
     await sender.start()
-    queue = QueueClient.of(membership)
+    queue = QueueClient.of(membership, keys=post.keys)
     folder = materialize_config(spec.model.source, options.workdir)
     backend = _backend(spec, group)
     trainer = Trainer(

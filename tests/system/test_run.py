@@ -1,0 +1,117 @@
+"""Whole jobs, with real roles in real processes: from a manifest to its summary, through kills, and on again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncflow.driver.tasks import TRAIN
+from asyncflow.queue.audit import audit_ledger, trained_samples
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+COUNTING = [
+    "algorithm.steps=24",
+    "evaluation.every=12",
+    "limits.activeDeadlineSeconds=200",
+    "rollout.engine.options={token_s: 0.01}",
+]
+SMALL = ["algorithm.steps=3", "algorithm.promptsPerStep=4", "data.eval.size=16", "storage.checkpoints.every=2"]
+FIELDS = {
+    "steps",
+    "wall_s",
+    "eval_accuracy_first",
+    "eval_accuracy_last",
+    "eval_greedy_first",
+    "eval_greedy_last",
+    "reward_first",
+    "reward_last",
+    "tokens_generated",
+    "tokens_trained",
+    "tpspd",
+    "staleness_start_max",
+    "staleness_start_mean",
+    "staleness_end_max",
+    "samples_dispatched",
+    "samples_trained",
+    "samples_filtered",
+    "samples_dropped",
+    "samples_unfinished",
+    "samples_lost",
+    "samples_duplicated",
+    "idle_share",
+    "logprob_gap_p99",
+}
+
+
+def start(manifest: str, folder: Path, settings: list[str], *flags: str) -> subprocess.Popen[bytes]:
+    words = [word for setting in settings for word in ("--set", setting)]
+    command = [sys.executable, "-m", "asyncflow", "run", str(EXAMPLES / manifest), "--output", str(folder), *flags]
+    return subprocess.Popen([*command, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def finish(run: subprocess.Popen[bytes], *, within_s: float) -> None:
+    _, said = run.communicate(timeout=within_s)
+    assert run.returncode == 0, said.decode()
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return read
+
+
+def pid_of(folder: Path, role: str) -> int:
+    record = json.loads((folder / "run" / "processes.json").read_text())
+    return next(int(entry["pid"]) for entry in record["processes"] if entry["role"] == role)
+
+
+def wait_for_step(folder: Path, step: int, run: subprocess.Popen[bytes], *, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    metrics = folder / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
+        assert run.poll() is None, "the run ended too early"
+        assert time.monotonic() < deadline, f"step {step} did not come within {within_s} s"
+        time.sleep(0.05)
+
+
+def test_every_sample_counts_once_although_each_role_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = start("counting.yaml", folder, COUNTING)
+    for step, role in enumerate(["rollout", "trainer", "controller", "storage", "driver"], start=2):
+        wait_for_step(folder, step, run, within_s=60)
+        os.kill(pid_of(folder, role), signal.SIGKILL)
+        time.sleep(1)
+    finish(run, within_s=200)
+    report = audit_ledger(folder / "ledger")
+    assert report.ok, report.problems
+    samples = 24 * 8 * 4
+    assert (report.dispatched, report.trained, report.lost, report.duplicated) == (samples, samples, 0, 0)
+    newest = max((folder / "checkpoints").glob("step-*/manifest.json")).parent
+    counts = np.load(newest / "counts.npy", allow_pickle=False)
+    assert (counts[:samples] == 1).all()
+    assert not counts[samples:].any()
+    assert set(trained_samples(folder / "ledger", TRAIN).values()) == {1}
+
+
+def test_a_model_is_trained_and_the_run_goes_on_after_its_end(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    finish(start("quickstart.yaml", folder, SMALL), within_s=200)
+    first = summary(folder)
+    assert set(first) >= FIELDS
+    assert (first["steps"], first["samples_trained"], first["samples_lost"]) == (3, 3 * 4 * 8, 0)
+    assert first["staleness_start_max"] == 1
+    assert first["logprob_gap_p99"] < 1e-4
+    lags = [json.loads(line)["lag_start_mean"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert lags == [0.0, 1.0, 1.0]
+    assert (folder / "export" / "model.safetensors").exists()
+    finish(start("quickstart.yaml", folder, ["algorithm.steps=4", *SMALL[1:]], "--resume"), within_s=200)
+    again = summary(folder)
+    assert (again["steps"], again["samples_trained"], again["samples_duplicated"]) == (4, 4 * 4 * 8, 0)
