@@ -55,6 +55,7 @@ _PLANNED: dict[str, tuple[_Later, ...]] = {
         _Later("weight_sync.transport", _is("mooncake", "nccl", "hccl"), "host"),
         _Later("weight_sync.name", _given, "nothing: the job keeps its own versions"),
         _Later("storage.checkpoints.access_mode", _is("ReadWriteMany"), "ReadWriteOnce: rank 0 writes"),
+        _Later("reward.config", bool, "nothing: a function is given response, prompt, answer and meta"),
         _Later("elasticity.enabled", _is(True), "false, and rollout.replicas"),
         _Later("elasticity.dry_run", _is(True), "false"),
         _Later("scheduling.gang", _is("volcano", "kueue"), "none"),

@@ -1,0 +1,84 @@
+"""The tokenizer gives the ids that transformers gives, from the same folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from asyncflow.errors import ManifestError
+from asyncflow.models.source import materialize_config
+from asyncflow.models.tokenizer import Tokenizer
+
+TEMPLATE = """
+{%- for message in messages -%}
+    {%- if message.role not in ("system", "user") -%}{{ raise_exception("who is " + message.role + "?") }}{%- endif -%}
+    {{ "<" + message["role"] + ">" + message["content"] | trim + eos_token }}
+{% endfor %}
+{%- if add_generation_prompt %}{{ "<assistant>" }}{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = materialize_config("tiny://reverse-digits", tmp_path_factory.mktemp("work"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@given(st.text())
+def test_any_text_survives(text: str) -> None:
+    tokenizer = _tiny()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def _tiny() -> Tokenizer:
+    from asyncflow.models import tiny
+
+    return Tokenizer(tiny.byte_tokenizer(), eos_ids=[1], pad_id=0)
+
+
+@pytest.mark.parametrize("text", ["40718=", "Grüße\n 日本", "a<|end|>b", ""])
+def test_ids_are_those_of_transformers(folder: Path, text: str) -> None:
+    ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    ids = ours.encode(text, add_special_tokens=True)
+    assert ids == theirs(text)["input_ids"]
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
+    assert (ours.eos_ids, ours.pad_id) == ((theirs.eos_token_id,), theirs.pad_token_id)
+    assert ours.vocab_size == len(theirs)
+
+
+@pytest.mark.parametrize("generation", [True, False])
+def test_chats_are_those_of_transformers(folder: Path, generation: bool) -> None:
+    ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "system", "content": "Be kind. "}, {"role": "user", "content": "{{ 1 + 1 }}"}]
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=generation)["input_ids"]
+    assert ours.can_chat
+    assert ours.chat(messages, add_generation_prompt=generation) == expected
+
+
+def test_what_the_template_refuses_is_a_manifest_error(folder: Path) -> None:
+    with pytest.raises(ManifestError, match="who is pope"):
+        Tokenizer.load(folder).chat([{"role": "pope", "content": ""}])
+
+
+def test_all_end_tokens_are_known(folder: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 1, 9]}))
+    assert Tokenizer.load(tmp_path).eos_ids == (1, 7, 9)
+
+
+def test_folders_without_a_tokenizer_or_an_end_are_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match=r"no tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    with pytest.raises(ManifestError, match="end-of-sequence"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ManifestError, match="is not JSON"):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(ManifestError, match="no chat template"):
+        _tiny().chat([{"role": "user", "content": "hello"}])
