@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.data.base import HELD_OUT_SHARE, GeneratedSource, Prompt, PromptSource, held_out
+from asyncflow.data.base import HELD_OUT_SHARE, GeneratedSource, Prompt, PromptSource, Purpose, held_out
 from asyncflow.data.sources import SourceSpec, check_disjoint, open_source
 from asyncflow.data.tiny import REVERSE_DIGITS
 from asyncflow.errors import ManifestError
@@ -155,3 +155,21 @@ def test_what_is_wrong_with_a_source_is_said_when_it_is_opened(jsonl: Path, spec
     (jsonl / "empty.jsonl").write_text("")
     with pytest.raises(ManifestError, match=said):
         opened("train", jsonl, **spec)
+
+
+def test_the_share_held_out_may_be_another_but_must_be_the_same_for_both() -> None:
+    config = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "allow_negation": True}
+
+    def opened(purpose: Purpose, **more: float) -> PromptSource:
+        spec = SourceSpec(source="gym://chain_sum", config={**config, **more}, size=400)
+        return open_source(spec, purpose, workdir=Path()).prompts
+
+    train, evaluation = opened("train", held_out=0.6), opened("eval", held_out=0.6)
+    check_disjoint(train, evaluation)
+    kept = {evaluation.prompt(serial).question for serial in range(400)}
+    assert len(kept) == 400
+    assert not kept & {train.prompt(serial).question for serial in range(2000)}
+    with pytest.raises(ManifestError, match="holds out"):
+        check_disjoint(opened("train"), evaluation)
+    with pytest.raises(ManifestError, match="held_out"):
+        opened("train", held_out=1.5)

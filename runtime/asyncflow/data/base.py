@@ -18,7 +18,7 @@ from asyncflow.errors import ManifestError
 Purpose = Literal["train", "eval"]
 
 HELD_OUT_SHARE = 0.25
-"""The share of all questions that is kept for evaluation."""
+"""The share of all questions that is kept for evaluation, unless both sources of a job say another."""
 
 _TRIES = 10_000
 
@@ -67,9 +67,9 @@ class PromptSource(Protocol):
         """
 
 
-def held_out(question: str) -> bool:
+def held_out(question: str, share: float = HELD_OUT_SHARE) -> bool:
     """Whether the question belongs to evaluation, by a hash of its text with whitespace normalised."""
-    return digest("held-out", " ".join(question.split())) < HELD_OUT_SHARE * 2**63
+    return digest("held-out", " ".join(question.split())) < share * 2**63
 
 
 def digest(*parts: str | int) -> int:
@@ -82,7 +82,7 @@ class GeneratedSource:
     """Tasks made by a generator: endless for training, ``size`` different ones for evaluation.
 
     generate: gives the task for any index in [0, indices), a pure function; name: for messages; seed: tells sources
-    with one generator apart.
+    with one generator apart; share: of all questions, held out.
     """
 
     def __init__(
@@ -94,7 +94,9 @@ class GeneratedSource:
         seed: int,
         purpose: Purpose,
         size: int | None = None,
+        share: float = HELD_OUT_SHARE,
     ) -> None:
+        self.share = share
         self._generate = generate
         self._name = name
         self._indices = indices
@@ -117,7 +119,7 @@ class GeneratedSource:
     def _first_of_class(self, serial: int) -> Prompt:
         for attempt in range(_TRIES):
             prompt = self._generate(digest(self._purpose, self._seed, serial, attempt) % self._indices)
-            if held_out(prompt.question) == (self._purpose == "eval"):
+            if held_out(prompt.question, self.share) == (self._purpose == "eval"):
                 return prompt
         raise self._exhausted(0)
 

@@ -10,9 +10,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from asyncflow.data.base import GeneratedSource, Prompt, Purpose
+from asyncflow.data.base import HELD_OUT_SHARE, GeneratedSource, Prompt, Purpose
 from asyncflow.errors import ManifestError
 
+SHARE = "held_out"
 INDICES = 1_000_000
 """How many tasks a dataset is asked to have; ``size`` in the config overrides it, for datasets that limit it."""
 
@@ -22,9 +23,14 @@ def open_gym(
 ) -> GeneratedSource:
     """Open the dataset ``name`` of reasoning-gym.
 
-    config: the dataset's own fields, without ``seed``. Raises ManifestError where the package is missing, or it does
-    not know the dataset or refuses the config.
+    config: the dataset's own fields, without ``seed``, and ``held_out``, the share of all questions that is kept for
+    evaluation (for datasets with few). Raises ManifestError where the package is missing, or it does not know the
+    dataset or refuses the config.
     """
+    config = dict(config)
+    share = config.pop(SHARE, HELD_OUT_SHARE)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+        raise ManifestError(f"{SHARE} = {share!r}", where=where, hint="Give a share between 0 and 1, or leave it out")
     settings = {"size": INDICES, **config}
     dataset = make_dataset(name, {**settings, "seed": seed}, where=where)
 
@@ -34,7 +40,13 @@ def open_gym(
         return Prompt(question=entry["question"], answer=entry["answer"], task=f"gym://{name}", meta=meta)
 
     return GeneratedSource(
-        generate, name=f"gym://{name}", indices=settings["size"], seed=seed, purpose=purpose, size=size
+        generate,
+        name=f"gym://{name}",
+        indices=settings["size"],
+        seed=seed,
+        purpose=purpose,
+        size=size,
+        share=share,
     )
 
 

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 
-from asyncflow.data.base import PromptSource, Purpose
+from asyncflow.data.base import GeneratedSource, PromptSource, Purpose
 from asyncflow.data.gym import open_gym
 from asyncflow.data.jsonl import open_jsonl
 from asyncflow.data.prompter import PromptFormat, split_config
@@ -98,8 +98,15 @@ def _file(text: str, *, where: str) -> tuple[Path, dict[str, str]]:
 def check_disjoint(train: PromptSource, evaluation: PromptSource) -> None:
     """Refuse two finite sources that share a question, as files used whole may.
 
-    Endless sources are disjoint by construction and are not looked at. Raises ManifestError.
+    Endless sources are disjoint by construction, as long as both hold out the same share. Raises ManifestError.
     """
+    shares = [source.share for source in (train, evaluation) if isinstance(source, GeneratedSource)]
+    if len(set(shares)) > 1:
+        raise ManifestError(
+            f"training holds out {shares[0]} of all questions, evaluation takes {shares[1]}",
+            where="data.eval.config.held_out",
+            hint="Give both the same share.",
+        )
     if train.size is None or evaluation.size is None:
         return
     asked = {train.prompt(serial).question for serial in range(train.size)}

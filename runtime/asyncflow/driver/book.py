@@ -82,3 +82,12 @@ class PromptBook:
     def unfinished(self, *, trained_step: int) -> set[int]:
         """Give the steps after ``trained_step`` that have prompts."""
         return {step for step, count in self._counted.items() if step > trained_step and count > 0}
+
+
+def generating(snapshot: PartitionSnapshot) -> int:
+    """Give how many groups are dispatched and not wholly generated."""
+    states = [state for state in snapshot.steps.values() if state.group_size]
+    return sum(
+        len(state.serials) - (state.done.get("rollout", 0) + state.filtered + state.dropped) // (state.group_size or 1)
+        for state in states
+    )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -21,20 +20,23 @@ from pathlib import Path
 from asyncflow.api.job import RLJob
 from asyncflow.api.status import DriverStatus, Phase
 from asyncflow.data.prompter import Prompter
-from asyncflow.driver.book import PromptBook
+from asyncflow.driver.book import PromptBook, generating
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S, Dispatcher
 from asyncflow.driver.evaluation import Evaluation, EvaluationResult
+from asyncflow.driver.gauges import count_step, show
 from asyncflow.driver.groups import GroupPolicy, Groups
+from asyncflow.driver.journal import write_whole
 from asyncflow.driver.lives import Lives
+from asyncflow.driver.members import Members
 from asyncflow.driver.policies import admission_of, schedule_of
 from asyncflow.driver.progress import Progress, line_of
-from asyncflow.driver.status import build_status, rollout_state, waiting_for
+from asyncflow.driver.status import build_status, waiting_for
 from asyncflow.driver.summary import summarize
 from asyncflow.driver.tasks import EVAL, TRAIN
 from asyncflow.driver.wake import Wake, persevere
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, StaleHandle
+from asyncflow.errors import DeadlineExceeded, PeerLost
 from asyncflow.flow.admission import Flow
-from asyncflow.net.directory import Directives, Directory, Member
+from asyncflow.net.directory import Directory
 from asyncflow.net.rpc import RpcServer
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.messages import QueueStats
@@ -45,7 +47,6 @@ from asyncflow.weights.service import CatalogueService
 log = logging.getLogger(__name__)
 
 PULSE_S = 0.5
-EXPIRE_S = 10.0
 FAREWELL_S = 8.0
 FULL = 0.8
 """Share of the queue's bytes at which a checkpoint is forced, so that its commit frees them."""
@@ -69,24 +70,20 @@ class Driver:
         spec = job.spec
         self.job = job
         self.folder = folder
-        self.directory = directory
         self.queue = queue
         self.metrics = metrics
         self.schedule = schedule_of(spec)
         self.progress = Progress(folder, steps=spec.algorithm.steps, now=time.time())
         self.book = PromptBook(prompts_per_step=spec.algorithm.prompts_per_step, steps=spec.algorithm.steps)
         self.weights = CatalogueService(server)
-        self.lives = Lives(opened=self.progress.at("first dispatch"))
         self.wake = Wake()
+        self.lives = Lives(opened=self.progress.at("first dispatch"))
+        self.members = Members(directory, queue=queue, weights=self.weights, lives=self.lives, changed=self.wake.tell)
         self.phase: Phase = "Starting"
         self._stats: QueueStats | None = None
-        self._attempt = 0
-        self._generated_groups: set[int] = set()
-        self._tokens: Counter[str] = Counter()
-        self._drained: set[str] = set()
-        self._checkpoints_asked = 0
+        self._generated = 0
         self._checkpoint: tuple[int, float] | None = None
-        self._stopping = False
+        self._full_at = -1
         self._dispatcher = Dispatcher(
             queue=queue,
             prompter=train_prompts,
@@ -102,13 +99,10 @@ class Driver:
         self._groups = Groups(
             queue=queue,
             policy=GroupPolicy.of(spec),
-            finished=self._generated_groups.add,
+            finished=self._finished,
             excluded=self._exclude,
         )
         self._evaluation = self._make_evaluation(eval_prompts)
-        directory.on_join.append(self._joined)
-        directory.on_leave.append(self._left)
-        directory.directives = self._directives
         server.route("driver.report", TrainReport, self._report)
 
     async def run(self) -> Phase:
@@ -144,39 +138,26 @@ class Driver:
             audit=audit,
             phase=self.phase,
             finished=finished,
-            tokens_generated=self._tokens.total(),
+            tokens_generated=self.members.tokens_generated,
             devices=devices,
             idle_share=self.lives.idle_shares(finished),
         )
-        write_atomically(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-        self._stopping = True
-        deadline = time.monotonic() + FAREWELL_S
-        while self.directory.members() and time.monotonic() < deadline:
-            await asyncio.sleep(0.1)
+        write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        await self.members.dismiss(within_s=FAREWELL_S)
 
     def status(self) -> DriverStatus:
         """Give what ``GET /v1/status`` answers."""
         newest = self._newest()
-        now = time.time()
         return build_status(
             self.progress,
             phase=self.phase,
-            attempt=self._attempt,
+            attempt=self.members.trainer_attempt,
             newest=newest,
-            rollouts=[
-                rollout_state(member, self.directory.status(member.incarnation), newest=newest, lag=self.schedule.lag)
-                for member in self.directory.members("rollout")
-            ],
+            rollouts=self.members.rollouts(newest=newest, lag=self.schedule.lag),
             stats=self._stats,
             checkpoint=self._checkpoint,
-            idle_share=self.lives.idle_shares(now),
-            waiting_for=waiting_for(
-                members=Counter(member.role for member in self.directory.members()),
-                expected=self._expected(),
-                newest=newest,
-                step=0 if self.progress.done >= self.schedule.steps else self.progress.done + 1,
-                evaluating=self._unevaluated(),
-            ),
+            idle_share=self.lives.idle_shares(time.time()),
+            waiting_for=self._waiting_for(newest),
         )
 
     def ready(self) -> tuple[bool, str]:
@@ -184,14 +165,12 @@ class Driver:
         return self.phase not in ("Pending", "Starting"), self.phase
 
     def drain(self, worker: str) -> None:
-        """Let a rollout hand back its work and leave."""
-        if self.directory.member(worker) is None:
-            raise StaleHandle(f"no rollout {worker}", where="drain", hint="GET /v1/status lists them.")
-        self._drained.add(worker)
+        """Let a rollout hand back its work and leave. Raises StaleHandle for an unknown one."""
+        self.members.drain(worker)
 
     def checkpoint(self) -> None:
         """Ask the trainer for a checkpoint at the next step boundary."""
-        self._checkpoints_asked += 1
+        self.members.ask_for_checkpoint()
 
     def suspend(self) -> None:
         """Checkpoint, then end; the run can be resumed."""
@@ -202,9 +181,9 @@ class Driver:
             self.wake.tell()
 
     async def _gather(self) -> None:
-        needed = {"controller": 1, "storage": self.job.spec.transfer_queue.storage_units}
+        needed = Counter(controller=1, storage=self.job.spec.transfer_queue.storage_units)
         deadline = time.monotonic() + self.job.spec.limits.start_seconds
-        while any(len(self.directory.members(role)) < count for role, count in needed.items()):
+        while not needed <= self.members.counts:
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"controller and storage units did not join within {self.job.spec.limits.start_seconds:g} s",
@@ -216,6 +195,8 @@ class Driver:
     async def _restore(self) -> None:
         snapshot = await self.queue.snapshot(partition=TRAIN, timeout=CALL_TIMEOUT_S)
         self.book.restore(snapshot)
+        self._generated = self.book.next_serial - generating(snapshot)
+        self._note_commit(snapshot.last_committed_step)
         await self.queue.clear_partition(partition=EVAL, timeout=CALL_TIMEOUT_S)
 
     def _make_evaluation(self, prompts: Prompter | None) -> Evaluation | None:
@@ -251,32 +232,34 @@ class Driver:
             snapshot = await self.queue.snapshot(partition=TRAIN, timeout=CALL_TIMEOUT_S)
         except (PeerLost, DeadlineExceeded):
             return False
+        self._note_commit(snapshot.last_committed_step)
         return snapshot.last_committed_step >= self.progress.done
 
+    def _note_commit(self, step: int) -> None:
+        if step > 0 and (self._checkpoint is None or step > self._checkpoint[0]):
+            self._checkpoint = (step, time.time())
+
     async def _pulse(self) -> None:
+        committed = -1
         while True:
-            self._observe(time.time())
+            self.members.observe(time.time())
             self.weights.require(self._required())
-            self._stats = await self.queue.stats(timeout=CALL_TIMEOUT_S)
-            if self._stats.limit and self._stats.bytes > FULL * self._stats.limit and self._stats.staged:
-                log.warning("the queue is %.0f%% full: asking for a checkpoint", 100 * FULL)
+            stats = self._stats = await self.queue.stats(timeout=CALL_TIMEOUT_S)
+            if stats.committed != committed:
+                await self._committed()
+                committed = stats.committed
+            if (
+                stats.limit
+                and stats.bytes > FULL * stats.limit
+                and stats.staged
+                and self._full_at != self.progress.done
+            ):
+                log.warning("the queue is %.0f%% full: asking for a checkpoint", 100 * stats.bytes / stats.limit)
+                self._full_at = self.progress.done
                 self.checkpoint()
+            show(self.metrics, self.status(), stats=stats, members=self.members.counts)
             self.wake.tell()
             await asyncio.sleep(PULSE_S)
-
-    def _observe(self, now: float) -> None:
-        for member in self.directory.members():
-            status = self.directory.status(member.incarnation)
-            if "busy_s" in status:
-                self.lives.observe(
-                    member.incarnation,
-                    role=member.role,
-                    started=float(member.info.get("started", now)),
-                    busy_s=float(status["busy_s"]),
-                    now=now,
-                )
-            if "tokens_generated" in status:
-                self._tokens[member.incarnation] = int(status["tokens_generated"])
 
     def _flow(self) -> Flow | None:
         newest = self._newest()
@@ -287,7 +270,7 @@ class Driver:
             published=newest,
             dispatched=self.book.dispatched,
             consumed=consumed,
-            running=self.book.next_serial - len(self._generated_groups),
+            running=self.book.next_serial - self._generated,
         )
 
     def _newest(self) -> int | None:
@@ -318,6 +301,10 @@ class Driver:
         log.info("evaluated: %s", result)
         self.wake.tell()
 
+    def _finished(self, _serial: int) -> None:
+        self._generated += 1
+        self.wake.tell()
+
     def _exclude(self, serial: int) -> None:
         self.book.exclude(serial)
         self.wake.tell()
@@ -327,52 +314,31 @@ class Driver:
             self.lives.opened = time.time()
             self.progress.note("first dispatch", at=self.lives.opened)
 
-    def _expected(self) -> dict[str, int]:
+    def _waiting_for(self, newest: int | None) -> str:
         spec = self.job.spec
-        return {
-            "controller": 1,
-            "storage": spec.transfer_queue.storage_units,
-            "trainer": spec.trainer.replicas,
-            "rollout": max(1, spec.rollout.min_replicas),
-        }
-
-    def _joined(self, member: Member) -> None:
-        if member.role == "trainer":
-            self._attempt = max(self._attempt, member.attempt)
-            self.weights.fence(member.attempt)
-        self.wake.tell()
-
-    def _left(self, member: Member, _reason: str) -> None:
-        self.weights.leave(member.incarnation)
-        self._drained.discard(member.incarnation)
-        if member.role == "rollout" and not self._stopping:
-            asyncio.get_running_loop().create_task(self._expire(member), name=f"expire {member}")
-        self.wake.tell()
-
-    async def _expire(self, member: Member) -> None:
-        try:
-            await self.queue.expire(worker=member.incarnation, timeout=EXPIRE_S)
-        except AsyncFlowError as error:
-            log.warning("the leases of %s end by themselves: %s", member, error)
-
-    def _directives(self, member: Member) -> Directives:
-        return Directives(
-            stop=self._stopping,
-            drain=member.incarnation in self._drained,
-            checkpoint=self._checkpoints_asked,
+        last = self.progress.lines[-1]["at"] if self.progress.lines else self.lives.opened
+        return waiting_for(
+            members=self.members.counts,
+            expected={
+                "controller": 1,
+                "storage": spec.transfer_queue.storage_units,
+                "trainer": spec.trainer.replicas,
+                "rollout": max(1, spec.rollout.min_replicas),
+            },
+            newest=newest,
+            step=0 if self.progress.done >= self.schedule.steps else self.progress.done + 1,
+            evaluating=self._unevaluated(),
+            stats=self._stats,
+            quiet_s=time.time() - last if last is not None else 0.0,
+            stall_s=spec.limits.stall_seconds,
         )
 
     async def _report(self, report: TrainReport, _frames: Sequence[memoryview]) -> Reported:
-        self.progress.step(line_of(report))
+        line = line_of(report)
+        self.progress.step(line)
+        count_step(self.metrics, line)
         if report.step >= self.schedule.steps:
-            self._observe(time.time())
+            self.members.observe(time.time())
             self.lives.closed = time.time()
         self.wake.tell()
         return Reported()
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file that a reader sees whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)

@@ -1,4 +1,4 @@
-"""A file of JSON lines that survives its writer.
+"""Files that survive their writer.
 
 Invariant: a line is written by one ``write`` call; a last line that a killed writer left unfinished is cut off when the
 file is opened again, so every line that is read is whole.
@@ -47,3 +47,10 @@ class Journal:
         if whole < len(data):
             os.truncate(self.path, whole)
         self.lines = [json.loads(line) for line in data[:whole].splitlines()]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that a reader sees whole or not at all."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)

@@ -82,12 +82,21 @@ def build_status(
 
 
 def waiting_for(
-    *, members: Mapping[str, int], expected: Mapping[str, int], newest: int | None, step: int, evaluating: Sequence[int]
+    *,
+    members: Mapping[str, int],
+    expected: Mapping[str, int],
+    newest: int | None,
+    step: int,
+    evaluating: Sequence[int],
+    stats: QueueStats | None,
+    quiet_s: float,
+    stall_s: float,
 ) -> str:
     """Say in a few words what keeps the job from its next step; "" while nothing does.
 
     members, expected: how many there are and should be of each role; newest: step of the newest published version;
-    step: the next optimizer step, 0 when all are done; evaluating: versions whose evaluation is not finished.
+    step: the next optimizer step, 0 when all are done; evaluating: versions whose evaluation is not finished;
+    quiet_s: seconds since the last step; stall_s: how many of them make a stall.
     """
     missing = {role: count - members.get(role, 0) for role, count in expected.items() if members.get(role, 0) < count}
     if missing:
@@ -96,6 +105,12 @@ def waiting_for(
         return "the trainer to publish θ_0 (it makes or reads the model)"
     if step == 0 and evaluating:
         return f"the evaluation of θ_{evaluating[0]}"
+    if step > 0 and quiet_s > stall_s and stats is not None:
+        return (
+            f"step {step}, stalled for {quiet_s:.0f} s: {stats.ready.get('train/rollout', 0)} samples to be generated, "
+            f"{stats.leased.get('train/rollout', 0)} in generation, {stats.wanted} lost and not yet made again, "
+            f"{stats.ready.get('train/train', 0)} ready to train"
+        )
     return ""
 
 

@@ -1,0 +1,42 @@
+"""The driver's Prometheus metrics, drawn from what ``/v1/status`` says.
+
+Invariant: no figure has two definitions: what Prometheus scrapes is what a person reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from asyncflow.api.status import DriverStatus
+from asyncflow.queue.messages import QueueStats
+from asyncflow.telemetry.metrics import DriverMetrics
+
+
+def show(metrics: DriverMetrics, status: DriverStatus, *, stats: QueueStats, members: Mapping[str, int]) -> None:
+    """Set the gauges."""
+    metrics.step.set(status.step)
+    metrics.steps_target.set(status.steps)
+    if status.reward is not None:
+        metrics.reward_mean.set(status.reward)
+    if status.eval is not None:
+        metrics.eval_accuracy.set(status.eval)
+    for task, count in stats.ready.items():
+        metrics.queue_rows.labels(f"ready {task}").set(count)
+    for state, count in (("staged", stats.staged), ("live", stats.live), ("wanted", stats.wanted)):
+        metrics.queue_rows.labels(state).set(count)
+    metrics.queue_bytes.set(stats.bytes)
+    for role, share in status.idle_share.items():
+        metrics.idle_share.labels(role).set(share)
+    for role, count in members.items():
+        metrics.members.labels(role).set(count)
+
+
+def count_step(metrics: DriverMetrics, line: Mapping[str, Any]) -> None:
+    """Count one optimizer step, a line of ``metrics.jsonl``."""
+    metrics.step_seconds.observe(line["wall_s"])
+    metrics.lag.labels("oldest").observe(line["lag_start_max"])
+    metrics.lag.labels("newest").observe(line["lag_end_max"])
+    metrics.tokens.labels("prompt").inc(line["tokens"] - line["response_tokens"])
+    metrics.tokens.labels("response").inc(line["response_tokens"])
+    metrics.samples.labels("trained").inc(line["samples"])
