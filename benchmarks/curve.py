@@ -1,0 +1,38 @@
+"""Draws a run's rewards and evaluations: ``python benchmarks/curve.py runs/smollm2 docs/smollm2.png``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+import matplotlib.pyplot as plt
+
+
+def lines(path: Path) -> list[dict[str, float]]:
+    """Read a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def main(folder: Path, picture: Path) -> None:
+    """Draw ``folder``'s curve into ``picture``."""
+    steps = lines(folder / "metrics.jsonl")
+    evaluations = [line for line in lines(folder / "events.jsonl") if line["event"] == "evaluation"]
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot([s["step"] for s in steps], [s["reward"] for s in steps], color="0.7", label="training reward, each step")
+    for name, words in (("accuracy", "pass@1, temperature 1"), ("greedy", "greedy")):
+        axes.plot(
+            [e["step"] for e in evaluations], [e[name] for e in evaluations], marker="o", label=f"held out: {words}"
+        )
+    axes.set(xlabel="optimizer step", ylabel="share right", ylim=(0, 1), title=folder.name)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(picture, dpi=110)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
