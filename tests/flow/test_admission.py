@@ -4,10 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.flow.admission import BoundedLag, Concurrency, Flow, StalenessThreshold, admit
+from asyncflow.flow.schedule import Schedule
 
 
-def flow(*, published: int = 0, dispatched: int = 0, consumed: int = 0, running: int = 0) -> Flow:
-    return Flow(published=published, dispatched=dispatched, consumed=consumed, running=running)
+def flow(*, published: int = 0, dispatched: int = 0, running: int = 0) -> Flow:
+    return Flow(published=published, dispatched=dispatched, running=running)
 
 
 def test_lag_zero_is_synchronous_and_lag_one_is_one_step_ahead() -> None:
@@ -26,7 +27,7 @@ def test_verl_formula_counts_what_was_in_flight_at_the_publication() -> None:
     # verl: R = 32, K = 1, τ = 0.5 gives M = 48; after the first publication 10 prompts were still in flight.
     policy = StalenessThreshold(prompts_per_step=32, sync_every=1, threshold=0.5)
     assert policy.allowance(flow()) == 48
-    assert policy.allowance(flow(published=1, dispatched=42, consumed=32)) == 48 - 10
+    assert policy.allowance(flow(published=1, dispatched=42)) == 48 - 10
 
 
 def test_admission_is_the_smallest_allowance_and_never_negative() -> None:
@@ -52,3 +53,16 @@ def test_no_prompt_leaves_before_its_window_is_published(lag: int, batch: int, s
             dispatched += 1
         elif dispatched >= (published + 1) * batch:
             published += 1
+
+
+@given(every=st.integers(1, 4), more=st.integers(0, 3), batch=st.integers(1, 5))
+def test_all_steps_up_to_the_next_publication_are_let_out(every: int, more: int, batch: int) -> None:
+    steps = 30
+    schedule = Schedule(steps=steps, lag=every - 1 + more, exact=False, sync_every=every)
+    policy = BoundedLag(prompts_per_step=batch, lag=schedule.lag, steps=steps)
+    published = dispatched = 0
+    for step in range(1, steps + 1):
+        dispatched += admit([policy], flow(published=published, dispatched=dispatched))
+        assert dispatched >= step * batch
+        assert schedule.window(dispatched // batch).oldest <= published
+        published = step if schedule.publishes(step) else published

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,23 @@ def test_a_model_is_trained_and_the_run_goes_on_after_its_end(tmp_path: Path) ->
     finish(start("quickstart.yaml", folder, ["algorithm.steps=4", *SMALL[1:]], "--resume"), within_s=200)
     again = summary(folder)
     assert (again["steps"], again["samples_trained"], again["samples_duplicated"]) == (4, 4 * 4 * 8, 0)
+
+
+def test_a_suspended_job_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = start("counting.yaml", folder, [*COUNTING, "storage.checkpoints.every=10"])
+    wait_for_step(folder, 3, run, within_s=60)
+    record = json.loads((folder / "run" / "processes.json").read_text())
+    token = (folder / "run" / "token").read_text()
+    ask = urllib.request.Request(
+        f"{record['http']}/v1/suspend", method="POST", headers={"Authorization": f"Bearer {token}"}
+    )
+    with urllib.request.urlopen(ask, timeout=10) as answer:
+        assert answer.status == 202
+    finish(run, within_s=60)
+    assert summary(folder)["phase"] == "Suspended"
+    assert 3 <= summary(folder)["steps"] < 24
+    finish(start("counting.yaml", folder, [*COUNTING, "storage.checkpoints.every=10"], "--resume"), within_s=120)
+    report = audit_ledger(folder / "ledger")
+    assert (report.trained, report.lost, report.duplicated) == (24 * 8 * 4, 0, 0)
+    assert summary(folder)["phase"] == "Succeeded"

@@ -66,18 +66,10 @@ class PromptBook:
         self.next_serial = snapshot.next_serial
         self._missing = sorted(snapshot.missing)
 
-    def step_of(self, serial: int) -> int:
-        """Give the step of a serial that was issued. Raises KeyError for one that was not."""
-        return self._step_of[serial]
-
     @property
     def dispatched(self) -> int:
         """Prompts given out that are neither filtered nor dropped."""
         return self._counted.total()
-
-    def dispatched_through(self, step: int) -> int:
-        """Prompts of steps up to ``step`` that count."""
-        return sum(count for k, count in self._counted.items() if k <= step)
 
     def unfinished(self, *, trained_step: int) -> set[int]:
         """Give the steps after ``trained_step`` that have prompts."""

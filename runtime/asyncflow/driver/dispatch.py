@@ -122,6 +122,6 @@ class Dispatcher:
             wanted = await self.queue.wanted(partition=TRAIN, known=known, timeout=CALL_TIMEOUT_S)
             known = wanted.revision
             if wanted.keys:
-                serials = sorted({meta.serial for meta in wanted.keys})
-                log.warning("generating %d groups again: their bytes were lost with a storage unit", len(serials))
-                await self.put([(serial, self.book.step_of(serial)) for serial in serials])
+                lost = sorted({(meta.serial, meta.step) for meta in wanted.keys})
+                log.warning("generating %d groups again: their bytes were lost with a storage unit", len(lost))
+                await self.put(lost)

@@ -34,7 +34,7 @@ from asyncflow.driver.status import build_status, waiting_for
 from asyncflow.driver.summary import summarize
 from asyncflow.driver.tasks import EVAL, TRAIN
 from asyncflow.driver.wake import Wake, persevere
-from asyncflow.errors import DeadlineExceeded, PeerLost
+from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
 from asyncflow.flow.admission import Flow
 from asyncflow.net.directory import Directory
 from asyncflow.net.rpc import RpcServer
@@ -82,6 +82,7 @@ class Driver:
         self.phase: Phase = "Starting"
         self._stats: QueueStats | None = None
         self._generated = 0
+        self._seen: set[int] = set()
         self._checkpoint: tuple[int, float] | None = None
         self._full_at = -1
         self._dispatcher = Dispatcher(
@@ -106,7 +107,7 @@ class Driver:
         server.route("driver.report", TrainReport, self._report)
 
     async def run(self) -> Phase:
-        """Drive the job to its end: Succeeded, Suspended or Failed."""
+        """Drive the job to its end: Succeeded or Suspended."""
         await self._gather()
         await self._restore()
         self.phase = "Running"
@@ -117,7 +118,11 @@ class Driver:
             "the pulse": self._pulse,
         }
         if self._evaluation is not None:
-            loops |= {"evaluations": self._evaluation.put_due, "counting evaluations": self._evaluation.count}
+            loops |= {
+                "evaluations": self._evaluation.put_due,
+                "counting evaluations": self._evaluation.count,
+                "replacing lost evaluations": self._evaluation.replace_lost,
+            }
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(persevere(loop, what=what), name=what) for what, loop in loops.items()]
             self.phase = await self._until_done()
@@ -173,7 +178,9 @@ class Driver:
         self.members.ask_for_checkpoint()
 
     def suspend(self) -> None:
-        """Checkpoint, then end; the run can be resumed."""
+        """Checkpoint, then end; the run can be resumed. Raises Refused before the job is under way."""
+        if self.phase == "Starting":
+            raise Refused("the job is not under way yet", where="suspend", hint="Ask again when /readyz says so.")
         if self.phase == "Running":
             self.phase = "Suspending"
             self.progress.note("suspend", at=time.time())
@@ -206,6 +213,7 @@ class Driver:
         return Evaluation(
             queue=self.queue,
             prompter=prompts,
+            steps=self.schedule.evaluations(),
             prompts=data.size,
             samples=wanted.samples,
             greedy=wanted.greedy,
@@ -216,16 +224,16 @@ class Driver:
         )
 
     async def _until_done(self) -> Phase:
-        limit = self.job.spec.limits.active_deadline_seconds
+        asked = self.progress.done
         while True:
             await self.wake.changed()
-            if limit is not None and time.time() - self.progress.started > limit:
-                log.error("the job ran for %d s, its activeDeadlineSeconds", limit)
-                return "Failed"
             if self.progress.done >= self.schedule.steps and not self._unevaluated() and await self._committed():
                 return "Succeeded"
             if self.phase == "Suspending" and await self._committed():
                 return "Suspended"
+            if self.phase == "Suspending" and self.progress.done > asked:
+                asked = self.progress.done
+                self.checkpoint()
 
     async def _committed(self) -> bool:
         try:
@@ -265,11 +273,9 @@ class Driver:
         newest = self._newest()
         if newest is None or self.phase != "Running":
             return None
-        consumed = self.book.dispatched_through(self.progress.done)
         return Flow(
             published=newest,
             dispatched=self.book.dispatched,
-            consumed=consumed,
             running=self.book.next_serial - self._generated,
         )
 
@@ -301,8 +307,9 @@ class Driver:
         log.info("evaluated: %s", result)
         self.wake.tell()
 
-    def _finished(self, _serial: int) -> None:
-        self._generated += 1
+    def _finished(self, serial: int) -> None:
+        self._generated += serial not in self._seen
+        self._seen.add(serial)
         self.wake.tell()
 
     def _exclude(self, serial: int) -> None:

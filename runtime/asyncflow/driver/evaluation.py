@@ -10,7 +10,7 @@ Invariant: an evaluation is recorded once, when all its samples are in, and all 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from asyncflow.data.prompter import Prompter
@@ -53,12 +53,14 @@ class EvaluationResult:
 class Evaluation:
     """Puts the evaluations that are due and counts what comes back.
 
-    due: gives the steps whose weights are published and are to be evaluated. changed: waits until that may
-    have changed. finished: told each result.
+    steps: all that are evaluated, in order: the n-th evaluation has the serials from n * prompts on. due: gives the
+    steps whose weights are published and are to be evaluated. changed: waits until that may have changed. finished:
+    told each result.
     """
 
     queue: QueueClient
     prompter: Prompter
+    steps: Sequence[int]
     prompts: int
     samples: int
     greedy: bool
@@ -85,10 +87,21 @@ class Evaluation:
 
     async def _create(self, step: int) -> None:
         for start in range(0, self.prompts, PROMPTS_PER_PUT):
-            indices = range(start, min(start + PROMPTS_PER_PUT, self.prompts))
-            metas = [self._meta(step, index, sample) for index in indices for sample in range(self.group_size)]
-            columns = prompt_columns(self.prompter, indices, copies=self.group_size)
-            await self.queue.create(metas, columns, group_size=self.group_size, timeout=CALL_TIMEOUT_S)
+            await self._put_prompts(step, range(start, min(start + PROMPTS_PER_PUT, self.prompts)))
+
+    async def _put_prompts(self, step: int, indices: Sequence[int]) -> None:
+        metas = [self._meta(step, index, sample) for index in indices for sample in range(self.group_size)]
+        columns = prompt_columns(self.prompter, indices, copies=self.group_size)
+        await self.queue.create(metas, columns, group_size=self.group_size, timeout=CALL_TIMEOUT_S)
+
+    async def replace_lost(self) -> None:
+        """Create again the rows whose bytes were lost with a storage unit, for as long as the job lasts."""
+        known = 0
+        while True:
+            wanted = await self.queue.wanted(partition=EVAL, known=known, timeout=CALL_TIMEOUT_S)
+            known = wanted.revision
+            for step, serial in sorted({(meta.step, meta.serial) for meta in wanted.keys}):
+                await self._put_prompts(step, [serial % self.prompts])
 
     async def count(self) -> None:
         """Take in what the rollouts have scored, for as long as the job lasts."""
@@ -121,7 +134,7 @@ class Evaluation:
         temperature = 0.0 if sample == self.samples else self.temperature
         return RowMeta(
             partition=EVAL,
-            serial=step * self.prompts + index,
+            serial=self.steps.index(step) * self.prompts + index,
             sample=sample,
             step=step,
             purpose="eval",

@@ -28,9 +28,7 @@ def admission_of(spec: RLJobSpec) -> list[Admission]:
     """Give the rules under which prompts are dispatched; quotas admit whole steps, so verl's fraction is not theirs."""
     batch = spec.algorithm.prompts_per_step
     schedule = schedule_of(spec)
-    policies: list[Admission] = [
-        BoundedLag(prompts_per_step=batch, lag=schedule.lag, steps=spec.algorithm.steps, sync_every=schedule.sync_every)
-    ]
+    policies: list[Admission] = [BoundedLag(prompts_per_step=batch, lag=schedule.lag, steps=spec.algorithm.steps)]
     if not schedule.exact:
         threshold = StalenessThreshold(
             prompts_per_step=batch,

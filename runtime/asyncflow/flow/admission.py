@@ -18,12 +18,11 @@ class Flow:
     """What a policy looks at; all in prompts but ``published``.
 
     published: step of the newest published version. dispatched: prompts given out that were not filtered or dropped.
-    consumed: of these, trained. running: dispatched whose responses are not complete.
+    running: dispatched whose responses are not complete.
     """
 
     published: int
     dispatched: int
-    consumed: int
     running: int
 
 
@@ -38,7 +37,7 @@ class Admission(Protocol):
 class BoundedLag:
     """AReaL's capacity, (η + v + 1)·B - (accepted + running), without its concurrency term.
 
-    With a publication each K steps, all K steps up to the next one are let out: (η + v + K)·B.
+    With a publication each K steps nothing stands still as long as η >= K - 1, which ``validate`` demands.
     Source: inclusionAI/AReaL ``staleness_manager``. Counting accepted prompts by the ledger, and not by a counter that
     a restart forgets, is what keeps a recovered run from dispatching a burst (AReaL #1388).
     """
@@ -46,11 +45,10 @@ class BoundedLag:
     prompts_per_step: int
     lag: int
     steps: int
-    sync_every: int = 1
 
     def allowance(self, flow: Flow) -> int:
         """Give the prompts that may still go out under the newest published version."""
-        last_step = min(self.lag + flow.published + self.sync_every, self.steps)
+        last_step = min(self.lag + flow.published + 1, self.steps)
         return last_step * self.prompts_per_step - flow.dispatched
 
 

@@ -38,9 +38,8 @@ class Schedule:
     eval_every: int = 0
 
     def window(self, step: int) -> Window:
-        """Give the versions that may generate D_step; a version named is always one that is published."""
-        oldest = max(0, step - 1 - self.lag)
-        oldest -= oldest % self.sync_every
+        """Give the versions that may generate D_step; the oldest is the first published one that keeps the lag."""
+        oldest = -(-max(0, step - 1 - self.lag) // self.sync_every) * self.sync_every
         return Window(oldest, oldest if self.exact else NEWEST)
 
     def publishes(self, step: int) -> bool:

@@ -97,6 +97,8 @@ class Handlers:
         held = self._table.books.partitions.get(partition)
         if held is None or held.closed is None or held.wanted:
             return False
+        if any(step > held.closed for step in held.gang.steps):
+            return False
         rows = (row for group in held.groups.values() for row in group.rows.values() if row.state is State.LIVE)
         return all((work := row.work.get(task)) is not None and (work.done or work.lease) for row in rows)
 

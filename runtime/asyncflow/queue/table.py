@@ -138,7 +138,9 @@ class Table:
         group = partition.groups.get(first.serial)
         if group is not None:
             needed = {sample for sample, row in group.rows.items() if row.state is State.WANTED}
-        elif first.serial in partition.finished or first.serial > partition.next_serial + _FARTHEST:
+        elif first.serial in partition.finished or (
+            first.purpose == "train" and first.serial > partition.next_serial + _FARTHEST
+        ):
             needed = set()
         else:
             needed = set(range(size))

@@ -13,7 +13,6 @@ from asyncflow.data.prompter import Prompter
 from asyncflow.data.sources import SourceSpec, check_disjoint, open_source
 from asyncflow.driver.driver import Driver
 from asyncflow.driver.service import add_routes
-from asyncflow.errors import RoleFailed
 from asyncflow.models.source import materialize_config
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.net.directory import Directory
@@ -31,7 +30,7 @@ def main(options: RoleOptions) -> int:
 
 
 async def serve(post: Post) -> None:
-    """Drive the job to its end, or until told to end. Raises RoleFailed when the job has failed."""
+    """Drive the job to its end, or until told to end."""
     spec, options, metrics = post.job.spec, post.options, DriverMetrics()
     tokenizer = Tokenizer.load(materialize_config(spec.model.source, options.workdir))
     folder = job_folder(post.job, options)
@@ -71,8 +70,6 @@ async def serve(post: Post) -> None:
         await queue.close()
         await http.close()
         await server.close()
-    if driver.phase == "Failed":
-        raise RoleFailed("the job has failed", where="driver", hint="The lines above say why")
 
 
 def prompter(data: TrainDataSpec, purpose: Purpose, tokenizer: Tokenizer, folder: Path) -> Prompter:

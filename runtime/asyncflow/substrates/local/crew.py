@@ -161,11 +161,21 @@ class Crew:
         others = [other for other, state in unit.states.items() if state is State.RUNNING]
         unit.states.update(dict.fromkeys(others, State.ENDING))
         unit.attempt += 1
+        if unit.role.leader:
+            self._recall(now)
         self._rest_if_down(unit, now)
         wait = delay(unit.role.restart, unit.failures)
         return others, Restart(
             seats=tuple(unit.states), attempt=unit.attempt, delay_s=wait, culprit=seat, status=status
         )
+
+    def _recall(self, now: float) -> None:
+        """A leader that failed may have dismissed others already; its successor needs them again."""
+        for unit in self._unit_of.values():
+            if all(state is State.DONE for state in unit.states.values()):
+                unit.attempt += 1
+                unit.states.update(dict.fromkeys(unit.states, State.WAITING))
+                unit.start_at = now
 
     def _rest_if_down(self, unit: _Unit, now: float) -> None:
         if self._verdict or any(state in (State.RUNNING, State.ENDING) for state in unit.states.values()):
