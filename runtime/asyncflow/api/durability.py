@@ -90,7 +90,7 @@ class RestartSpec(Spec):
     window_seconds: Annotated[float, Field(gt=0, le=31_536_000)] = 3600.0
     """Seconds after which a restart is forgotten."""
     backoff_seconds: Annotated[float, Field(ge=0, le=3600)] = 1.0
-    """Seconds before a restart, doubled by each failure in a row, up to 30."""
+    """Seconds before a restart, doubled by each failure in a row, up to 60."""
 
 
 class FailurePolicySpec(Spec):

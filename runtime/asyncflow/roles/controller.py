@@ -48,6 +48,10 @@ def _show(controller: Controller, metrics: ControllerMetrics) -> None:
     for state, counts in (("ready", stats.ready), ("leased", stats.leased)):
         for task, count in counts.items():
             metrics.rows.labels(task, state).set(count)
+    metrics.lease_expiries.set(stats.lease_expiries)
+    metrics.redeliveries.set(stats.redeliveries)
+    metrics.fenced_writes.set(stats.fenced)
+    metrics.ledger_bytes.set(stats.ledger_bytes)
     for task, count in stats.parked.items():
         metrics.parked.labels(task).set(count)
     for state, count in (("staged", stats.staged), ("committed", stats.committed), ("live", stats.live)):

@@ -18,6 +18,7 @@ from asyncflow.rollout.job import RolloutSettings
 from asyncflow.rollout.worker import RolloutWorker, wanted_by
 from asyncflow.telemetry.metrics import RolloutMetrics
 from asyncflow.weights.receiver import WeightReceiver
+from asyncflow.weights.transfer import TransferRecord
 from asyncflow.weights.transports.base import open_transport
 
 
@@ -59,6 +60,9 @@ async def serve(post: Post) -> None:
     def status() -> Status:
         return {} if worker is None else worker.status()
 
+    def pulled(record: TransferRecord) -> None:
+        metrics.pull_seconds.observe(record.finished - record.started)
+
     async with contextlib.AsyncExitStack() as stack:
         await engine.start()
         stack.push_async_callback(engine.close)
@@ -70,7 +74,7 @@ async def serve(post: Post) -> None:
             spec.weight_sync.transport, name=f"rollout-{options.index}", bind=post.bind, keys=post.keys
         )
         receiver = WeightReceiver(
-            membership=membership, worker=post.worker, transport=transport, want=wanted_by(instance)
+            membership=membership, worker=post.worker, transport=transport, want=wanted_by(instance), on_transfer=pulled
         )
         await receiver.start()
         stack.push_async_callback(receiver.close)

@@ -37,6 +37,8 @@ async def serve(post: Post) -> None:
     stopping = asyncio.create_task(post.stopping.wait())
     while not stopping.done() and not unit.failed.done():
         metrics.held.set(unit.holdings.budget.used)
+        metrics.put.set(unit.put_bytes)
+        metrics.fetched.set(unit.fetched_bytes)
         await asyncio.wait((stopping, unit.failed), timeout=PULSE_S, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     await membership.close()

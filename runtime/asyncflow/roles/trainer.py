@@ -105,6 +105,8 @@ async def _report(membership: Membership, metrics: TrainerMetrics, report: Train
     metrics.tokens.labels("response").inc(report.response_tokens)
     metrics.wait_seconds.observe(report.seconds.wait)
     metrics.publish_seconds.observe(report.seconds.publish)
+    if report.seconds.checkpoint:
+        metrics.checkpoint_seconds.observe(report.seconds.checkpoint)
     for name, gauge in (("loss", metrics.loss), ("grad_norm", metrics.grad_norm), ("approx_kl", metrics.kl)):
         if name in report.metrics:
             gauge.set(report.metrics[name])

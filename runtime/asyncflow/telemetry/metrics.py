@@ -69,7 +69,6 @@ class DriverMetrics(RoleMetrics):
         )
         self.tokens = self.counter("tokens_trained", "tokens trained", "kind")
         self.samples = self.counter("samples", "samples by what became of them", "outcome")
-        self.prompts_in_flight = self.gauge("prompts_inflight_count", "prompts dispatched and not yet trained")
         self.queue_rows = self.gauge("queue_rows_count", "rows in the queue", "state")
         self.queue_bytes = self.gauge("queue_bytes", "bytes held by the queue")
         self.idle_share = self.gauge("idle_share_ratio", "share of time in which the role did no work", "of")
@@ -85,12 +84,10 @@ class ControllerMetrics(RoleMetrics):
         super().__init__()
         self.rows = self.gauge("rows_count", "rows by task and state", "task", "state")
         self.parked = self.gauge("parked_claims_count", "claims that wait", "task")
-        self.lease_expiries = self.counter("lease_expiries", "leases that ended without an answer", "task")
-        self.redeliveries = self.counter("redeliveries", "rows given out again", "task")
-        self.fenced_writes = self.counter("fenced_writes", "writes refused because they came too late")
-        self.ledger_bytes = self.counter("ledger_bytes", "bytes written to the ledger")
-        self.ledger_sync_seconds = self.histogram("ledger_sync_seconds", "time of a group commit of the ledger")
-        self.wait_seconds = self.histogram("claim_wait_seconds", "time a claim was parked", "task")
+        self.lease_expiries = self.gauge("lease_expiries_count", "leases that ended without an answer, since the start")
+        self.redeliveries = self.gauge("redeliveries_count", "rows given out again, since the start")
+        self.fenced_writes = self.gauge("fenced_writes_count", "writes refused as too late, since the start")
+        self.ledger_bytes = self.gauge("ledger_bytes", "size of the ledger")
 
 
 class StorageMetrics(RoleMetrics):
@@ -102,10 +99,8 @@ class StorageMetrics(RoleMetrics):
         super().__init__()
         self.held = self.gauge("held_bytes", "bytes of cells held")
         self.limit = self.gauge("limit_bytes", "bytes of cells allowed")
-        self.rows = self.gauge("rows_count", "rows held")
-        self.put = self.counter("put_bytes", "bytes written")
-        self.fetched = self.counter("fetched_bytes", "bytes read")
-        self.put_wait_seconds = self.histogram("put_wait_seconds", "time a put waited for room")
+        self.put = self.gauge("put_bytes", "bytes written since the start")
+        self.fetched = self.gauge("fetched_bytes", "bytes read since the start")
 
 
 class RolloutMetrics(RoleMetrics):
@@ -138,7 +133,6 @@ class TrainerMetrics(RoleMetrics):
         self.grad_norm = self.gauge("grad_norm_ratio", "norm of the last gradient before clipping")
         self.kl = self.gauge("kl_ratio", "estimate of the KL divergence from the sampling policy, last step")
         self.tokens = self.counter("tokens_trained", "tokens trained", "kind")
-        self.slots = self.counter("slots", "micro-batches, by whether they held anything", "kind")
         self.wait_seconds = self.histogram("wait_seconds", "time a slot was waited for")
         self.publish_seconds = self.histogram("publish_seconds", "time to publish a version")
         self.checkpoint_seconds = self.histogram("checkpoint_seconds", "time to write a checkpoint")

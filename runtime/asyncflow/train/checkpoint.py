@@ -44,7 +44,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint says of itself.
 
     step: its weights are θ_step, made by trainer ``attempt``; samples: trained in steps 1..step; carried: steps of
-    earlier versions in it, oldest first; cursor: whatever the driver wants back with this step; saved_at: unix time.
+    earlier versions in it, oldest first; saved_at: unix time.
     """
 
     attempt: int
