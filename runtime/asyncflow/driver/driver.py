@@ -33,6 +33,7 @@ from asyncflow.driver.progress import Progress, line_of
 from asyncflow.driver.status import build_status, waiting_for
 from asyncflow.driver.summary import summarize
 from asyncflow.driver.tasks import EVAL, TRAIN
+from asyncflow.driver.versions import Versions
 from asyncflow.driver.wake import Wake, persevere
 from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
 from asyncflow.flow.admission import Flow
@@ -103,6 +104,13 @@ class Driver:
             finished=self._finished,
             excluded=self._exclude,
         )
+        self.versions = Versions(
+            catalogue=self.weights.catalogue,
+            schedule=self.schedule,
+            book=self.book,
+            progress=self.progress,
+            evaluates=spec.evaluation is not None and eval_prompts is not None,
+        )
         self._evaluation = self._make_evaluation(eval_prompts)
         server.route("driver.report", TrainReport, self._report)
 
@@ -152,7 +160,7 @@ class Driver:
 
     def status(self) -> DriverStatus:
         """Give what ``GET /v1/status`` answers."""
-        newest = self._newest()
+        newest = self.versions.newest
         return build_status(
             self.progress,
             phase=self.phase,
@@ -218,7 +226,7 @@ class Driver:
             samples=wanted.samples,
             greedy=wanted.greedy,
             temperature=wanted.temperature or self.job.spec.sampling.temperature,
-            due=self._due,
+            due=self.versions.due,
             changed=self.wake.changed,
             finished=self._evaluated,
         )
@@ -227,7 +235,11 @@ class Driver:
         asked = self.progress.done
         while True:
             await self.wake.changed()
-            if self.progress.done >= self.schedule.steps and not self._unevaluated() and await self._committed():
+            if (
+                self.progress.done >= self.schedule.steps
+                and not self.versions.unevaluated()
+                and await self._committed()
+            ):
                 return "Succeeded"
             if self.phase == "Suspending" and await self._committed():
                 return "Suspended"
@@ -251,7 +263,7 @@ class Driver:
         committed = -1
         while True:
             self.members.observe(time.time())
-            self.weights.require(self._required())
+            self.weights.require(self.versions.required())
             stats = self._stats = await self.queue.stats(timeout=CALL_TIMEOUT_S)
             if stats.committed != committed:
                 await self._committed()
@@ -270,7 +282,7 @@ class Driver:
             await asyncio.sleep(PULSE_S)
 
     def _flow(self) -> Flow | None:
-        newest = self._newest()
+        newest = self.versions.newest
         if newest is None or self.phase != "Running":
             return None
         return Flow(
@@ -278,29 +290,6 @@ class Driver:
             dispatched=self.book.dispatched,
             running=self.book.next_serial - self._generated,
         )
-
-    def _newest(self) -> int | None:
-        newest = self.weights.catalogue.newest
-        return None if newest is None else newest.step
-
-    def _required(self) -> set[int]:
-        unfinished = self.book.unfinished(trained_step=self.progress.done)
-        return self.schedule.required(unfinished) | set(self._unevaluated())
-
-    def _unevaluated(self) -> list[int]:
-        """Give the versions that are to be evaluated, are not, and still can be."""
-        if self._evaluation is None:
-            return []
-        newest = self._newest() or 0
-        return [
-            step
-            for step in self.schedule.evaluations()
-            if step not in self.progress.evaluations
-            and (step > newest or self.weights.catalogue.find(step) is not None)
-        ]
-
-    def _due(self) -> list[int]:
-        return [step for step in self._unevaluated() if self.weights.catalogue.find(step) is not None]
 
     def _evaluated(self, result: EvaluationResult) -> None:
         self.progress.evaluated(result, at=time.time())
@@ -334,7 +323,7 @@ class Driver:
             },
             newest=newest,
             step=0 if self.progress.done >= self.schedule.steps else self.progress.done + 1,
-            evaluating=self._unevaluated(),
+            evaluating=self.versions.unevaluated(),
             stats=self._stats,
             quiet_s=time.time() - last if last is not None else 0.0,
             stall_s=spec.limits.stall_seconds,
