@@ -111,7 +111,15 @@ class Driver:
             progress=self.progress,
             evaluates=spec.evaluation is not None and eval_prompts is not None,
         )
-        self._evaluation = self._make_evaluation(eval_prompts)
+        self._evaluation = Evaluation.of(
+            spec,
+            queue=queue,
+            prompter=eval_prompts,
+            steps=self.schedule.evaluations(),
+            due=self.versions.due,
+            changed=self.wake.changed,
+            finished=self._evaluated,
+        )
         server.route("driver.report", TrainReport, self._report)
 
     async def run(self) -> Phase:
@@ -170,7 +178,15 @@ class Driver:
             stats=self._stats,
             checkpoint=self._checkpoint,
             idle_share=self.lives.idle_shares(time.time()),
-            waiting_for=self._waiting_for(newest),
+            waiting_for=waiting_for(
+                self.progress,
+                spec=self.job.spec,
+                members=self.members.counts,
+                newest=newest,
+                evaluating=self.versions.unevaluated(),
+                stats=self._stats,
+                quiet_s=time.time() - (self.progress.last_step_at or self.lives.opened or time.time()),
+            ),
         )
 
     def ready(self) -> tuple[bool, str]:
@@ -213,23 +229,6 @@ class Driver:
         self._generated = self.book.next_serial - generating(snapshot)
         self._note_commit(snapshot.last_committed_step)
         await self.queue.clear_partition(partition=EVAL, timeout=CALL_TIMEOUT_S)
-
-    def _make_evaluation(self, prompts: Prompter | None) -> Evaluation | None:
-        wanted, data = self.job.spec.evaluation, self.job.spec.data.eval
-        if wanted is None or data is None or prompts is None:
-            return None
-        return Evaluation(
-            queue=self.queue,
-            prompter=prompts,
-            steps=self.schedule.evaluations(),
-            prompts=data.size,
-            samples=wanted.samples,
-            greedy=wanted.greedy,
-            temperature=wanted.temperature or self.job.spec.sampling.temperature,
-            due=self.versions.due,
-            changed=self.wake.changed,
-            finished=self._evaluated,
-        )
 
     async def _until_done(self) -> Phase:
         asked = self.progress.done
@@ -309,25 +308,6 @@ class Driver:
         if self.lives.opened is None:
             self.lives.opened = time.time()
             self.progress.note("first dispatch", at=self.lives.opened)
-
-    def _waiting_for(self, newest: int | None) -> str:
-        spec = self.job.spec
-        last = self.progress.lines[-1]["at"] if self.progress.lines else self.lives.opened
-        return waiting_for(
-            members=self.members.counts,
-            expected={
-                "controller": 1,
-                "storage": spec.transfer_queue.storage_units,
-                "trainer": spec.trainer.replicas,
-                "rollout": max(1, spec.rollout.min_replicas),
-            },
-            newest=newest,
-            step=0 if self.progress.done >= self.schedule.steps else self.progress.done + 1,
-            evaluating=self.versions.unevaluated(),
-            stats=self._stats,
-            quiet_s=time.time() - last if last is not None else 0.0,
-            stall_s=spec.limits.stall_seconds,
-        )
 
     async def _report(self, report: TrainReport, _frames: Sequence[memoryview]) -> Reported:
         line = line_of(report)

@@ -12,7 +12,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from asyncflow.api.job import RLJobSpec
 from asyncflow.data.prompter import Prompter
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S, PROMPTS_PER_PUT, prompt_columns
 from asyncflow.driver.tasks import EVAL
@@ -70,6 +72,21 @@ class Evaluation:
     finished: Callable[[EvaluationResult], None]
     _tallies: dict[int, Tally] = field(default_factory=dict)
     _put: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, spec: RLJobSpec, *, prompter: Prompter | None, **others: Any) -> Evaluation | None:
+        """Give the evaluation that a manifest asks for, None where it asks for none; ``others``: fields as above."""
+        wanted, data = spec.evaluation, spec.data.eval
+        if wanted is None or data is None or prompter is None:
+            return None
+        return cls(
+            prompter=prompter,
+            prompts=data.size,
+            samples=wanted.samples,
+            greedy=wanted.greedy,
+            temperature=wanted.temperature or spec.sampling.temperature,
+            **others,
+        )
 
     @property
     def group_size(self) -> int:

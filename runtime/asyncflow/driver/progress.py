@@ -88,6 +88,11 @@ class Progress:
         """The newest step of the surviving history."""
         return max(self._by_step, default=0)
 
+    @property
+    def last_step_at(self) -> float | None:
+        """When the newest step was done, in unix seconds."""
+        return float(self._by_step[self.done]["at"]) if self._by_step else None
+
     def step_seconds(self) -> list[float]:
         """Give the seconds between consecutive steps of one trainer attempt."""
         lines = self.lines

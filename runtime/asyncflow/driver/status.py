@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+from asyncflow.api.job import RLJobSpec
 from asyncflow.api.status import CheckpointState, DriverStatus, Lag, Phase, QueueDepth, RolloutState
 from asyncflow.driver.progress import Progress
 from asyncflow.identity import Version
@@ -82,32 +83,37 @@ def build_status(
 
 
 def waiting_for(
+    progress: Progress,
     *,
+    spec: RLJobSpec,
     members: Mapping[str, int],
-    expected: Mapping[str, int],
     newest: int | None,
-    step: int,
     evaluating: Sequence[int],
     stats: QueueStats | None,
     quiet_s: float,
-    stall_s: float,
 ) -> str:
     """Say in a few words what keeps the job from its next step; "" while nothing does.
 
-    members, expected: how many there are and should be of each role; newest: step of the newest published version;
-    step: the next optimizer step, 0 when all are done; evaluating: versions whose evaluation is not finished;
-    quiet_s: seconds since the last step; stall_s: how many of them make a stall.
+    members: how many there are of each role; newest: step of the newest published version; evaluating: versions whose
+    evaluation is not finished; quiet_s: seconds since the last step, or since the first prompt.
     """
+    expected = {
+        "controller": 1,
+        "storage": spec.transfer_queue.storage_units,
+        "trainer": spec.trainer.replicas,
+        "rollout": max(1, spec.rollout.min_replicas),
+    }
     missing = {role: count - members.get(role, 0) for role, count in expected.items() if members.get(role, 0) < count}
     if missing:
         return ", ".join(f"{count} {role}" for role, count in missing.items())
     if newest is None:
         return "the trainer to publish θ_0 (it makes or reads the model)"
-    if step == 0 and evaluating:
-        return f"the evaluation of θ_{evaluating[0]}"
-    if step > 0 and quiet_s > stall_s and stats is not None:
+    if progress.done >= progress.steps:
+        return f"the evaluation of θ_{evaluating[0]}" if evaluating else ""
+    if quiet_s > spec.limits.stall_seconds and stats is not None:
         return (
-            f"step {step}, stalled for {quiet_s:.0f} s: {stats.ready.get('train/rollout', 0)} samples to be generated, "
+            f"step {progress.done + 1}, stalled for {quiet_s:.0f} s: "
+            f"{stats.ready.get('train/rollout', 0)} samples to be generated, "
             f"{stats.leased.get('train/rollout', 0)} in generation, {stats.wanted} lost and not yet made again, "
             f"{stats.ready.get('train/train', 0)} ready to train"
         )

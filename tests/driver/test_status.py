@@ -1,0 +1,59 @@
+"""A status says what is waited for, and nothing while the job goes on."""
+
+from pathlib import Path
+
+from asyncflow.api.load import load_job
+from asyncflow.driver.progress import Progress
+from asyncflow.driver.status import rollout_state, waiting_for
+from asyncflow.identity import Version
+from asyncflow.net.roster import Member
+from asyncflow.queue.messages import QueueStats
+
+SPEC = load_job(Path(__file__).parents[2] / "examples" / "quickstart.yaml").spec
+ALL = {"controller": 1, "storage": 2, "trainer": 1, "rollout": 2}
+STATS = QueueStats(
+    ready={"train/rollout": 8},
+    leased={"train/rollout": 4},
+    parked={},
+    live=12,
+    staged=0,
+    committed=0,
+    filtered=0,
+    dropped=0,
+    wanted=0,
+    bytes=0,
+    limit=1,
+    units=2,
+    oldest_unready_step=1,
+    lease_expiries=0,
+    redeliveries=0,
+    fenced=0,
+    ledger_bytes=0,
+)
+
+
+def words(folder: Path, *, members: dict[str, int] = ALL, newest: int | None = 0, quiet_s: float = 0.0) -> str:
+    progress = Progress(folder, steps=60, now=0.0)
+    return waiting_for(
+        progress, spec=SPEC, members=members, newest=newest, evaluating=[0], stats=STATS, quiet_s=quiet_s
+    )
+
+
+def test_missing_roles_are_named_first(tmp_path: Path) -> None:
+    assert words(tmp_path, members={"controller": 1, "storage": 1}) == "1 storage, 1 trainer, 1 rollout"
+
+
+def test_then_the_first_weights_then_a_stall(tmp_path: Path) -> None:
+    assert "θ_0" in words(tmp_path, newest=None)
+    assert words(tmp_path) == ""
+    stalled = words(tmp_path, quiet_s=SPEC.limits.stall_seconds + 1)
+    assert "step 1" in stalled
+    assert "8 samples to be generated" in stalled
+
+
+def test_a_rollout_lags_when_it_is_further_behind_than_the_schedule_allows() -> None:
+    member = Member(role="rollout", index=0, incarnation="a")
+    states = [rollout_state(member, {"version": Version(0, step).packed}, newest=5, lag=1).state for step in (5, 3, 2)]
+    assert states == ["ready", "ready", "lagging"]
+    assert rollout_state(member, {"version": -1}, newest=5, lag=1).state == "starting"
+    assert rollout_state(member, {"version": 5, "draining": True}, newest=5, lag=1).state == "draining"
