@@ -221,7 +221,7 @@ class Driver:
                     where="driver",
                     hint="Their logs say why.",
                 )
-            await asyncio.sleep(0.05)
+            await self.wake.changed()
 
     async def _restore(self) -> None:
         snapshot = await self.queue.snapshot(partition=TRAIN, timeout=CALL_TIMEOUT_S)

@@ -16,6 +16,7 @@ from itertools import groupby
 import numpy as np
 
 from asyncflow.algorithms.advantages import AdvantageName, group_advantages
+from asyncflow.algorithms.filters import zero_variance
 from asyncflow.api.job import RLJobSpec
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
 from asyncflow.driver.tasks import TRAIN
@@ -64,7 +65,7 @@ class GroupPolicy:
         """Give the reason for which the trainer shall not see the group, or None."""
         if self.drop_timeouts and "timeout" in flags:
             return DROPPED_REWARD_TIMEOUT
-        if self.drop_zero_variance and np.ptp(rewards) == 0:
+        if self.drop_zero_variance and zero_variance(rewards):
             return FILTERED_ZERO_VARIANCE
         return None
 
