@@ -28,10 +28,10 @@ from swap_figures import Bar, Figures, control_bars, plain_bars, stopped_bars
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import to_yaml
+from asyncflow.api.names import HOST_ENV
 from asyncflow.commands.manifest import resolved_job
+from asyncflow.durable import write_whole
 from asyncflow.plan.job import plan
-from asyncflow.roles.base import HOST
-from asyncflow.substrates.local.atomic import write_atomic
 from asyncflow.substrates.local.crew import Seat
 from asyncflow.substrates.local.folder import RunFolder
 from asyncflow.substrates.local.placement import launcher
@@ -73,7 +73,7 @@ def placed_in(network: Network, launch: Callable[[Seat, int], Launch]) -> Callab
         guest = seat.role == "rollout"
         namespace = network.guests[seat.index] if guest else network.core
         address = network.address(seat.index) if guest else CORE_ADDRESS
-        return Launch(argv=network.within(namespace, inner.argv), env={**inner.env, HOST: address})
+        return Launch(argv=network.within(namespace, inner.argv), env={**inner.env, HOST_ENV: address})
 
     return launched
 
@@ -101,7 +101,7 @@ async def run(setting: Setting) -> Figures:
     folder = RunFolder.claim(setting.folder, fresh=True)
     print(f"{folder.path.name}: {guests} rollouts, {rate / 1e6:.1f} Mbit/s towards each", flush=True)
     try:
-        write_atomic(folder.job, to_yaml(setting.job).encode())
+        write_whole(folder.job, to_yaml(setting.job).encode())
         folder.write_token()
         with capped_links.capped_links(guests=guests, bits_per_s=rate) as network:
             outcome, incident = await supervise(setting, folder, network)

@@ -93,14 +93,14 @@ def crds(check: bool, directory: Path) -> int:
 
 @app.command()
 @click.argument("name")
-@click.option("--job", type=_DIRECTORY, required=True, help="The job's manifest.")
-@click.option("--driver", required=True, metavar="ADDRESS", help="Address of the driver, e.g. tcp://10.0.0.7:5571.")
+@click.option("--job", type=_DIRECTORY, required=True, help="The manifest, of a job or a TransferQueue.")
+@click.option("--driver", required=True, metavar="ADDRESS", help="The address that all dial, e.g. tcp://10.0.0.7:5571.")
 @click.option("--index", type=click.IntRange(min=0), required=True, help="Which replica, or rank.")
 @click.option("--attempt", type=click.IntRange(min=0), required=True, help="Grows with every restart.")
 @click.option("--workdir", type=_DIRECTORY, required=True, help="Folder of the run.")
 @click.option("--http-port", type=click.IntRange(0, 65535), default=0, help="Port of /metrics; 0 is any.")
 def role(name: str, job: Path, driver: str, index: int, attempt: int, workdir: Path, http_port: int) -> int:
-    """Be one process of a job. Substrates call this."""
+    """Be one process of a job, or of a queue that stands alone. Substrates call this."""
     from asyncflow.commands import role as command
 
     return command.run(name, job=job, driver=driver, index=index, attempt=attempt, workdir=workdir, http_port=http_port)

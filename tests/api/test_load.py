@@ -105,15 +105,21 @@ def test_a_bad_override_is_refused_like_a_bad_file(override: str, reason: str) -
         ["transferQueue.name=shared"],
         ["weightSync.transport=hccl"],
         ["weightSync.name=shared"],
-        ["rollout.maxReplicas=4", "elasticity.enabled=true"],
-        ["elasticity.dryRun=true"],
-        ["scheduling.gang=volcano"],
     ],
     ids=lambda overrides: overrides[0],
 )
 def test_what_is_planned_is_refused_as_not_yet(overrides: list[str]) -> None:
     with pytest.raises(NotYetError, match="not yet"):
         minimal(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["rollout.maxReplicas=4", "elasticity.enabled=true"], ["elasticity.dryRun=true"], ["scheduling.gang=volcano"]],
+    ids=lambda overrides: overrides[-1],
+)
+def test_what_only_a_cluster_does_is_accepted(overrides: list[str]) -> None:
+    assert minimal(*overrides).kind == "RLJob"
 
 
 def test_another_kind_is_no_job() -> None:

@@ -1,4 +1,7 @@
-"""Idle shares: between 0 and 1, only of the window that counts, weighted by how long an instance lived."""
+"""Idle shares: between 0 and 1, only of the window that counts, weighted by how long an instance lived; time counts
+while anybody was there, and all of it survives the driver."""
+
+import json
 
 import pytest
 from hypothesis import given
@@ -35,3 +38,42 @@ def test_shares_are_shares(beats: list[tuple[float, float, float]]) -> None:
     for number, (started, busy, seen) in enumerate(beats):
         lives.observe(str(number), role="trainer", started=started, busy_s=busy, now=started + seen)
     assert all(0.0 <= share <= 1.0 for share in lives.idle_shares(150.0).values())
+
+
+def test_a_role_that_tells_nothing_of_its_work_is_not_idle_but_there() -> None:
+    lives = Lives(opened=0.0)
+    lives.observe("driver", role="driver", started=0.0, now=10.0)
+    assert lives.idle_shares(10.0) == {}
+    assert lives.up_s(0.0, 20.0) == 10.0
+
+
+def test_tokens_of_the_last_evaluation_count_although_the_window_is_closed() -> None:
+    lives = Lives(opened=0.0, closed=5.0)
+    lives.observe("a", role="rollout", started=0.0, busy_s=1.0, tokens=7, now=9.0)
+    assert lives.tokens_generated == 7
+
+
+spans = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted)
+
+
+@given(st.lists(spans, max_size=8), spans)
+def test_the_job_was_up_while_anybody_was_there(lived: list[list[int]], asked: list[int]) -> None:
+    lives = Lives()
+    for number, (started, seen) in enumerate(lived):
+        lives.observe(str(number), role="rollout", started=started, now=seen)
+    since, until = asked
+    by_hand = sum(any(a <= second < b for a, b in lived) for second in range(since, until))
+    assert lives.up_s(since, until) == by_hand
+
+
+def test_what_the_next_driver_hears_is_added_to_what_the_last_one_knew() -> None:
+    before = Lives(opened=0.0)
+    before.observe("gone", role="rollout", started=0.0, busy_s=5.0, tokens=40, now=10.0)
+    before.observe("stays", role="rollout", started=0.0, busy_s=5.0, tokens=50, now=10.0)
+    after = Lives(opened=0.0)
+    after.restore(json.loads(json.dumps(before.dump())))
+    assert after.idle_shares(10.0) == before.idle_shares(10.0)
+    after.observe("stays", role="rollout", started=0.0, busy_s=15.0, tokens=90, now=20.0)
+    assert after.tokens_generated == 130
+    assert after.idle_shares(20.0) == {"rollout": pytest.approx(1 - 20 / 30)}
+    assert after.up_s(0.0, 20.0) == 20.0

@@ -8,6 +8,7 @@ import pytest
 
 from asyncflow.driver.evaluation import EvaluationResult
 from asyncflow.driver.journal import Journal
+from asyncflow.driver.lives import Lives
 from asyncflow.driver.progress import Progress
 from asyncflow.driver.summary import summarize
 from asyncflow.queue.messages import AuditReport
@@ -66,6 +67,23 @@ def test_a_step_made_again_replaces_it_and_all_that_followed(tmp_path: Path) -> 
     assert progress.done == 2
 
 
+def test_evaluations_of_weights_that_did_not_survive_are_forgotten_for_good(tmp_path: Path) -> None:
+    progress = Progress(tmp_path, steps=10, now=0.0)
+    for step in (1, 2, 3):
+        assert not progress.step(step_line(step, at=float(step)))
+    for step in (0, 2, 3):
+        progress.evaluated(EvaluationResult(step=step, prompts=1, accuracy=1.0, greedy=None), at=4.0)
+    assert not progress.step(step_line(3, at=4.0)), "a report that is told twice makes nothing again"
+    assert sorted(progress.evaluations) == [0, 2, 3]
+    assert progress.step(step_line(3, attempt=1, at=5.0))
+    assert sorted(progress.evaluations) == [0, 2]
+    progress.evaluated(EvaluationResult(step=3, prompts=1, accuracy=0.5, greedy=None), at=6.0)
+    again = Progress(tmp_path, steps=10, now=7.0)
+    assert again.evaluations == progress.evaluations
+    assert again.step(step_line(1, attempt=2, at=8.0))
+    assert sorted(Progress(tmp_path, steps=10, now=9.0).evaluations) == [0]
+
+
 def test_the_summary_counts_what_was_measured(tmp_path: Path) -> None:
     progress = Progress(tmp_path, steps=2, now=100.0)
     progress.note("first dispatch", at=110.0)
@@ -73,6 +91,10 @@ def test_the_summary_counts_what_was_measured(tmp_path: Path) -> None:
     progress.step(step_line(1, at=115.0, reward=0.3, lag_start_max=0, lag_start_mean=0.0, logprob_gap_p99=1e-6))
     progress.step(step_line(2, at=120.0, reward=0.9))
     progress.evaluated(EvaluationResult(step=2, prompts=8, accuracy=0.75, greedy=1.0), at=125.0)
+    lives = Lives(opened=110.0, closed=120.0)
+    lives.observe("driver", role="driver", started=100.0, now=104.0)
+    lives.observe("a", role="rollout", started=101.0, now=114.0, busy_s=2.0, tokens=60)
+    lives.observe("b", role="rollout", started=118.0, now=130.0, tokens=30)
     audit = AuditReport(
         dispatched=8,
         trained=8,
@@ -92,16 +114,17 @@ def test_the_summary_counts_what_was_measured(tmp_path: Path) -> None:
         audit=audit,
         phase="Succeeded",
         finished=130.0,
-        tokens_generated=90,
+        lives=lives,
         devices=2,
-        idle_share={"trainer": 0.1},
     )
     assert summary["steps"] == 2
-    assert summary["wall_s"] == 30.0
+    assert summary["wall_s"] == 26.0, "nobody was there from 114 to 118"
+    assert summary["training_s"] == 6.0
+    assert summary["tokens_generated"] == 90
     assert (summary["eval_accuracy_first"], summary["eval_accuracy_last"]) == (0.25, 0.75)
     assert (summary["eval_greedy_first"], summary["eval_greedy_last"]) == (0.5, 1.0)
     assert (summary["reward_first"], summary["reward_last"]) == (0.3, 0.9)
-    assert summary["tpspd"] == pytest.approx(200 / 10 / 2)
+    assert summary["tpspd"] == pytest.approx(200 / 6 / 2)
     assert (summary["staleness_start_max"], summary["staleness_start_mean"]) == (1, 0.5)
     assert summary["logprob_gap_p99"] == 1e-6
     assert (summary["samples_dispatched"], summary["samples_lost"], summary["samples_duplicated"]) == (8, 0, 0)

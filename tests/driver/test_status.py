@@ -1,5 +1,6 @@
 """A status says what is waited for, and nothing while the job goes on."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from asyncflow.api.load import load_job
@@ -24,7 +25,6 @@ STATS = QueueStats(
     bytes=0,
     limit=1,
     units=2,
-    oldest_unready_step=1,
     lease_expiries=0,
     redeliveries=0,
     fenced=0,
@@ -32,10 +32,25 @@ STATS = QueueStats(
 )
 
 
-def words(folder: Path, *, members: dict[str, int] = ALL, newest: int | None = 0, quiet_s: float = 0.0) -> str:
-    progress = Progress(folder, steps=60, now=0.0)
+def words(
+    folder: Path,
+    *,
+    members: dict[str, int] = ALL,
+    newest: int | None = 0,
+    evaluating: Sequence[int] = (0,),
+    exported: bool = False,
+    quiet_s: float = 0.0,
+    steps: int = 60,
+) -> str:
     return waiting_for(
-        progress, spec=SPEC, members=members, newest=newest, evaluating=[0], stats=STATS, quiet_s=quiet_s
+        Progress(folder, steps=steps, now=0.0),
+        spec=SPEC,
+        members=members,
+        newest=newest,
+        evaluating=evaluating,
+        exported=exported,
+        stats=STATS,
+        quiet_s=quiet_s,
     )
 
 
@@ -49,6 +64,12 @@ def test_then_the_first_weights_then_a_stall(tmp_path: Path) -> None:
     stalled = words(tmp_path, quiet_s=SPEC.limits.stall_seconds + 1)
     assert "step 1" in stalled
     assert "8 samples to be generated" in stalled
+
+
+def test_last_the_evaluations_then_what_the_run_leaves_behind(tmp_path: Path) -> None:
+    assert words(tmp_path, steps=0) == "the evaluation of θ_0"
+    assert words(tmp_path, steps=0, evaluating=[]) == "the trainer to write the last checkpoint and export/"
+    assert words(tmp_path, steps=0, evaluating=[], exported=True) == ""
 
 
 def test_a_rollout_lags_when_it_is_further_behind_than_the_schedule_allows() -> None:

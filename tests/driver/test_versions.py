@@ -7,7 +7,16 @@ from asyncflow.driver.evaluation import EvaluationResult
 from asyncflow.driver.progress import Progress
 from asyncflow.driver.versions import Versions
 from asyncflow.flow.schedule import Schedule
+from asyncflow.identity import Version
 from asyncflow.weights.catalogue import Catalogue
+from asyncflow.weights.manifest import Part, Slice, TensorEntry
+from asyncflow.weights.slices import Box
+
+
+def whole(version: Version) -> Part:
+    piece = Slice(box=Box((0,), (1,)), holder="t", nbytes=4, digest=str(version.step))
+    entry = TensorEntry(name="w", dtype="float32", shape=(1,), slices=(piece,))
+    return Part(version=version.packed, part=0, parts=1, worker="t", address="tcp://t", tensors=(entry,))
 
 
 def test_required_are_those_of_unfinished_steps_and_unfinished_evaluations(tmp_path: Path) -> None:
@@ -22,6 +31,26 @@ def test_required_are_those_of_unfinished_steps_and_unfinished_evaluations(tmp_p
     assert versions.required() == {0, 1, 2} | {5, 10}
     progress.evaluated(EvaluationResult(step=5, prompts=1, accuracy=1.0, greedy=None), at=1.0)
     assert versions.required() == {0, 1, 2} | {10}
+
+
+def test_weights_are_evaluated_only_after_their_step_is_recorded(tmp_path: Path) -> None:
+    catalogue = Catalogue()
+    progress = Progress(tmp_path, steps=4, now=0.0)
+    versions = Versions(
+        catalogue=catalogue,
+        schedule=Schedule(steps=4, lag=1, exact=True, eval_every=2),
+        book=PromptBook(prompts_per_step=1, steps=4),
+        progress=progress,
+        evaluates=True,
+    )
+    for step in (0, 1, 2):
+        catalogue.publish(whole(Version(0, step)))
+    assert versions.due() == [0]
+    for step in (1, 2):
+        progress.step({"step": step, "attempt": 0, "at": 0.0})
+    assert versions.due() == [0, 2]
+    progress.step({"step": 1, "attempt": 1, "at": 1.0})
+    assert versions.due() == [0], "θ_2 is one of a history that is no more"
 
 
 def test_a_job_that_does_not_evaluate_waits_for_no_evaluation(tmp_path: Path) -> None:

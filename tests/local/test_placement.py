@@ -2,10 +2,11 @@ import sys
 from pathlib import Path
 
 from asyncflow.api.job import RLJob
+from asyncflow.api.names import TOKEN_FILE_ENV
 from asyncflow.plan.job import plan
 from asyncflow.substrates.local.crew import Seat
 from asyncflow.substrates.local.folder import RunFolder
-from asyncflow.substrates.local.placement import TOKEN_FILE_ENV, launcher
+from asyncflow.substrates.local.placement import launcher
 
 JOB = RLJob.model_validate(
     {

@@ -107,7 +107,7 @@ async def test_a_process_killed_while_idle_harms_nobody(pool: RewardPool) -> Non
 
 
 async def test_a_stuck_sample_delays_only_itself(workdir: Path) -> None:
-    pool = RewardPool(function="myreward:score", workdir=workdir, timeout_s=15.0, max_workers=3, on_timeout="drop")
+    pool = RewardPool(function="myreward:score", workdir=workdir, timeout_s=15.0, max_workers=3)
     await pool.start()
     stuck = [asyncio.create_task(pool.score(example("stuck"))) for _ in range(2)]
     await asyncio.sleep(0)
@@ -120,11 +120,11 @@ async def test_a_stuck_sample_delays_only_itself(workdir: Path) -> None:
 
 
 async def test_a_stuck_sample_is_killed_at_its_deadline_with_all_that_it_started(workdir: Path) -> None:
-    pool = RewardPool(function="myreward:score", workdir=workdir, timeout_s=1.0, on_timeout="drop")
+    pool = RewardPool(function="myreward:score", workdir=workdir, timeout_s=1.0)
     await pool.start()
     pid = int((await pool.score(example("pid"))).value)
     result = await pool.score(example("fork"))
-    assert (result.value, result.flag, result.drop) == (0.0, "timeout", True)
+    assert (result.value, result.flag) == (0.0, "timeout")
     assert not [p for p in psutil.process_iter(["pid", "status"]) if _in_group(p, pid)]
     assert (await pool.score(example("x", "x"))).value == 1.0
     await pool.close()

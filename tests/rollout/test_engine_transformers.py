@@ -237,5 +237,5 @@ async def test_what_cannot_work_is_refused(tmp_path, tiny):
     ]:
         with pytest.raises(error):
             await engine.generate(request(1, **changes))
-    with pytest.raises(ManifestError, match="Known: "):
+    with pytest.raises(ManifestError, match="Installed: "):
         open_engine("nope", folder=None, slots=1, max_length=8)

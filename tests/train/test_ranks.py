@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 import shutil
 import subprocess
 import sys
@@ -15,9 +17,9 @@ from train_reference import HORIZON, reference_gradient, relative_error, samples
 
 from asyncflow.algorithms.aggregation import Aggregation
 from asyncflow.algorithms.grpo import GrpoLoss
-from asyncflow.errors import Fenced, ProtocolError, Refused
+from asyncflow.errors import Fenced, ProtocolError
 from asyncflow.net.rpc import RpcClient, RpcServer
-from asyncflow.train.ranks import Alone, GatherService, HostGroup, Share, Shares
+from asyncflow.train.ranks import Alone, GatherService, HostGroup, Left, Share, Shares
 
 SCRIPT = str(Path(__file__).with_name("rank_process.py"))
 
@@ -90,13 +92,40 @@ async def test_what_does_not_belong_together_is_refused() -> None:
     await server.close()
 
 
-async def test_a_rank_that_leaves_waits_for_nobody() -> None:
+async def test_a_rank_that_leaves_does_not_wait_for_a_rank_0_that_is_gone() -> None:
     group = HostGroup(rank=1, world=2, attempt=0, leader=lambda: None, loop=asyncio.get_running_loop())
     waiting = asyncio.create_task(asyncio.to_thread(group.gather, np.zeros(1), what="numbers"))
     await asyncio.sleep(0.1)
-    group.abandon()
-    with pytest.raises(Refused, match="numbers"):
+    group.leave()
+    with pytest.raises(Left):
         await waiting
-    with pytest.raises(Refused, match="left"):
+    with pytest.raises(Left):
         await asyncio.to_thread(group.gather, np.zeros(1), what="numbers")
     await group.close()
+
+
+def rounds_of(group: HostGroup) -> int:
+    """Gather until somebody leaves; give how many rounds came about."""
+    for done in itertools.count():
+        try:
+            group.gather(np.array([group.rank, done]), what=f"round {done}")
+        except Left:
+            break
+    return done
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_whenever_ranks_leave_all_have_had_the_same_rounds(seed: int) -> None:
+    world, rng, loop = 3, random.Random(seed), asyncio.get_running_loop()
+    server = RpcServer(name="trainer-0")
+    GatherService(attempt=0, world=world).attach(server)
+    address = await server.start()
+    groups = [HostGroup(rank=rank, world=world, attempt=0, leader=lambda: address, loop=loop) for rank in range(world)]
+    rounds = [asyncio.create_task(asyncio.to_thread(rounds_of, group)) for group in groups]
+    for group in rng.sample(groups, rng.randint(1, world)):
+        await asyncio.sleep(rng.uniform(0.0, 0.03))
+        group.leave()
+    assert len({await done for done in rounds}) == 1
+    for group in groups:
+        await group.close()
+    await server.close()

@@ -206,3 +206,17 @@ def test_what_does_not_fit_is_refused(tiny_folder: Path, tmp_path: Path) -> None
     save_file({name: torch.zeros(3) for name in stored}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="do not fit"):
         backend(tiny_folder, checkpoint=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pack_token": 8}, "unknown option pack_token"),
+        ({"pack_tokens": 0}, "pack_tokens"),
+        ({"gradient_checkpointing": "yes"}, "gradient_checkpointing"),
+        ({"collective_timeout_s": "long"}, "collective_timeout_s"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(tiny_folder: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ManifestError, match=words):
+        backend(tiny_folder, options=options)

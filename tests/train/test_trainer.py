@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from train_world import GROUPS, PARTITION, SIZE, Process, World, counting, take_seat
 
-from asyncflow.errors import Fenced, ProtocolError
+from asyncflow.errors import Fenced, ProtocolError, StaleHandle
 from asyncflow.flow.schedule import Schedule
 from asyncflow.identity import Version
 from asyncflow.net.roster import Directives
 from asyncflow.queue.audit import audit_ledger
+from asyncflow.queue.messages import StagedRow
 from asyncflow.train.backends.base import TrainerBackend
 from asyncflow.train.checkpoint import Checkpoints
 from asyncflow.train.ranks import Group
@@ -31,9 +33,9 @@ def counts(folder: Path) -> list[int]:
     return np.load(latest.folder / "counts.npy").tolist()
 
 
-async def until(condition: object, what: str) -> None:
+async def until(condition: object, what: str, *, within_s: float = 20) -> None:
     assert callable(condition)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -150,12 +152,29 @@ async def test_directives_are_obeyed_between_micro_batches(tmp_path: Path) -> No
         await until(lambda: seat.trainer.waiting_for == "slot 0 of step 3", "the third step")
         seat.talk.directives = Directives(checkpoint=1)
         await until(lambda: Checkpoints(tmp_path / "checkpoints").latest() is not None, "the checkpoint")
-        seat.talk.directives = Directives(checkpoint=1, suspend=True)
-        await world.dispatch(3, STEPS)
-        await asyncio.sleep(1.2)
-        assert seat.trainer.step == 2
-        seat.talk.directives = Directives(checkpoint=1)
-        assert await running == STEPS
+        seat.talk.directives = Directives(stop=True)
+        assert await running == 2
+
+
+async def test_samples_lost_with_a_unit_cost_the_step_in_hand_only(tmp_path: Path) -> None:
+    async with World(tmp_path) as world:
+        await world.dispatch(1, STEPS)
+        seat = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED, checkpoint_every=0)
+        fetch = seat.queue.fetch
+
+        async def lost(rows: Sequence[StagedRow], *columns: object, **how: object) -> object:
+            if rows[0].meta.step == 4:
+                raise StaleHandle("the row was lost")
+            return await fetch(rows, *columns, **how)  # type: ignore[arg-type]
+
+        seat.queue.fetch = lost  # type: ignore[assignment, method-assign]
+        with pytest.raises(StaleHandle):
+            await seat.run()
+        state = await world.queue.snapshot(partition=PARTITION, timeout=10)
+        assert state.last_committed_step == 3
+        again = await take_seat(world.places, counting(steps=STEPS), attempt=1, schedule=DELAYED)
+        assert await again.run() == STEPS
+        assert counts(tmp_path) == [1] * (STEPS * GROUPS * SIZE)
 
 
 async def test_a_step_that_lost_samples_on_the_way_is_refused(tmp_path: Path) -> None:
@@ -240,3 +259,28 @@ async def test_two_ranks_share_each_step_and_leave_together(tmp_path: Path) -> N
         ranks = [Process(world.places, attempt=1, steps=steps, rank=rank, world=2) for rank in range(2)]
         assert [await rank.ended(30) for rank in ranks] == [0, 0]
     assert counts(tmp_path) == [1] * (steps * GROUPS * SIZE)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+async def test_ranks_in_the_midst_of_collectives_leave_after_the_same_step(
+    tmp_path: Path, tiny_folder: Path, order: list[int]
+) -> None:
+    steps, rng = 200, random.Random(2)
+    async with World(tmp_path) as world:
+        await world.dispatch(1, steps)
+        ranks = [
+            Process(world.places, attempt=0, steps=steps, rank=rank, world=2, model=tiny_folder) for rank in range(2)
+        ]
+        await until(lambda: (world.catalogue.newest or Version(0, 0)) >= Version(0, 3), "a third step", within_s=60)
+        for rank in order:
+            await asyncio.sleep(rng.uniform(0.0, 0.1))
+            ranks[rank].process.send_signal(signal.SIGTERM)
+        assert [await rank.ended(30) for rank in ranks] == [3, 3]
+        latest = Checkpoints(tmp_path / "checkpoints").latest()
+        assert latest is not None
+        latest.verify()
+        step = latest.manifest.step
+        assert [int((tmp_path / f"ended-0-{rank}").read_text()) for rank in range(2)] == [step, step]
+        state = await world.queue.snapshot(partition=PARTITION, timeout=10)
+        assert state.last_committed_step == step

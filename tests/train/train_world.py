@@ -204,6 +204,14 @@ def group_rows(serial: int, *, step: int) -> tuple[list[RowMeta], dict[str, Jagg
     return metas, columns
 
 
+def training(*, steps: int) -> Callable[[Group], TrainerBackend]:
+    from asyncflow.train.backends.torch import TorchBackend
+    from asyncflow.train.settings import BackendSettings, OptimizerSettings
+
+    settings = BackendSettings(optimizer=OptimizerSettings(learning_rate=1e-3, steps=steps), threads=1)
+    return lambda group: TorchBackend(settings, group=group)
+
+
 def counting(*, steps: int, sleep_s: float = 0.0) -> Callable[[Group], TrainerBackend]:
     from asyncflow.train.backends.counting import CountingBackend
     from asyncflow.train.settings import BackendSettings, OptimizerSettings
@@ -216,12 +224,24 @@ def counting(*, steps: int, sleep_s: float = 0.0) -> Callable[[Group], TrainerBa
 
 
 class Process:
-    """A trainer rank in a process of its own; it counts."""
+    """A trainer rank in a process of its own; it counts, or trains the model in the folder ``model``.
+
+    ``FOLDER/ended-ATTEMPT-RANK`` says which step was its last.
+    """
 
     def __init__(
-        self, places: Places, *, attempt: int, steps: int, rank: int = 0, world: int = 1, sleep_s: float = 0.01
+        self,
+        places: Places,
+        *,
+        attempt: int,
+        steps: int,
+        rank: int = 0,
+        world: int = 1,
+        sleep_s: float = 0.01,
+        model: Path | None = None,
     ) -> None:
         told = {
+            "model": str(model) if model else "",
             "places": vars(places),
             "attempt": attempt,
             "steps": steps,
@@ -260,10 +280,22 @@ async def _in_process(told: dict[str, Any]) -> int:
             patience_s=20,
         )
     schedule = Schedule(steps=steps, lag=1, exact=True)
-    backend = counting(steps=steps, sleep_s=told["sleep_s"])
-    seat = await take_seat(places, backend, attempt=attempt, group=group, schedule=schedule, slot_tokens=16)
+    backend = training(steps=steps) if told["model"] else counting(steps=steps, sleep_s=told["sleep_s"])
+    seat = await take_seat(
+        places,
+        backend,
+        attempt=attempt,
+        group=group,
+        schedule=schedule,
+        model=Path(told["model"]),
+        slot_tokens=16,
+        checkpoint_every=0 if told["model"] else 2,
+    )
     asyncio.get_running_loop().add_signal_handler(15, seat.trainer.leave)
     step = await seat.run()
+    ended = address.with_name(f"ended-{attempt}-{told['rank']}")
+    ended.write_text(str(step))
+    await group.close()
     await asyncio.sleep(0.3 if told["world"] > 1 else 0)
     return 0 if step == steps else 3
 

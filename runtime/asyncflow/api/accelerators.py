@@ -1,4 +1,4 @@
-"""The table of facts about accelerators: resource names, legal counts, mounts, environment, ports.
+"""The table of facts about accelerators: resource names, legal counts, mounts, environment, ports, nodes.
 
 Sources: MindCluster at 22bb3d98 and vllm-ascend (``facts/ascend.md`` of the project); NVIDIA's device plugin.
 Invariant: nothing else in the project knows a vendor's names. A new kind of device is a new row.
@@ -9,6 +9,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Final
+
+PORTS_PER_PROCESS: Final = 64
+"""Ports that one process may use of each range: more than the 16 of a device times the usual number of devices."""
+PORT_SLOTS: Final = 40
+"""Processes that have ports of their own in each range; those beyond let the operating system choose."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mount:
+    """A path of the host that a process needs, read-only.
+
+    hooked: whether the container runtime of ``Profile.runtime_class`` brings it; gang: whether only processes need it
+    that compute together over the devices' network.
+    """
+
+    path: str
+    hooked: bool = True
+    gang: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortRange:
+    """Ports that a vendor's library listens on: the variable that says which, and the first of them."""
+
+    variable: str
+    first: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,10 +43,12 @@ class Profile:
     """One kind of accelerator.
 
     resource: the name that its device plugin gives it, "" for none. legal_counts: devices that one process can have;
-    gang_counts: the same where several processes form a gang. image: which runtime image. mounts: host paths,
-    read-only, where no container runtime hook brings them. visible: the variable by which a process sees only its
-    devices. collective: the torch.distributed back end. host_port, npu_port: the first port on which it listens, on the
-    host's and on the devices' network, where the i-th process of a node has ports_per_process from i of these on.
+    gang_counts: the same where several processes form a gang. image: which runtime image. collective: the
+    torch.distributed back end. visible: the variable by which a process sees its devices, numbered from 0 in a
+    container; assigned: the variable that names the host's devices where the vendor's scheduler plug-in chose them.
+    groups: group ids that may open the device files. node_labels, node_types: what nodes with it are labelled with, the
+    second with one of several values. port_ranges: see ``ports``. host_ip, interfaces: variables with the address, or
+    the name of the network interface, that the vendor's library uses (see there).
     """
 
     title: str
@@ -28,23 +57,30 @@ class Profile:
     gang_counts: tuple[int, ...]
     image: str
     collective: str
-    mounts: tuple[str, ...] = ()
+    mounts: tuple[Mount, ...] = ()
     env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     visible: str = ""
+    assigned: str = ""
+    groups: tuple[int, ...] = ()
     runtime_class: str = ""
     node_labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    host_port: int = 0
-    npu_port: int = 0
-    ports_per_process: int = 0
+    node_types: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    port_ranges: tuple[PortRange, ...] = ()
+    host_ip: str = ""
+    interfaces: tuple[str, ...] = ()
 
 
+_DRIVER = "/usr/local/Ascend/driver"
 _ASCEND_MOUNTS = (
-    "/usr/local/Ascend/driver",
-    "/usr/local/dcmi",
-    "/usr/local/bin/npu-smi",
-    "/etc/ascend_install.info",
-    "/etc/hccn.conf",
+    Mount(path=_DRIVER),
+    Mount(path="/usr/local/dcmi"),
+    Mount(path="/usr/local/bin/npu-smi"),
+    Mount(path="/etc/ascend_install.info"),
+    Mount(path="/etc/hccn.conf", hooked=False, gang=True),
 )
+"""Ascend Docker Runtime brings libraries and tools, but not the devices' addresses on their own network."""
+_WHOLE_DRIVER = (Mount(path=_DRIVER, hooked=False), *_ASCEND_MOUNTS[1:])
+"""On A5 the part of the driver's folder that the runtime brings is too little (error EI0014)."""
 _ASCEND_ENV = MappingProxyType(
     {
         "HCCL_CONNECT_TIMEOUT": "1500",
@@ -53,12 +89,25 @@ _ASCEND_ENV = MappingProxyType(
         "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
     }
 )
+_HCCL_PORTS = (
+    PortRange(variable="HCCL_HOST_SOCKET_PORT_RANGE", first=60000),
+    PortRange(variable="HCCL_NPU_SOCKET_PORT_RANGE", first=60000 + PORT_SLOTS * PORTS_PER_PROCESS),
+)
+_HWHIAIUSER = 1000
+"""Group of the user HwHiAiUser, who owns the device files."""
 _UP_TO_8 = tuple(range(1, 9))
 _ONE_OR_EVEN_TO_16 = (1, *range(2, 17, 2))
 
 
 def _ascend(
-    title: str, *, resource: str, legal: tuple[int, ...], gang: tuple[int, ...], labels: dict[str, str]
+    title: str,
+    *,
+    resource: str,
+    legal: tuple[int, ...],
+    gang: tuple[int, ...],
+    label: str,
+    types: tuple[str, ...] = (),
+    mounts: tuple[Mount, ...] = _ASCEND_MOUNTS,
 ) -> Profile:
     return Profile(
         title=title,
@@ -67,14 +116,17 @@ def _ascend(
         gang_counts=gang,
         image="runtime-ascend",
         collective="hccl",
-        mounts=_ASCEND_MOUNTS,
+        mounts=mounts,
         env=_ASCEND_ENV,
         visible="ASCEND_RT_VISIBLE_DEVICES",
+        assigned="ASCEND_VISIBLE_DEVICES",
+        groups=(_HWHIAIUSER,),
         runtime_class="ascend",
-        node_labels=MappingProxyType(labels),
-        host_port=60000,
-        npu_port=61024,
-        ports_per_process=64,
+        node_labels=MappingProxyType({"accelerator": label}),
+        node_types=MappingProxyType({"accelerator-type": types} if types else {}),
+        port_ranges=_HCCL_PORTS,
+        host_ip="HCCL_IF_IP",
+        interfaces=("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"),
     )
 
 
@@ -99,21 +151,51 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
             resource="huawei.com/Ascend910",
             legal=_UP_TO_8,
             gang=_UP_TO_8,
-            labels={"accelerator": "huawei-Ascend910"},
+            label="huawei-Ascend910",
+            types=("module-910b-8", "module-910b-16", "card-910b-infer"),
         ),
         "ascend-a3": _ascend(
             "Ascend A3",
             resource="huawei.com/Ascend910",
             legal=_ONE_OR_EVEN_TO_16,
             gang=tuple(range(2, 17, 2)),
-            labels={"accelerator": "huawei-Ascend910"},
+            label="huawei-Ascend910",
+            types=("module-a3-16", "module-a3-16-super-pod", "module-a3-8-super-pod"),
         ),
         "ascend-a5": _ascend(
-            "Ascend A5", resource="huawei.com/npu", legal=_UP_TO_8, gang=(8,), labels={"accelerator": "huawei-npu"}
+            "Ascend A5",
+            resource="huawei.com/npu",
+            legal=_UP_TO_8,
+            gang=(8,),
+            label="huawei-npu",
+            mounts=_WHOLE_DRIVER,
         ),
     }
 )
 """Profile name, as in ``spec.*.accelerator.profile``, to its facts."""
+
+
+def host_paths(profile: Profile, *, runtime: bool, gang: bool) -> tuple[str, ...]:
+    """Give the paths that have to be mounted from the host.
+
+    runtime: whether the container runs under ``profile.runtime_class``; gang: whether it computes together with others.
+    """
+    return tuple(mount.path for mount in profile.mounts if not (mount.hooked and runtime) and (gang or not mount.gang))
+
+
+def ports(profile: Profile, slot: int, *, host_network: bool) -> dict[str, str]:
+    """Give the variables that say which ports a process may listen on, such that no two processes conflict.
+
+    slot: the process's number among those of its job that have devices. Processes on a host's network may meet those of
+    another job there, whose slots nobody knows: they let the operating system choose, as do slots beyond PORT_SLOTS.
+    """
+    if host_network or slot >= PORT_SLOTS:
+        return {ports.variable: "auto" for ports in profile.port_ranges}
+    skip = slot * PORTS_PER_PROCESS
+    return {
+        ports.variable: f"{ports.first + skip}-{ports.first + skip + PORTS_PER_PROCESS - 1}"
+        for ports in profile.port_ranges
+    }
 
 
 def counted(counts: tuple[int, ...]) -> str:

@@ -19,7 +19,7 @@ from asyncflow.api.queue import TransferQueue
 from asyncflow.api.structural import Schema, schema_of, without_defaults
 from asyncflow.api.weights import WeightSync
 
-_ONE_LINE = 500
+_ONE_LINE = 1200
 _HEADER = "# Made by `asyncflow crds` from runtime/asyncflow/api. Change the models, not this file.\n"
 
 

@@ -6,6 +6,7 @@ run is refused here, by rules that the CRD repeats; what is only planned is list
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
@@ -15,15 +16,15 @@ from asyncflow.api.durability import ElasticitySpec, FailurePolicySpec, LimitsSp
 from asyncflow.api.learning import AlgorithmSpec, DataSpec, EvaluationSpec, ModelSpec, RewardSpec, SamplingSpec
 from asyncflow.api.metadata import ObjectMeta
 from asyncflow.api.placement import DriverSpec, SchedulingSpec, TemplateSpec
-from asyncflow.api.queue import JobQueueSpec
-from asyncflow.api.schedule import ScheduleSpec
+from asyncflow.api.queue import LEAST_BYTES, JobQueueSpec
+from asyncflow.api.schedule import AHEAD_CEL, ScheduleSpec
 from asyncflow.api.status import JobStatus
 from asyncflow.api.weights import JobWeightsSpec
 from asyncflow.api.workers import AuxiliarySpec, RolloutSpec, TrainerSpec
 
-BYTES_PER_PROMPT_TOKEN = 4
-BYTES_PER_RESPONSE_TOKEN = 16
-"""Of a response token: its id (int32), log-prob (float32) and weight version (int64)."""
+_ROW_CEL = "double(4 * self.sampling.maxPromptTokens + self.data.maxTaskBytes + 16 * self.sampling.maxTokens + 8)"
+_EVAL_CEL = "(has(self.evaluation) ? self.evaluation.samples + (self.evaluation.greedy ? 1 : 0) : 0)"
+_PART_CEL = f"[{LEAST_BYTES}.0, {_ROW_CEL} * double([self.algorithm.groupSize, {_EVAL_CEL}].max())].max()"
 
 
 class RLJobSpec(Spec):
@@ -80,14 +81,30 @@ class RLJobSpec(Spec):
         return self.sampling.max_prompt_tokens + self.sampling.max_tokens
 
     @property
+    def output_bytes(self) -> dict[str, int]:
+        """Most bytes of each column that is written to a sample after its creation."""
+        of_token = {"response_ids": 4, "logprobs": 4, "versions": 8}
+        return {name: size * self.sampling.max_tokens for name, size in of_token.items()} | {
+            "reward": 4,
+            "advantage": 4,
+        }
+
+    @property
     def bytes_of_interval(self) -> int:
-        """Most bytes of samples between two checkpoints, with the step in training and the one generated ahead."""
-        row = (
-            BYTES_PER_PROMPT_TOKEN * self.sampling.max_prompt_tokens
-            + BYTES_PER_RESPONSE_TOKEN * self.sampling.max_tokens
-        )
+        """Bytes with which the queue never stands still, whatever is written when.
+
+        Training samples hold theirs until a checkpoint commits them: those of ``checkpoints.every`` steps, and of the
+        steps whose prompts are out ahead. Samples of an evaluation leave as soon as they are judged, so they only have
+        to pass through: one part of a put. One more part for each further unit: then, as long as a part fits into what
+        is left of all units together, it fits into one of them.
+        """
+        inputs = 4 * self.sampling.max_prompt_tokens + self.data.max_task_bytes
+        row = inputs + sum(self.output_bytes.values())
+        evaluated = self.evaluation.group_size if self.evaluation is not None else 0
+        part = max(LEAST_BYTES, row * max(self.algorithm.group_size, evaluated))
         samples = self.algorithm.prompts_per_step * self.algorithm.group_size
-        return row * samples * (self.storage.checkpoints.every + 2)
+        steps = self.storage.checkpoints.every + self.schedule.ahead
+        return ceil(row * samples * steps) + part * self.transfer_queue.storage_units
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -109,10 +126,15 @@ class RLJobSpec(Spec):
                 "transfer_queue.bytes_per_unit",
                 "transfer_queue.storage_units",
                 "storage.checkpoints.every",
+                "schedule.max_staleness",
+                "schedule.staleness_threshold",
+                "schedule.sync_every",
+                "data.max_task_bytes",
                 "sampling.max_prompt_tokens",
                 "sampling.max_tokens",
                 "algorithm.prompts_per_step",
                 "algorithm.group_size",
+                "evaluation",
             ),
             ok=lambda job: (
                 job.transfer_queue.name is not None
@@ -120,13 +142,14 @@ class RLJobSpec(Spec):
             ),
             cel="has(self.transferQueue.name) || quantity(string(self.transferQueue.bytesPerUnit)).asApproximateFloat()"
             " * double(self.transferQueue.storageUnits) >= "
-            f"double({BYTES_PER_PROMPT_TOKEN} * self.sampling.maxPromptTokens"
-            f" + {BYTES_PER_RESPONSE_TOKEN} * self.sampling.maxTokens)"
-            " * double(self.algorithm.promptsPerStep * self.algorithm.groupSize)"
-            " * double(self.storage.checkpoints.every + 2)",
+            f"{_ROW_CEL} * double(self.algorithm.promptsPerStep * self.algorithm.groupSize)"
+            f" * (double(self.storage.checkpoints.every) + {AHEAD_CEL})"
+            f" + {_PART_CEL} * double(self.transferQueue.storageUnits)",
             why="the units cannot hold the samples of one checkpoint interval, which stay until it commits",
-            fix="Give storageUnits * bytesPerUnit >= (4 maxPromptTokens + 16 maxTokens) * promptsPerStep * groupSize"
-            " * (checkpoints.every + 2), or checkpoint more often",
+            fix="Give storageUnits * bytesPerUnit >= row * promptsPerStep * groupSize * (checkpoints.every + ahead)"
+            " + storageUnits * part, or checkpoint more often; row = 4 maxPromptTokens + maxTaskBytes + 16 maxTokens"
+            " + 8; ahead = 1 (quota, update sync), 2 (quota, delayed), else the less of maxStaleness + 1 and"
+            " (1 + stalenessThreshold) * syncEvery; part = the more of 1Mi and row * samples of a prompt",
         ),
         Rule(
             reads=("elasticity.enabled", "rollout.min_replicas", "rollout.max_replicas", "rollout.replicas"),

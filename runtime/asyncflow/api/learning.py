@@ -74,6 +74,9 @@ class DataSpec(Spec):
     """Training prompts."""
     eval: EvalDataSpec | None = None
     """Held-out prompts; needed where ``evaluation`` is set."""
+    max_task_bytes: Annotated[int, Field(ge=256, le=1 << 30)] = 16384
+    """Most bytes of one task: question, answer and what its checker needs; a larger one is refused by the driver, with
+    its serial."""
 
 
 class WorkersSpec(Spec):
@@ -216,7 +219,7 @@ class SamplingSpec(Spec):
     max_tokens: Annotated[int, Field(ge=1, le=1_048_576)]
     """Most tokens of a response."""
     max_prompt_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 512
-    """Most tokens of a prompt; a longer one is refused by the driver, with its serial."""
+    """Most tokens of a prompt, held out or not; a longer one is refused by the driver, with its serial."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus; 1 is off."""
     top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
@@ -253,3 +256,8 @@ class EvaluationSpec(Spec):
     """Whether to evaluate greedy decoding too."""
     temperature: Annotated[float, Field(gt=0, le=10)] | None = None
     """Temperature of pass@1. Absent: that of ``sampling``."""
+
+    @property
+    def group_size(self) -> int:
+        """Samples of one held-out prompt, the greedy one included."""
+        return self.samples + int(self.greedy)

@@ -1,22 +1,35 @@
-"""Names that cross between the plan, the substrates and the runtime: roles, ports, paths, labels.
+"""Names that cross between plan, substrates, operator and runtime: roles, ports, paths, labels, objects.
 
 Invariant: a name is written down once, here; it is a pure function of job, role and index.
 """
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Final, Literal
 
 from asyncflow.api.base import GROUP
 
 RoleName = Literal["driver", "controller", "storage", "rollout", "trainer", "reference", "reward", "critic"]
 
-JOB_FILE: Final = "/etc/asyncflow/job.yaml"
+CONFIG_DIR: Final = "/etc/asyncflow"
+"""Where manifest, key and token lie in a pod."""
+JOB_FILE: Final = f"{CONFIG_DIR}/job.yaml"
 """Where the manifest lies in a pod."""
-KEY_FILE: Final = "/etc/asyncflow/key"
+KEY_FILE: Final = f"{CONFIG_DIR}/key"
 """Where the job's key lies in a pod."""
 KEY_FILE_ENV: Final = "ASYNCFLOW_KEY_FILE"
 """Variable that names the job's key file elsewhere."""
+TOKEN_FILE: Final = f"{CONFIG_DIR}/token"
+"""Where the bearer token of the driver's POST routes lies in a pod."""
+TOKEN_FILE_ENV: Final = "ASYNCFLOW_TOKEN_FILE"  # noqa: S105 — a name, not a token
+"""Variable that names the file with the bearer token."""
+HOST_ENV: Final = "ASYNCFLOW_HOST"
+"""Variable with the address that a role serves on; loopback where it is not set."""
+WORKDIR: Final = "/var/lib/asyncflow"
+"""The folder of the run in a pod: ``ledger``, ``checkpoints``, ``export`` and what a role makes for itself."""
+CLAIMS_DIR: Final = "/mnt"
+"""Where pods mount the claims that a manifest names, each under its name."""
 
 RPC_PORT: Final = 5571
 """Port of a role's RPC server, where it has an address of its own."""
@@ -26,10 +39,22 @@ GANG_PORT: Final = 29571
 """Port at which trainer rank 0 meets the other ranks."""
 
 LABEL_JOB: Final = f"{GROUP}/job"
+LABEL_QUEUE: Final = f"{GROUP}/queue"
+"""Label of what a TransferQueue owns, its own name; also where the queue belongs to a job."""
 LABEL_ROLE: Final = f"{GROUP}/role"
 LABEL_INDEX: Final = f"{GROUP}/index"
 LABEL_ATTEMPT: Final = f"{GROUP}/attempt"
 FIELD_MANAGER: Final = "asyncflow-operator"
+MANAGED: Final = MappingProxyType(
+    {"app.kubernetes.io/managed-by": FIELD_MANAGER, "app.kubernetes.io/part-of": "asyncflow"}
+)
+"""Labels of everything that the operator makes."""
+DIGEST: Final = f"{GROUP}/digest"
+"""Annotation of what the operator makes: what it was made from, in short, so that it is not written again."""
+FOLDER: Final = f"{GROUP}/folder"
+"""Annotation of a resolved manifest: the folder of the file that it was made from, where relative paths start."""
+CONTAINER: Final = "asyncflow"
+"""The container of a pod in which the role runs; a template that names it changes it."""
 
 
 def instance(job: str, role: RoleName, index: int) -> str:
@@ -42,5 +67,16 @@ def labels(job: str, role: RoleName) -> dict[str, str]:
     return {LABEL_JOB: job, LABEL_ROLE: role}
 
 
-FOLDER = f"{GROUP}/folder"
-"""Annotation of a resolved manifest: the folder of the file that it was made from, where relative paths start."""
+def service(owner: str, role: RoleName) -> str:
+    """Give the name of the service of a role, e.g. ``quickstart-driver``: of the leader, or of a gang (headless)."""
+    return f"{owner}-{role}"
+
+
+def keys_secret(owner: str) -> str:
+    """Give the name of the Secret with key and token, e.g. ``quickstart-keys``."""
+    return f"{owner}-keys"
+
+
+def claim(owner: str, volume: str) -> str:
+    """Give the name of a claim that is made for ``volume`` (``ledger`` or ``checkpoints``)."""
+    return f"{owner}-{volume}"

@@ -10,11 +10,15 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, StringConstraints
 
 from asyncflow.api.base import API_VERSION, Frozen, Name, Rule, Spec
-from asyncflow.api.conditions import Conditions
+from asyncflow.api.conditions import Conditions, Time
 from asyncflow.api.durability import LedgerSpec
 from asyncflow.api.metadata import ObjectMeta
 from asyncflow.api.placement import ResourcesSpec, TemplateSpec
 from asyncflow.api.quantity import Quantity
+from asyncflow.api.status import Count, RoleRecord
+
+LEAST_BYTES = 1 << 20
+"""No unit holds less: whoever looks for room for at most so much never hears that it can never be had."""
 
 
 class QueueSpec(Spec):
@@ -34,7 +38,7 @@ class QueueSpec(Spec):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             reads=("bytes_per_unit",),
-            ok=lambda queue: queue.bytes_per_unit.bytes >= 1 << 20,
+            ok=lambda queue: queue.bytes_per_unit.bytes >= LEAST_BYTES,
             cel="quantity(string(self.bytesPerUnit)).compareTo(quantity('1Mi')) >= 0",
             why="a unit of less than 1Mi holds next to nothing",
             fix="Give bytes with a unit, e.g. 256Mi",
@@ -75,21 +79,25 @@ class QueueStatus(Spec):
     observed_generation: Annotated[int, Field(ge=0)] = 0
     """Generation of the spec that this status speaks of."""
     conditions: Conditions = ()
-    """Ready, Progressing, Degraded."""
+    """Accepted, Ready, Progressing, Degraded."""
+    progress_time: Time | None = None
+    """When this status was written: its figures are as of then."""
     address: Annotated[str, StringConstraints(max_length=256)] | None = None
     """Address that clients dial."""
     ready_units: Annotated[int, Field(ge=0)] = 0
     """Storage units that are ready."""
     selector: Annotated[str, StringConstraints(max_length=512)] = ""
     """Label selector of the storage units, for /scale."""
-    rows: Annotated[int, Field(ge=0)] = 0
-    """Live rows."""
-    bytes: Annotated[int, Field(ge=0)] = 0
-    """Bytes held."""
-    limit: Annotated[int, Field(ge=0)] = 0
-    """Bytes that may be held."""
-    partitions: Annotated[int, Field(ge=0)] = 0
-    """Jobs that use it."""
+    rows: Count | None = None
+    """Live rows; absent while nobody knows."""
+    bytes: Count | None = None
+    """Bytes held; absent while nobody knows."""
+    limit: Count | None = None
+    """Bytes that may be held; absent while nobody knows."""
+    partitions: Count | None = None
+    """Jobs that use it; absent while nobody knows."""
+    failures: Annotated[dict[str, RoleRecord], Field(max_length=16)] = Field(default_factory=dict)
+    """By role: ends and attempts, as far as they must be remembered."""
 
 
 class TransferQueue(Spec):

@@ -16,6 +16,13 @@ Mode = Literal["sync", "periodic", "async"]
 Update = Literal["sync", "delayed", "staggered"]
 SwapAt = Literal["quota", "sequence", "token"]
 
+_SYNC = "(has(self.schedule.update) ? self.schedule.update == 'sync' : self.schedule.mode != 'async')"
+_LEAST = f"(self.schedule.syncEvery - ({_SYNC} ? 1 : 0))"
+_STALENESS = f"(has(self.schedule.maxStaleness) ? self.schedule.maxStaleness : {_LEAST})"
+_CYCLE = "(1.0 + self.schedule.stalenessThreshold) * double(self.schedule.syncEvery)"
+AHEAD_CEL = f"(self.schedule.swapAt == 'quota' ? ({_SYNC} ? 1.0 : 2.0) : [double({_STALENESS}) + 1.0, {_CYCLE}].min())"
+"""``ScheduleSpec.ahead`` of a job in CEL, where defaults that depend on other fields are not filled in."""
+
 
 def _usual_update(fields: dict[str, Any]) -> Update:
     return "delayed" if fields["mode"] == "async" else "sync"
@@ -57,6 +64,24 @@ class ScheduleSpec(Spec):
     """Most prompts in flight, over all rollouts (AReaL: ``max_concurrent``). Absent: no bound beside staleness."""
     deterministic: bool = False
     """Whether gradients accumulate in the order of keys, so that a run is a function of seed and manifest."""
+
+    @property
+    def lag(self) -> int:
+        """η: D_k may begin under θ_{k-1-η} or newer. 0 where all wait, 1 for delayed quotas, else maxStaleness."""
+        if self.swap_at != "quota":
+            return self.max_staleness
+        return 0 if self.update == "sync" else 1
+
+    @property
+    def ahead(self) -> float:
+        """Most optimizer steps beyond the newest published version whose prompts are out."""
+        steps = self.lag + 1
+        return steps if self.swap_at == "quota" else min(steps, (1 + self.staleness_threshold) * self.sync_every)
+
+    @property
+    def whole_steps(self) -> bool:
+        """Whether training waits for all of D_k, in the order of keys, instead of streaming."""
+        return self.mode == "sync" or self.require_batches == 1 or self.deterministic
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

@@ -18,6 +18,7 @@ Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Line = Annotated[str, StringConstraints(max_length=1024)]
 WorkerId = Annotated[str, StringConstraints(max_length=128)]
+Uid = Annotated[str, StringConstraints(max_length=64)]
 
 
 class Wire(Spec):
@@ -119,6 +120,42 @@ class DriverStatus(Wire):
     """What the job waits for, in one sentence; empty while it makes progress."""
     desired_rollouts: Count | None = None
     """Rollouts that the built-in policy would have."""
+    version_bytes: Count | None = None
+    """Bytes of the newest published version."""
+    transfer_seconds: Annotated[float, Field(ge=0)] | None = None
+    """Median duration of that version's transfers."""
+
+
+class RoleRecord(Spec):
+    """What is remembered of a role, so that no end counts twice and no gang has an attempt twice."""
+
+    attempt: Count = 0
+    """Attempt of the next process; it only grows."""
+    begun: bool = False
+    """Of a gang: whether processes of this attempt may exist."""
+    whole: bool = False
+    """Of a gang: whether all of this attempt have existed."""
+    restarts: Count = 0
+    """Failures within the window."""
+    window_start: Time | None = None
+    """When the window began."""
+    in_a_row: Count = 0
+    """Ends in a row."""
+    last_failure: Time | None = None
+    """When the last end was counted."""
+    counted: Annotated[tuple[Uid, ...], Field(max_length=256)] = ()
+    """UIDs of pods whose end is counted and that may still exist."""
+
+
+class Leaving(Spec):
+    """A rollout that is on its way out."""
+
+    name: Annotated[str, StringConstraints(max_length=63)]
+    """Its pod."""
+    uid: Uid
+    """The pod's UID."""
+    since: Time
+    """When it was chosen."""
 
 
 class JobStatus(Spec):
@@ -127,7 +164,7 @@ class JobStatus(Spec):
     observed_generation: Count = 0
     """Generation of the spec that this status speaks of."""
     conditions: Conditions = ()
-    """Ready, Progressing, Stalled, WhyPending, Complete, Failed, Suspended, ElasticityActive."""
+    """Accepted, Ready, Progressing, Stalled, WhyPending, Complete, Failed, Suspended, ElasticityActive."""
     phase: Phase = "Pending"
     """Where the job stands."""
     attempt: Count = 0
@@ -136,6 +173,10 @@ class JobStatus(Spec):
     """When the first pod was made."""
     completion_time: Time | None = None
     """When the job finished."""
+    suspend_time: Time | None = None
+    """When the driver was first asked to suspend."""
+    progress_time: Time | None = None
+    """When this status was written: its figures are as of then."""
     step: Count = 0
     """Optimizer steps done."""
     steps: Count = 0
@@ -168,10 +209,18 @@ class JobStatus(Spec):
     """Rollouts that have caught up."""
     desired_replicas: Count | None = None
     """Rollouts that the built-in policy wants."""
+    wish: Literal["more", "fewer"] | None = None
+    """What the built-in policy would change, once it has wished it for long enough."""
+    wish_time: Time | None = None
+    """Since when it wishes so."""
+    draining: Annotated[tuple[Leaving, ...], Field(max_length=256)] = ()
+    """Rollouts on their way out."""
     selector: Annotated[str, StringConstraints(max_length=512)] = ""
     """Label selector of the rollouts, for /scale."""
     restarts: Annotated[dict[str, Count], Field(max_length=16)] = Field(default_factory=dict)
-    """By role: restarts within the window."""
+    """By role: failures within the window."""
+    failures: Annotated[dict[str, RoleRecord], Field(max_length=16)] = Field(default_factory=dict)
+    """By role: ends and attempts, as far as they must be remembered."""
     images: Annotated[dict[str, Annotated[str, StringConstraints(max_length=512)]], Field(max_length=16)] = Field(
         default_factory=dict
     )

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, StringConstraints
 
 from asyncflow.api.base import API_VERSION, Frozen, Name, Spec
-from asyncflow.api.conditions import Conditions
+from asyncflow.api.conditions import Conditions, Time
 from asyncflow.api.metadata import ObjectMeta
 
 
@@ -49,7 +49,9 @@ class WeightsStatus(Spec):
     observed_generation: Annotated[int, Field(ge=0)] = 0
     """Generation of the spec that this status speaks of."""
     conditions: Conditions = ()
-    """Ready, Lagging."""
+    """Accepted, Ready, Lagging."""
+    progress_time: Time | None = None
+    """When this status was written: its figures are as of then."""
     version: Annotated[int, Field(ge=0)] = 0
     """Step of the newest published version."""
     attempt: Annotated[int, Field(ge=0)] = 0
@@ -58,10 +60,10 @@ class WeightsStatus(Spec):
     """Histogram: entry i counts the rollouts that are i versions behind; the last entry, those further behind."""
     laggards: Annotated[tuple[Laggard, ...], Field(max_length=10)] = ()
     """The ten rollouts that are furthest behind."""
-    bytes: Annotated[int, Field(ge=0)] = 0
-    """Bytes of one version."""
-    transfer_seconds: Annotated[float, Field(ge=0)] = 0.0
-    """Median duration of the newest version's transfers."""
+    bytes: Annotated[int, Field(ge=0)] | None = None
+    """Bytes of one version; absent while nobody knows."""
+    transfer_seconds: Annotated[float, Field(ge=0)] | None = None
+    """Median duration of the newest version's transfers; absent while nobody knows."""
 
 
 class WeightSync(Spec):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import reduce
-from importlib.metadata import entry_points
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from asyncflow.api.load import Manifest, check_files, load
 from asyncflow.api.names import FOLDER
 from asyncflow.api.problems import Problem, refusal
 from asyncflow.errors import ManifestError
+from asyncflow.plugins import installed
 from asyncflow.rewards.registry import check as check_reward
 
 _PLUGINS = (
@@ -61,7 +61,8 @@ def folder_of(job: RLJob, file: Path) -> Path:
 def _anchored(job: RLJob, base: Path) -> RLJob:
     data = job.model_dump(mode="json", by_alias=True, exclude_none=True)
     spec = data["spec"]
-    for holder in (spec["model"], *spec["data"].values()):
+    sources = (spec["data"][name] for name in ("train", "eval") if name in spec["data"])
+    for holder in (spec["model"], *sources):
         holder["source"] = _absolute(holder["source"], base)
     data["metadata"].setdefault("annotations", {})[FOLDER] = str(base)
     return RLJob.model_validate(data)
@@ -78,11 +79,11 @@ def _absent_plugins(job: RLJob) -> Iterator[Problem]:
     data = job.spec.model_dump(mode="json", by_alias=True)
     for place, group in _PLUGINS:
         name: Any = reduce(getitem, place, data)
-        known = {point.name for point in entry_points(group=group)}
+        known = installed(group)
         if name not in known:
             yield Problem(
                 place=("spec", *place),
                 value=name,
                 reason=f"no installed package offers it in {group}",
-                fix=f"Installed here: {', '.join(sorted(known)) or 'none'}",
+                fix=f"Installed here: {', '.join(known) or 'none'}",
             )

@@ -14,11 +14,11 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from asyncflow.api.job import RLJob
+from asyncflow.api.job import RLJob, RLJobSpec
 from asyncflow.api.load import load_job, to_yaml
 from asyncflow.commands.manifest import resolved_job
+from asyncflow.durable import write_whole
 from asyncflow.plan.job import plan
-from asyncflow.substrates.local.atomic import write_atomic
 from asyncflow.substrates.local.folder import RunFolder
 from asyncflow.substrates.local.placement import launcher
 from asyncflow.substrates.local.ports import PortReservation
@@ -54,11 +54,16 @@ def run(file: Path, *, output: Path | None, overrides: Sequence[str], resume: bo
 
 def _supervise(job: RLJob, folder: RunFolder) -> tuple[Outcome, bool]:
     """Run everything; give the outcome, and whether all of the view could be written."""
-    write_atomic(folder.job, to_yaml(job).encode())
+    write_whole(folder.job, to_yaml(job).encode())
     folder.write_token()
     with folder.log("supervisor").open("a", encoding="utf-8") as log, PortReservation(2) as (rpc_port, http_port):
         setup_logging("supervisor", 0, stream=log)
         places, driver = plan(job), f"tcp://127.0.0.1:{rpc_port}"
+        for role in places.roles:
+            if role.replicas == 0:
+                click.echo(f"no {role.name} is placed, and none comes later: spec.{role.name}.replicas is 0")
+        if ignored := _only_on_a_cluster(job.spec):
+            click.echo(f"of no effect on one machine: {', '.join(ignored)}")
         limits = job.spec.limits
         supervisor = Supervisor(
             roles=places.roles,
@@ -79,6 +84,14 @@ def _supervise(job: RLJob, folder: RunFolder) -> tuple[Outcome, bool]:
         finally:
             seen = watch.close()
         return outcome, seen
+
+
+def _only_on_a_cluster(spec: RLJobSpec) -> list[str]:
+    asked = {
+        "spec.elasticity": spec.elasticity.enabled or spec.elasticity.dry_run,
+        "spec.scheduling.gang": spec.scheduling.gang != "none",
+    }
+    return [place for place, given in asked.items() if given]
 
 
 def _leave(outcome: Outcome) -> None:

@@ -9,36 +9,20 @@ Invariant: a prompt is in the book before its rows are created, and its step is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from asyncflow.data.prompter import Prompter
 from asyncflow.driver.book import PromptBook
+from asyncflow.driver.prompts import PROMPTS_PER_PUT, PromptColumns
 from asyncflow.driver.tasks import TRAIN
-from asyncflow.errors import ManifestError
 from asyncflow.flow.admission import Admission, Flow, admit
 from asyncflow.flow.schedule import Schedule
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.messages import RowMeta
 
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 60.0
-PROMPTS_PER_PUT = 32
-
-
-def prompt_columns(prompter: Prompter, serials: Iterable[int], *, copies: int) -> dict[str, Jagged]:
-    """Give the columns ``prompt_ids`` int32 and ``task`` uint8 (a packed ``Prompt``), ``copies`` rows a serial."""
-    ids: list[np.ndarray] = []
-    tasks: list[np.ndarray] = []
-    for serial in serials:
-        prompt = prompter.source.prompt(serial)
-        ids.extend([np.asarray(prompter.encode(prompt), dtype=np.int32)] * copies)
-        tasks.extend([np.frombuffer(prompt.packed(), dtype=np.uint8)] * copies)
-    return {"prompt_ids": Jagged.from_rows(ids, np.int32), "task": Jagged.from_rows(tasks, np.uint8)}
 
 
 @dataclass(kw_only=True)
@@ -49,12 +33,11 @@ class Dispatcher:
     """
 
     queue: QueueClient
-    prompter: Prompter
+    prompts: PromptColumns
     book: PromptBook
     schedule: Schedule
     policies: Sequence[Admission]
     group_size: int
-    max_prompt_tokens: int
     flow: Callable[[], Flow | None]
     changed: Callable[[], Awaitable[None]]
     on_first: Callable[[], None]
@@ -90,18 +73,10 @@ class Dispatcher:
             self._opened.add(step)
         self.on_first()
         metas = [self._meta(serial, step, sample) for serial, step in issued for sample in range(self.group_size)]
-        columns = prompt_columns(self.prompter, [serial for serial, _ in issued], copies=self.group_size)
-        self._check_lengths([serial for serial, _ in issued], columns["prompt_ids"])
-        await self.queue.create(metas, columns, group_size=self.group_size, timeout=CALL_TIMEOUT_S)
-
-    def _check_lengths(self, serials: Sequence[int], ids: Jagged) -> None:
-        for serial, length in zip(serials, ids.lengths[:: self.group_size], strict=True):
-            if length > self.max_prompt_tokens:
-                raise ManifestError(
-                    f"prompt {serial} has {length} tokens, more than {self.max_prompt_tokens}",
-                    where="spec.sampling.maxPromptTokens",
-                    hint="Raise it, or give shorter prompts.",
-                )
+        columns = self.prompts.columns([serial for serial, _ in issued], copies=self.group_size)
+        await self.queue.create(
+            metas, columns, group_size=self.group_size, outputs=self.prompts.outputs, timeout=CALL_TIMEOUT_S
+        )
 
     def _meta(self, serial: int, step: int, sample: int) -> RowMeta:
         window = self.schedule.window(step)
@@ -116,12 +91,16 @@ class Dispatcher:
         )
 
     async def replace_lost(self) -> None:
-        """Create again the rows whose bytes were lost with a storage unit, for as long as the job lasts."""
+        """Create again the rows whose bytes were lost with a storage unit, for as long as the job lasts.
+
+        The lowest steps come first: others may have to wait for the bytes that their commit frees.
+        """
         known = 0
         while True:
             wanted = await self.queue.wanted(partition=TRAIN, known=known, timeout=CALL_TIMEOUT_S)
             known = wanted.revision
-            if wanted.keys:
-                lost = sorted({(meta.serial, meta.step) for meta in wanted.keys})
+            lost = [(serial, step) for step, serial in sorted({(meta.step, meta.serial) for meta in wanted.keys})]
+            if lost:
                 log.warning("generating %d groups again: their bytes were lost with a storage unit", len(lost))
-                await self.put(lost)
+            for start in range(0, len(lost), PROMPTS_PER_PUT):
+                await self.put(lost[start : start + PROMPTS_PER_PUT])

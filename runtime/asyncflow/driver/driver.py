@@ -1,16 +1,16 @@
 """The driver: wires data, admission, groups, evaluation and progress to the queue and the catalogue of versions.
 
 Its loops share one bell (``Wake``) and look at levels: what is published, dispatched, trained, evaluated. Its durable
-state is the ledger, the checkpoint and its own two files of lines; a driver that is killed starts again from those.
+state is the ledger, the checkpoint, its own two files of lines and ``lives.json``; a driver that is killed starts again
+from those.
 
-Invariant: the job has succeeded exactly when θ_steps is in a checkpoint, D_1..D_steps are committed in the ledger, and
-every evaluation that is still possible is recorded; only then is anybody told to stop.
+Invariant: what a loop does is a function of levels, so it may be ended and begun again at any point; when the job is
+over is decided in one place (``ending``).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import Counter
@@ -22,21 +22,21 @@ from asyncflow.api.status import DriverStatus, Phase
 from asyncflow.data.prompter import Prompter
 from asyncflow.driver.book import PromptBook, generating
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S, Dispatcher
+from asyncflow.driver.ending import Ending
 from asyncflow.driver.evaluation import Evaluation, EvaluationResult
 from asyncflow.driver.gauges import count_step, show
 from asyncflow.driver.groups import GroupPolicy, Groups
-from asyncflow.driver.journal import write_whole
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
-from asyncflow.driver.policies import admission_of, schedule_of
 from asyncflow.driver.progress import Progress, line_of
+from asyncflow.driver.prompts import PromptColumns
 from asyncflow.driver.status import build_status, waiting_for
-from asyncflow.driver.summary import summarize
 from asyncflow.driver.tasks import EVAL, TRAIN
 from asyncflow.driver.versions import Versions
 from asyncflow.driver.wake import Wake, persevere
-from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
-from asyncflow.flow.admission import Flow
+from asyncflow.errors import Refused
+from asyncflow.flow.admission import Flow, admission_of
+from asyncflow.flow.schedule import Schedule
 from asyncflow.net.directory import Directory
 from asyncflow.net.rpc import RpcServer
 from asyncflow.queue.client import QueueClient
@@ -48,7 +48,7 @@ from asyncflow.weights.service import CatalogueService
 log = logging.getLogger(__name__)
 
 PULSE_S = 0.5
-FAREWELL_S = 8.0
+REMEMBER_S = 5.0
 FULL = 0.8
 """Share of the queue's bytes at which a checkpoint is forced, so that its commit frees them."""
 
@@ -70,30 +70,38 @@ class Driver:
     ) -> None:
         spec = job.spec
         self.job = job
-        self.folder = folder
         self.queue = queue
         self.metrics = metrics
-        self.schedule = schedule_of(spec)
+        self.schedule = Schedule.of(spec)
         self.progress = Progress(folder, steps=spec.algorithm.steps, now=time.time())
         self.book = PromptBook(prompts_per_step=spec.algorithm.prompts_per_step, steps=spec.algorithm.steps)
         self.weights = CatalogueService(server)
         self.wake = Wake()
-        self.lives = Lives(opened=self.progress.at("first dispatch"))
-        self.members = Members(directory, queue=queue, weights=self.weights, lives=self.lives, changed=self.wake.tell)
+        done = self.progress.done >= self.progress.steps
+        self.lives = Lives(
+            opened=self.progress.at("first dispatch"), closed=self.progress.last_step_at if done else None
+        )
+        self.members = Members(
+            directory,
+            queue=queue,
+            weights=self.weights,
+            lives=self.lives,
+            memory=folder / "lives.json",
+            started=self.progress.now,
+            changed=self.wake.tell,
+        )
         self.phase: Phase = "Starting"
         self._stats: QueueStats | None = None
         self._generated = 0
         self._seen: set[int] = set()
-        self._checkpoint: tuple[int, float] | None = None
         self._full_at = -1
         self._dispatcher = Dispatcher(
             queue=queue,
-            prompter=train_prompts,
+            prompts=PromptColumns.of(spec, prompter=train_prompts, what="prompt"),
             book=self.book,
             schedule=self.schedule,
             policies=admission_of(spec),
             group_size=spec.algorithm.group_size,
-            max_prompt_tokens=spec.sampling.max_prompt_tokens,
             flow=self._flow,
             changed=self.wake.changed,
             on_first=self._first_dispatch,
@@ -120,11 +128,24 @@ class Driver:
             changed=self.wake.changed,
             finished=self._evaluated,
         )
+        self._ending = Ending(
+            folder=folder,
+            queue=queue,
+            progress=self.progress,
+            members=self.members,
+            wake=self.wake,
+            unevaluated=self.versions.unevaluated,
+            suspending=lambda: self.phase == "Suspending",
+            export_s=spec.limits.stall_seconds,
+            stop_s=spec.limits.stop_seconds,
+            devices=spec.trainer.replicas + spec.rollout.replicas,
+        )
         server.route("driver.report", TrainReport, self._report)
 
     async def run(self) -> Phase:
         """Drive the job to its end: Succeeded or Suspended."""
-        await self._gather()
+        needed = Counter(controller=1, storage=self.job.spec.transfer_queue.storage_units)
+        await self.members.gather(needed, changed=self.wake.changed, within_s=self.job.spec.limits.start_seconds)
         await self._restore()
         self.phase = "Running"
         loops = {
@@ -141,30 +162,14 @@ class Driver:
             }
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(persevere(loop, what=what), name=what) for what, loop in loops.items()]
-            self.phase = await self._until_done()
+            self.phase = await self._ending.reached()
             for task in tasks:
                 task.cancel()
         return self.phase
 
     async def conclude(self) -> None:
         """Write the summary, then tell everybody to stop and wait until they have left."""
-        if self.phase == "Succeeded":
-            await self.queue.close_partition(partition=TRAIN, step=self.schedule.steps, timeout=CALL_TIMEOUT_S)
-        audit = await self.queue.audit(timeout=CALL_TIMEOUT_S)
-        finished = time.time()
-        self.progress.note(self.phase, at=finished)
-        devices = self.job.spec.trainer.replicas + self.job.spec.rollout.replicas
-        summary = summarize(
-            self.progress,
-            audit=audit,
-            phase=self.phase,
-            finished=finished,
-            tokens_generated=self.members.tokens_generated,
-            devices=devices,
-            idle_share=self.lives.idle_shares(finished),
-        )
-        write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-        await self.members.dismiss(within_s=FAREWELL_S)
+        await self._ending.conclude(self.phase)
 
     def status(self) -> DriverStatus:
         """Give what ``GET /v1/status`` answers."""
@@ -176,7 +181,7 @@ class Driver:
             newest=newest,
             rollouts=self.members.rollouts(newest=newest, lag=self.schedule.lag),
             stats=self._stats,
-            checkpoint=self._checkpoint,
+            checkpoint=self._ending.checkpoint,
             idle_share=self.lives.idle_shares(time.time()),
             waiting_for=waiting_for(
                 self.progress,
@@ -184,14 +189,11 @@ class Driver:
                 members=self.members.counts,
                 newest=newest,
                 evaluating=self.versions.unevaluated(),
+                exported=self.members.exported,
                 stats=self._stats,
                 quiet_s=time.time() - (self.progress.last_step_at or self.lives.opened or time.time()),
             ),
         )
-
-    def ready(self) -> tuple[bool, str]:
-        """Say whether the job is under way, for ``/readyz``."""
-        return self.phase not in ("Pending", "Starting"), self.phase
 
     def drain(self, worker: str) -> None:
         """Let a rollout hand back its work and leave. Raises StaleHandle for an unknown one."""
@@ -204,68 +206,35 @@ class Driver:
     def suspend(self) -> None:
         """Checkpoint, then end; the run can be resumed. Raises Refused before the job is under way."""
         if self.phase == "Starting":
-            raise Refused("the job is not under way yet", where="suspend", hint="Ask again when /readyz says so.")
+            raise Refused(
+                "the job is not under way yet", where="suspend", hint="Ask again when /v1/status says Running."
+            )
         if self.phase == "Running":
             self.phase = "Suspending"
             self.progress.note("suspend", at=time.time())
             self.checkpoint()
             self.wake.tell()
 
-    async def _gather(self) -> None:
-        needed = Counter(controller=1, storage=self.job.spec.transfer_queue.storage_units)
-        deadline = time.monotonic() + self.job.spec.limits.start_seconds
-        while not needed <= self.members.counts:
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    f"controller and storage units did not join within {self.job.spec.limits.start_seconds:g} s",
-                    where="driver",
-                    hint="Their logs say why.",
-                )
-            await self.wake.changed()
-
     async def _restore(self) -> None:
+        await self.queue.expire(worker=self.queue.worker, timeout=CALL_TIMEOUT_S)
         snapshot = await self.queue.snapshot(partition=TRAIN, timeout=CALL_TIMEOUT_S)
         self.book.restore(snapshot)
+        self.progress.begin_at(snapshot.last_staged_step, attempt=snapshot.attempt)
         self._generated = self.book.next_serial - generating(snapshot)
-        self._note_commit(snapshot.last_committed_step)
+        self._ending.note_commit(snapshot.last_committed_step)
         await self.queue.clear_partition(partition=EVAL, timeout=CALL_TIMEOUT_S)
 
-    async def _until_done(self) -> Phase:
-        asked = self.progress.done
-        while True:
-            await self.wake.changed()
-            if (
-                self.progress.done >= self.schedule.steps
-                and not self.versions.unevaluated()
-                and await self._committed()
-            ):
-                return "Succeeded"
-            if self.phase == "Suspending" and await self._committed():
-                return "Suspended"
-            if self.phase == "Suspending" and self.progress.done > asked:
-                asked = self.progress.done
-                self.checkpoint()
-
-    async def _committed(self) -> bool:
-        try:
-            snapshot = await self.queue.snapshot(partition=TRAIN, timeout=CALL_TIMEOUT_S)
-        except (PeerLost, DeadlineExceeded):
-            return False
-        self._note_commit(snapshot.last_committed_step)
-        return snapshot.last_committed_step >= self.progress.done
-
-    def _note_commit(self, step: int) -> None:
-        if step > 0 and (self._checkpoint is None or step > self._checkpoint[0]):
-            self._checkpoint = (step, time.time())
-
     async def _pulse(self) -> None:
-        committed = -1
+        committed, remembered = -1, 0.0
         while True:
             self.members.observe(time.time())
+            if time.monotonic() - remembered > REMEMBER_S:
+                remembered = time.monotonic()
+                self.members.remember(time.time())
             self.weights.require(self.versions.required())
             stats = self._stats = await self.queue.stats(timeout=CALL_TIMEOUT_S)
             if stats.committed != committed:
-                await self._committed()
+                await self._ending.committed()
                 committed = stats.committed
             if (
                 stats.limit
@@ -311,10 +280,11 @@ class Driver:
 
     async def _report(self, report: TrainReport, _frames: Sequence[memoryview]) -> Reported:
         line = line_of(report)
-        self.progress.step(line)
+        again = self.progress.step(line)
+        if again and self._evaluation is not None:
+            self._evaluation.begin_anew()
         count_step(self.metrics, line)
-        if report.step >= self.schedule.steps:
-            self.members.observe(time.time())
-            self.lives.closed = time.time()
+        self.members.observe(time.time())
+        self.lives.closed = time.time() if report.step >= self.schedule.steps else None
         self.wake.tell()
         return Reported()

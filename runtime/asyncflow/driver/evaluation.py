@@ -4,19 +4,26 @@ An evaluation is a partition's worth of rows pinned to one version; instances th
 between training prompts. Each held-out prompt is sampled ``samples`` times at the evaluation's temperature and, where
 asked for, once greedily.
 
-Invariant: an evaluation is recorded once, when all its samples are in, and all of them were made by exactly θ_step.
+When a step is made again, weights that were being evaluated may be those of another history; then everything that is
+not recorded begins anew, in another *round*, whose number travels with the rows. It does so too when rows turn up that
+a driver put which is no more, and that a storage unit or the controller took in late: they keep its successor's out.
+
+Invariant: an evaluation is recorded once a round, when all its samples of that round are in, and all of them were made
+by a θ_step.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from asyncflow.api.job import RLJobSpec
 from asyncflow.data.prompter import Prompter
-from asyncflow.driver.dispatch import CALL_TIMEOUT_S, PROMPTS_PER_PUT, prompt_columns
+from asyncflow.driver.dispatch import CALL_TIMEOUT_S
+from asyncflow.driver.prompts import PROMPTS_PER_PUT, PromptColumns
 from asyncflow.driver.tasks import EVAL
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.messages import LeasedRow, RowMeta
@@ -24,6 +31,7 @@ from asyncflow.queue.messages import LeasedRow, RowMeta
 log = logging.getLogger(__name__)
 
 SCORED = "evaluated"
+ROUND = "round"
 RIGHT = 1.0
 """The least reward of a right answer."""
 
@@ -61,10 +69,10 @@ class Evaluation:
     """
 
     queue: QueueClient
-    prompter: Prompter
+    columns: PromptColumns
     steps: Sequence[int]
     prompts: int
-    samples: int
+    group_size: int
     greedy: bool
     temperature: float
     due: Callable[[], list[int]]
@@ -72,6 +80,12 @@ class Evaluation:
     finished: Callable[[EvaluationResult], None]
     _tallies: dict[int, Tally] = field(default_factory=dict)
     _put: set[int] = field(default_factory=set)
+    _round: int = field(default_factory=lambda: secrets.randbits(48))
+    _cleared: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Count on a partition that was cleared before."""
+        self._cleared = self._round
 
     @classmethod
     def of(cls, spec: RLJobSpec, *, prompter: Prompter | None, **others: Any) -> Evaluation | None:
@@ -80,22 +94,27 @@ class Evaluation:
         if wanted is None or data is None or prompter is None:
             return None
         return cls(
-            prompter=prompter,
+            columns=PromptColumns.of(spec, prompter=prompter, what="held-out prompt"),
             prompts=data.size,
-            samples=wanted.samples,
+            group_size=wanted.group_size,
             greedy=wanted.greedy,
             temperature=wanted.temperature or spec.sampling.temperature,
             **others,
         )
 
-    @property
-    def group_size(self) -> int:
-        """Rows of one held-out prompt."""
-        return self.samples + int(self.greedy)
+    def begin_anew(self) -> None:
+        """Forget what came in of evaluations that are not finished; the rows that are out are put again."""
+        self._round += 1
+        self._tallies.clear()
 
     async def put_due(self) -> None:
         """Create the rows of each evaluation as it falls due; may be run again after it failed."""
         while True:
+            if self._cleared != self._round:
+                cleared = self._round
+                await self.queue.clear_partition(partition=EVAL, timeout=CALL_TIMEOUT_S)
+                self._put.clear()
+                self._cleared = cleared
             for step in [step for step in self.due() if step not in self._put]:
                 self._tallies.setdefault(step, Tally())
                 await self._create(step)
@@ -108,8 +127,10 @@ class Evaluation:
 
     async def _put_prompts(self, step: int, indices: Sequence[int]) -> None:
         metas = [self._meta(step, index, sample) for index in indices for sample in range(self.group_size)]
-        columns = prompt_columns(self.prompter, indices, copies=self.group_size)
-        await self.queue.create(metas, columns, group_size=self.group_size, timeout=CALL_TIMEOUT_S)
+        columns = self.columns.columns(indices, copies=self.group_size)
+        await self.queue.create(
+            metas, columns, group_size=self.group_size, outputs=self.columns.outputs, timeout=CALL_TIMEOUT_S
+        )
 
     async def replace_lost(self) -> None:
         """Create again the rows whose bytes were lost with a storage unit, for as long as the job lasts."""
@@ -132,10 +153,16 @@ class Evaluation:
                 self.finished(self._result(step, self._tallies.pop(step)))
 
     def _take(self, row: LeasedRow) -> None:
+        """Count a row of this round; one of another, now that the partition was cleared, is begun anew for."""
         tally = self._tallies.get(row.meta.step)
-        if tally is None:
-            return
-        greedy = self.greedy and row.meta.sample == self.samples
+        if row.meta.tags.get(ROUND) != self._round and self._cleared == self._round:
+            log.info("evaluating anew: rows of another driver, or of another round, were still under way")
+            self.begin_anew()
+        elif row.meta.tags.get(ROUND) == self._round and tally is not None:
+            self._note(tally, row)
+
+    def _note(self, tally: Tally, row: LeasedRow) -> None:
+        greedy = self._is_greedy(row.meta.sample)
         kind = tally.greedy if greedy else tally.sampled
         kind[row.meta.serial, row.meta.sample] = float(row.meta.tags["reward"]) >= RIGHT
 
@@ -148,7 +175,7 @@ class Evaluation:
         )
 
     def _meta(self, step: int, index: int, sample: int) -> RowMeta:
-        temperature = 0.0 if sample == self.samples else self.temperature
+        temperature = 0.0 if self._is_greedy(sample) else self.temperature
         return RowMeta(
             partition=EVAL,
             serial=self.steps.index(step) * self.prompts + index,
@@ -157,5 +184,8 @@ class Evaluation:
             purpose="eval",
             min_version=step,
             max_version=step,
-            tags={"temperature": temperature},
+            tags={"temperature": temperature, ROUND: self._round},
         )
+
+    def _is_greedy(self, sample: int) -> bool:
+        return self.greedy and sample == self.group_size - 1

@@ -11,7 +11,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from asyncflow import durable
 from asyncflow.errors import AsyncFlowError
+
+FULL_DISK = "Free some space; the run can be resumed."
 
 
 class Journal:
@@ -32,8 +35,7 @@ class Journal:
         try:
             self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
         except OSError as error:
-            hint = "Free some space; the run can be resumed."
-            raise AsyncFlowError(f"cannot be written: {error}", where=str(self.path), hint=hint) from error
+            raise AsyncFlowError(f"cannot be written: {error}", where=str(self.path), hint=FULL_DISK) from error
         self.lines.append(line)
 
     def close(self) -> None:
@@ -50,7 +52,16 @@ class Journal:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that a reader sees whole or not at all."""
-    draft = path.with_suffix(".draft")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
+    """Write a text file that a reader sees whole or not at all. Raises AsyncFlowError where it cannot be written."""
+    try:
+        durable.write_whole(path, text.encode())
+    except OSError as error:
+        raise AsyncFlowError(f"cannot be written: {error}", where=str(path), hint=FULL_DISK) from error
+
+
+def read_whole(path: Path) -> Any:
+    """Give the JSON that ``write_whole`` wrote, None where nothing was written yet."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None

@@ -1,21 +1,25 @@
 """The members of the job as the driver sees them: who is there, how busy they are, and what is wanted of them.
 
 Invariant: directives are levels, so a member that missed one heartbeat misses nothing; a rollout that is gone loses its
-leases at once, and what it had produced until then stays counted.
+leases at once, and what it had produced until then stays counted, by the next driver too; a member is known to have
+lived, and to have worked, up to its last heartbeat and no further.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from asyncflow.api.status import RolloutState
+from asyncflow.driver.journal import read_whole, write_whole
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.status import rollout_state
-from asyncflow.errors import AsyncFlowError, StaleHandle
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, StaleHandle
 from asyncflow.net.directory import Directives, Directory, Member
 from asyncflow.queue.client import QueueClient
 from asyncflow.weights.service import CatalogueService
@@ -23,10 +27,17 @@ from asyncflow.weights.service import CatalogueService
 log = logging.getLogger(__name__)
 
 EXPIRE_S = 10.0
+LAST = frozenset(("controller", "storage"))
+"""Roles that are dismissed last, because the others hand back to them."""
+HEAR_AGAIN_S = 0.05
 
 
 class Members:
-    """Watches a directory. changed: told whenever somebody came or went."""
+    """Watches a directory.
+
+    lives: what is known of them, and was by earlier drivers, from ``memory``, a file. started: when this driver was,
+    in unix seconds. changed: told whenever somebody came or went.
+    """
 
     def __init__(
         self,
@@ -35,27 +46,33 @@ class Members:
         queue: QueueClient,
         weights: CatalogueService,
         lives: Lives,
+        memory: Path,
+        started: float,
         changed: Callable[[], None],
     ) -> None:
         self.trainer_attempt = 0
         self.lives = lives
+        self.lives.restore(read_whole(memory) or {})
+        self._memory = memory
+        self._started = started
         self._directory = directory
         self._queue = queue
         self._weights = weights
         self._changed = changed
-        self._tokens: dict[str, int] = {}
         self._drained: set[str] = set()
         self._checkpoints_asked = 0
         self._stopping = False
+        self._departure = asyncio.Event()
         self._goodbyes: set[asyncio.Task[None]] = set()
         directory.on_join.append(self._joined)
         directory.on_leave.append(self._left)
         directory.directives = self._directives
 
     @property
-    def tokens_generated(self) -> int:
-        """Response tokens that all rollouts have generated, those that are gone included."""
-        return sum(self._tokens.values())
+    def exported(self) -> bool:
+        """Whether the trainer has made the last step and written what the run is to leave behind."""
+        leaders = (member for member in self._directory.members("trainer") if member.index == 0)
+        return any(self._directory.status(member.incarnation).get("exported") for member in leaders)
 
     @property
     def counts(self) -> Counter[str]:
@@ -69,20 +86,45 @@ class Members:
             for member in self._directory.members("rollout")
         ]
 
+    async def gather(self, needed: Counter[str], *, changed: Callable[[], Awaitable[None]], within_s: float) -> None:
+        """Wait until so many of each role are there. Raises DeadlineExceeded."""
+        deadline = time.monotonic() + within_s
+        while not needed <= self.counts:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"{', '.join(sorted(needed))} did not join within {within_s:g} s",
+                    where="driver",
+                    hint="Their logs say why.",
+                )
+            await changed()
+
+    async def hear(self, *, within_s: float) -> None:
+        """Wait until everybody who is there has sent another heartbeat, at most ``within_s`` seconds."""
+        asked = time.monotonic()
+        while (waited := time.monotonic() - asked) < within_s:
+            silent = [self._directory.silent_s(member.incarnation) or 0.0 for member in self._directory.members()]
+            if max(silent, default=0.0) < waited:
+                return
+            await asyncio.sleep(HEAR_AGAIN_S)
+
+    def remember(self, now: float) -> None:
+        """Observe, and write down for the next driver what is known."""
+        self.observe(now)
+        write_whole(self._memory, json.dumps(self.lives.dump()))
+
     def observe(self, now: float) -> None:
-        """Take in what members said in their last heartbeats."""
+        """Take in what members said in their last heartbeats, and that this driver is there; now: unix seconds."""
+        self.lives.observe(f"driver {self._started}", role="driver", started=self._started, now=now)
         for member in self._directory.members():
             status = self._directory.status(member.incarnation)
-            if "busy_s" in status:
-                self.lives.observe(
-                    member.incarnation,
-                    role=member.role,
-                    started=float(member.info.get("started", now)),
-                    busy_s=float(status["busy_s"]),
-                    now=now,
-                )
-            if "tokens_generated" in status:
-                self._tokens[member.incarnation] = int(status["tokens_generated"])
+            self.lives.observe(
+                member.incarnation,
+                role=member.role,
+                started=float(member.info.get("started", now)),
+                now=now - (self._directory.silent_s(member.incarnation) or 0.0),
+                busy_s=float(status["busy_s"]) if "busy_s" in status else None,
+                tokens=int(status.get("tokens_generated", 0)),
+            )
 
     def drain(self, worker: str) -> None:
         """Let a rollout hand back its work and leave. Raises StaleHandle for an unknown one."""
@@ -98,14 +140,24 @@ class Members:
     async def dismiss(self, *, within_s: float) -> None:
         """Tell everybody to stop, and wait until they have left, at most ``within_s`` seconds."""
         self._stopping = True
-        deadline = time.monotonic() + within_s
-        while self._directory.members() and time.monotonic() < deadline:
-            await asyncio.sleep(0.1)
+        try:
+            async with asyncio.timeout(within_s):
+                while self._directory.members():
+                    self._departure.clear()
+                    await self._departure.wait()
+        except TimeoutError:
+            rest = ", ".join(str(member) for member in self._directory.members())
+            log.warning("still there after %g s: %s", within_s, rest)
 
     def _directives(self, member: Member) -> Directives:
         return Directives(
-            stop=self._stopping, drain=member.incarnation in self._drained, checkpoint=self._checkpoints_asked
+            stop=self._stopping and self._may_go(member),
+            drain=member.incarnation in self._drained,
+            checkpoint=self._checkpoints_asked,
         )
+
+    def _may_go(self, member: Member) -> bool:
+        return member.role not in LAST or all(other.role in LAST for other in self._directory.members())
 
     def _joined(self, member: Member) -> None:
         if member.role == "trainer":
@@ -114,6 +166,7 @@ class Members:
         self._changed()
 
     def _left(self, member: Member, _reason: str) -> None:
+        self._departure.set()
         self._weights.leave(member.incarnation)
         self._drained.discard(member.incarnation)
         if member.role == "rollout" and not self._stopping:

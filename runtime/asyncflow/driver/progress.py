@@ -1,9 +1,12 @@
 """How far the run has come: a line a step, a line an evaluation, and the figures drawn from them.
 
 The lines are the truth: ``metrics.jsonl`` (steps) and ``events.jsonl`` (start, evaluations, end) are read back by a
-restarted driver. A step that a restarted trainer made again has two lines; the later attempt's counts.
+restarted driver; where they are gone with its folder, the ledger still says which step was the last. A step that a
+restarted trainer made again has two lines; the later attempt's counts. Evaluations of it and of what followed spoke of
+weights that are no more: an event says from which step on they are void.
 
-Invariant: no figure is kept that is not computed from lines, so what a person sees before and after a restart agrees.
+Invariants: no figure is kept that is not computed from lines, so what a person sees before and after a restart agrees;
+an evaluation that counts is one of the weights that survive.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from asyncflow.driver.journal import Journal
 from asyncflow.train.report import TrainReport
 
 RECENT_STEPS = 10
+AGAIN = "step made again"
 
 
 def line_of(report: TrainReport) -> dict[str, Any]:
@@ -39,6 +43,7 @@ class Progress:
     steps: int
     now: float
     _by_step: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _began_at: dict[int, int] = field(default_factory=dict)
     evaluations: dict[int, EvaluationResult] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -48,7 +53,9 @@ class Progress:
         for line in self._metrics.lines:
             self._take(line)
         for line in self._events.lines:
-            if line["event"] == "evaluation":
+            if line["event"] == AGAIN:
+                self._forget(line["step"])
+            elif line["event"] == "evaluation":
                 result = EvaluationResult(**{k: v for k, v in line.items() if k not in ("event", "at")})
                 self.evaluations[result.step] = result
         self.note("driver started", at=self.now)
@@ -67,10 +74,23 @@ class Progress:
         """When the run's first driver started, in unix seconds."""
         return self.at("driver started") or self.now
 
-    def step(self, line: dict[str, Any]) -> None:
-        """Record an optimizer step."""
+    def begin_at(self, step: int, *, attempt: int) -> None:
+        """Take over from the ledger that ``step`` was made by trainer ``attempt``; lines say it better where there are.
+
+        The figures of that step and of those before are not known any more.
+        """
+        self._began_at = {step: attempt}
+
+    def step(self, line: dict[str, Any]) -> bool:
+        """Record an optimizer step; say whether it, or a later one, was made before by another attempt."""
+        made = {step: int(old["attempt"]) for step, old in self._by_step.items()} or self._began_at
+        again = any(step >= line["step"] and attempt != line["attempt"] for step, attempt in made.items())
+        if again:
+            self.note(AGAIN, at=line["at"], step=line["step"])
+            self._forget(line["step"])
         self._metrics.append(line)
         self._take(line)
+        return again
 
     def evaluated(self, result: EvaluationResult, *, at: float) -> None:
         """Record an evaluation."""
@@ -86,25 +106,22 @@ class Progress:
     @property
     def done(self) -> int:
         """The newest step of the surviving history."""
-        return max(self._by_step, default=0)
+        return max(self._by_step or self._began_at, default=0)
 
     @property
     def last_step_at(self) -> float | None:
         """When the newest step was done, in unix seconds."""
-        return float(self._by_step[self.done]["at"]) if self._by_step else None
+        return float(self.lines[-1]["at"]) if self._by_step else None
 
     def step_seconds(self) -> list[float]:
         """Give the seconds between consecutive steps of one trainer attempt."""
-        lines = self.lines
-        pairs = [(a, b) for a, b in pairwise(lines) if a["attempt"] == b["attempt"]]
-        return [float(b["at"] - a["at"]) for a, b in pairs]
+        return [seconds for seconds, _ in self._paces()]
 
     def tokens_per_second(self) -> float:
-        """Give the tokens trained in a second, over the recent steps."""
-        recent = self.lines[-RECENT_STEPS - 1 :]
-        if len(recent) < 2 or recent[-1]["at"] <= recent[0]["at"]:
-            return 0.0
-        return float(sum(line["tokens"] for line in recent[1:]) / (recent[-1]["at"] - recent[0]["at"]))
+        """Give the tokens trained in a second, over the recent steps that followed one of their own attempt."""
+        recent = self._paces()[-RECENT_STEPS:]
+        seconds = sum(pace for pace, _ in recent)
+        return sum(tokens for _, tokens in recent) / seconds if seconds > 0 else 0.0
 
     def eta_seconds(self) -> float | None:
         """Give the seconds to the last step at the pace of the recent steps; None before there is a pace."""
@@ -126,6 +143,14 @@ class Progress:
         """Close the files."""
         self._metrics.close()
         self._events.close()
+
+    def _paces(self) -> list[tuple[float, int]]:
+        """Give seconds and tokens of each step that followed one of the same attempt."""
+        pairs = [(a, b) for a, b in pairwise(self.lines) if a["attempt"] == b["attempt"]]
+        return [(float(b["at"] - a["at"]), int(b["tokens"])) for a, b in pairs]
+
+    def _forget(self, step: int) -> None:
+        self.evaluations = {known: result for known, result in self.evaluations.items() if known < step}
 
     def _take(self, line: dict[str, Any]) -> None:
         step = int(line["step"])

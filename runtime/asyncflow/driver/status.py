@@ -89,13 +89,15 @@ def waiting_for(
     members: Mapping[str, int],
     newest: int | None,
     evaluating: Sequence[int],
+    exported: bool,
     stats: QueueStats | None,
     quiet_s: float,
 ) -> str:
     """Say in a few words what keeps the job from its next step; "" while nothing does.
 
     members: how many there are of each role; newest: step of the newest published version; evaluating: versions whose
-    evaluation is not finished; quiet_s: seconds since the last step, or since the first prompt.
+    evaluation is not finished; exported: whether the trainer has written what the run leaves behind; quiet_s: seconds
+    since the last step, or since the first prompt.
     """
     expected = {
         "controller": 1,
@@ -109,7 +111,9 @@ def waiting_for(
     if newest is None:
         return "the trainer to publish θ_0 (it makes or reads the model)"
     if progress.done >= progress.steps:
-        return f"the evaluation of θ_{evaluating[0]}" if evaluating else ""
+        if evaluating:
+            return f"the evaluation of θ_{evaluating[0]}"
+        return "" if exported else "the trainer to write the last checkpoint and export/"
     if quiet_s > spec.limits.stall_seconds and stats is not None:
         return (
             f"step {progress.done + 1}, stalled for {quiet_s:.0f} s: "

@@ -1,14 +1,15 @@
 """``summary.json``: what a run did, in figures that were measured.
 
 Invariant: each figure is computed from lines, from the audit of the ledger, or from what roles reported; nothing is
-assumed, and what was not measured is null.
+assumed, and what was not measured is null. Times are those in which the job was up (``Lives.up_s``): a run that was
+suspended, or that lay dead until it was resumed, does not grow older meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from asyncflow.driver.lives import Lives
 from asyncflow.driver.progress import Progress
 from asyncflow.queue.messages import AuditReport
 
@@ -19,9 +20,8 @@ def summarize(
     audit: AuditReport,
     phase: str,
     finished: float,
-    tokens_generated: int,
+    lives: Lives,
     devices: int,
-    idle_share: Mapping[str, float],
 ) -> dict[str, Any]:
     """Give the summary. finished: unix seconds; devices: trainer ranks and rollouts (on CPU a process is a device)."""
     lines = progress.lines
@@ -30,13 +30,13 @@ def summarize(
     last_eval = evaluations[-1] if evaluations else None
     dispatched = progress.at("first dispatch")
     tokens_trained = sum(int(line["tokens"]) for line in lines)
-    training_s = lines[-1]["at"] - dispatched if lines and dispatched is not None else None
+    training_s = lives.up_s(dispatched, lines[-1]["at"]) if lines and dispatched is not None else None
     samples = sum(int(line["samples"]) for line in lines)
     gaps = [float(line["logprob_gap_p99"]) for line in lines if line.get("logprob_gap_p99") is not None]
     return {
         "phase": phase,
         "steps": progress.done,
-        "wall_s": finished - progress.started,
+        "wall_s": lives.up_s(progress.started, finished),
         "training_s": training_s,
         "eval_prompts": last_eval.prompts if last_eval else None,
         "eval_accuracy_first": first_eval.accuracy if first_eval else None,
@@ -45,7 +45,7 @@ def summarize(
         "eval_greedy_last": last_eval.greedy if last_eval else None,
         "reward_first": lines[0]["reward"] if lines else None,
         "reward_last": lines[-1]["reward"] if lines else None,
-        "tokens_generated": tokens_generated,
+        "tokens_generated": lives.tokens_generated,
         "tokens_trained": tokens_trained,
         "tpspd": tokens_trained / training_s / devices if training_s and devices else None,
         "devices": devices,
@@ -67,7 +67,7 @@ def summarize(
         "samples_unfinished": audit.unfinished,
         "samples_lost": audit.lost,
         "samples_duplicated": audit.duplicated,
-        "idle_share": dict(idle_share),
+        "idle_share": lives.idle_shares(finished),
         "logprob_gap_p99": max(gaps, default=None),
         "trainer_attempts": audit.attempts,
         "redeliveries": audit.redeliveries,

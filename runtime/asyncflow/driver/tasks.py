@@ -9,7 +9,6 @@ Invariant: a function of the manifest; whoever serves the queue declares them be
 from __future__ import annotations
 
 from asyncflow.api.job import RLJobSpec
-from asyncflow.driver.policies import collects_whole_steps
 from asyncflow.queue.messages import TaskSpec
 
 TRAIN = "train"
@@ -39,7 +38,7 @@ def tasks_of(spec: RLJobSpec) -> list[TaskSpec]:
             name="train",
             needs=["prompt_ids", *_RESPONSE, "advantage"],
             kind="gang",
-            order="key" if collects_whole_steps(spec) else "fifo",
+            order="key" if spec.schedule.whole_steps else "fifo",
         ),
         TaskSpec(partition=EVAL, name="rollout", needs=_PROMPT, writes=_RESPONSE, groups=True, lease_s=lease_s),
         TaskSpec(partition=EVAL, name="score", needs=["reward"], lease_s=DRIVER_LEASE_S),

@@ -47,5 +47,6 @@ class Versions:
         ]
 
     def due(self) -> list[int]:
-        """Give the versions that can be evaluated now."""
-        return [step for step in self.unevaluated() if self.catalogue.find(step) is not None]
+        """Give the versions that can be evaluated now: of the history that survives, after the line of their step."""
+        done = self.progress.done
+        return [step for step in self.unevaluated() if step <= done and self.catalogue.find(step) is not None]

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from asyncflow.api.job import RLJobSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,20 @@ class StalenessThreshold:
         """Give max_required_samples - staleness_samples."""
         limit = int(self.prompts_per_step * (1 + self.threshold) * self.sync_every)
         return limit - (flow.dispatched - flow.published * self.prompts_per_step)
+
+
+def admission_of(spec: RLJobSpec) -> list[Admission]:
+    """Give the rules that a manifest asks for; quotas admit whole steps, so verl's fraction is not theirs."""
+    batch, schedule = spec.algorithm.prompts_per_step, spec.schedule
+    policies: list[Admission] = [BoundedLag(prompts_per_step=batch, lag=schedule.lag, steps=spec.algorithm.steps)]
+    if schedule.swap_at != "quota":
+        threshold = StalenessThreshold(
+            prompts_per_step=batch, sync_every=schedule.sync_every, threshold=schedule.staleness_threshold
+        )
+        policies.append(threshold)
+    if schedule.max_inflight is not None:
+        policies.append(Concurrency(limit=schedule.max_inflight))
+    return policies
 
 
 def admit(policies: Iterable[Admission], flow: Flow) -> int:

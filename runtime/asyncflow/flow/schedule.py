@@ -10,9 +10,12 @@ Invariant: a sample of step k never begins under a version whose lag at its grad
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.identity import NEWEST
+
+if TYPE_CHECKING:
+    from asyncflow.api.job import RLJobSpec
 
 
 class Window(NamedTuple):
@@ -36,6 +39,17 @@ class Schedule:
     exact: bool
     sync_every: int = 1
     eval_every: int = 0
+
+    @classmethod
+    def of(cls, spec: RLJobSpec) -> Schedule:
+        """Give the schedule that a manifest asks for."""
+        return cls(
+            steps=spec.algorithm.steps,
+            lag=spec.schedule.lag,
+            exact=spec.schedule.swap_at == "quota",
+            sync_every=spec.schedule.sync_every,
+            eval_every=spec.evaluation.every if spec.evaluation else 0,
+        )
 
     def window(self, step: int) -> Window:
         """Give the versions that may generate D_step; the oldest is the first published one that keeps the lag."""

@@ -33,7 +33,8 @@ _STATUS: list[tuple[type[AsyncFlowError], int]] = [
 ]
 
 
-def _ready() -> tuple[bool, str]:
+def ready() -> tuple[bool, str]:
+    """Say that there is nothing to wait for."""
     return True, "ready"
 
 
@@ -44,7 +45,7 @@ class RoleHttp:
     words; token_file: holds the bearer token for POST, read anew at each request so that it can be changed.
     """
 
-    def __init__(self, *, registry: CollectorRegistry, ready: Ready = _ready, token_file: Path | None = None) -> None:
+    def __init__(self, *, registry: CollectorRegistry, ready: Ready = ready, token_file: Path | None = None) -> None:
         self._registry = registry
         self._ready = ready
         self._token_file = token_file

@@ -46,13 +46,12 @@ class Directives(Struct, frozen=True, kw_only=True):
     """What the driver wants of a member, as a level: repeated in every heartbeat until it changes.
 
     stop: leave now; drain: take nothing new, hand back, then leave; checkpoint: number of checkpoints asked for so far
-    (a larger number than before means: write one); suspend: pause until it is taken back.
+    (a larger number than before means: write one).
     """
 
     stop: bool = False
     drain: bool = False
     checkpoint: int = 0
-    suspend: bool = False
 
 
 class Registered(Struct, frozen=True, kw_only=True):

@@ -40,8 +40,7 @@ def generated_by(schedule: ScheduleSpec) -> str:
 
 
 def _trained(schedule: ScheduleSpec) -> str:
-    whole = schedule.mode == "sync" or schedule.require_batches > 0 or schedule.deterministic
-    return "when D_k is complete" if whole else "as groups are finished"
+    return "when D_k is complete" if schedule.whole_steps else "as groups are finished"
 
 
 def _swapped(schedule: ScheduleSpec) -> str:

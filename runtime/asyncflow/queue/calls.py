@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 from asyncflow.queue.messages import LeasedRow, PartitionSnapshot, Slot, TaskSpec
 
 Seconds = Annotated[float, Meta(ge=0)]
+Bytes = Annotated[int, Meta(ge=0)]
 
 
 class Done(Struct, frozen=True):

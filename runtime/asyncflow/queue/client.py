@@ -17,13 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from asyncflow.errors import AsyncFlowError, Refused
+from asyncflow.errors import AsyncFlowError
 from asyncflow.net.frames import BatchHeader, Jagged, decode_batch, encode_batch
 from asyncflow.net.keys import Keys
 from asyncflow.net.membership import Membership
 from asyncflow.net.rpc import persist
 from asyncflow.queue import calls, unit_calls
 from asyncflow.queue.control import GRACE_S, PARK_S, ControlClient, now
+from asyncflow.queue.creation import Creator
 from asyncflow.queue.messages import (
     LeasedRow,
     RowMeta,
@@ -36,7 +37,6 @@ log = logging.getLogger(__name__)
 
 _MOST = 1 << 40
 _GOODBYE_S = 2.0
-_ATTEMPT_S = 15.0
 _EMPTY = BatchHeader(rows=0, columns=[])
 
 
@@ -58,6 +58,7 @@ class QueueClient(ControlClient):
         keys: Keys | None = None,
     ) -> None:
         super().__init__(controller=controller, unit=unit, units=units, worker=worker, keys=keys)
+        self._creator = Creator(self._peers)
         self._ticket_base = uuid.uuid4().hex[:8]
         self._ticket_numbers = itertools.count()
         self._goodbyes: set[asyncio.Task[None]] = set()
@@ -80,33 +81,21 @@ class QueueClient(ControlClient):
         await super().close()
 
     async def create(
-        self, metas: Sequence[RowMeta], columns: Mapping[str, Jagged], *, group_size: int, timeout: float
+        self,
+        metas: Sequence[RowMeta],
+        columns: Mapping[str, Jagged],
+        *,
+        group_size: int,
+        outputs: Mapping[str, int] | None = None,
+        timeout: float,
     ) -> list[bool]:
         """Create samples, whole groups of ``group_size`` at a time, with their first columns (one row for each meta).
 
-        False for a sample that exists or existed already; one that is wanted is created again. Waits for room.
-        Raises Refused for a group that is not whole, or columns that do not fit the partition's.
+        outputs: most bytes of each column that a sample gets later; it is taken in only with room for them too. False
+        for a sample that exists or existed already; one that is wanted is created again. Waits for room. Raises
+        Refused for a group that is not whole, or columns that do not fit the partition's.
         """
-        _check_whole(metas, group_size)
-        deadline, verdicts = now() + timeout, dict.fromkeys(range(len(metas)), False)
-        left = list(verdicts)
-
-        async def send(unit: int, indices: list[int]) -> None:
-            header, frames = encode_batch(part_of(columns, indices, len(metas)))
-            left_s = min(_ATTEMPT_S, max(0.01, deadline - now()))
-            request = unit_calls.CreateRows([metas[i] for i in indices], group_size, header, 0.9 * left_s)
-            answer = await self._peers.ask_unit_once(
-                unit, "unit.create", request, calls.Verdicts, timeout=left_s, frames=frames
-            )
-            verdicts.update(zip(indices, answer.ok, strict=True))
-            left[:] = [index for index in left if index not in indices]
-
-        async def attempt() -> None:
-            homes = parts_by(self._peers.home(metas[index].serial) for index in left)
-            await together(send(unit, [left[i] for i in places]) for unit, places in homes.items())
-
-        await persist(attempt, what=f"creating {len(metas)} samples", timeout=timeout)
-        return list(verdicts.values())
+        return await self._creator.create(metas, columns, group_size=group_size, outputs=outputs or {}, timeout=timeout)
 
     async def claim(
         self,
@@ -257,11 +246,3 @@ class QueueClient(ControlClient):
         task = asyncio.create_task(abandon(), name="goodbye")
         self._goodbyes.add(task)
         task.add_done_callback(self._goodbyes.discard)
-
-
-def _check_whole(metas: Sequence[RowMeta], size: int) -> None:
-    """Refuse samples named twice, or beyond the size of their group."""
-    keys = {(meta.partition, *meta.key) for meta in metas}
-    if len(keys) != len(metas) or any(not 0 <= meta.sample < size for meta in metas):
-        hint = "Create all samples 0..group_size-1 of a prompt at once, each once"
-        raise Refused(f"{len(metas)} samples do not make groups of {size}", where="queue client", hint=hint)

@@ -41,12 +41,13 @@ class Connections:
         for client in (self._controller, *self._units.values()):
             await client.close()
 
-    def home(self, serial: int) -> int:
-        """Give the unit that takes the samples of a prompt now. PeerLost while there is none."""
+    def homes(self, serial: int) -> list[int]:
+        """Give the units that are there, the one first that takes the samples of a prompt. PeerLost for none."""
         units = sorted(self._indices())
         if not units:
             raise PeerLost("no storage unit is there", where="queue client")
-        return units[serial % len(units)]
+        first = serial % len(units)
+        return units[first:] + units[:first]
 
     async def ask_once(self, method: str, request: Struct, reply: type[R], *, timeout: float) -> R:
         """Call the controller."""

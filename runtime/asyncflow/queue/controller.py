@@ -38,8 +38,9 @@ class Controller:
     """Serves one queue.
 
     ledger_dir: folder of the ledger, made if needed; sync: its durability class; host, port: where to listen (0: any);
-    keys: the job's key; unit_lost_s: seconds of silence after which a storage unit's rows are made again elsewhere;
-    compact_bytes: size from which on the ledger is compacted while serving.
+    advertise: the host that others dial, where that is another; keys: the job's key; unit_lost_s: seconds of silence
+    after which a storage unit's rows are made again elsewhere; compact_bytes: size from which on the ledger is
+    compacted while serving.
     ``failed`` is done when the controller cannot go on; its exception says why.
     """
 
@@ -50,12 +51,13 @@ class Controller:
         sync: Sync = "process",
         host: str = "127.0.0.1",
         port: int = 0,
+        advertise: str = "",
         keys: Keys | None = None,
         unit_lost_s: float = 30.0,
         compact_bytes: int = 64 << 20,
     ) -> None:
         self.table = Table()
-        self.server = RpcServer(name="controller", bind=f"tcp://{host}:{port or '*'}", keys=keys)
+        self.server = RpcServer(name="controller", bind=f"tcp://{host}:{port or '*'}", keys=keys, advertise=advertise)
         self._ledger = Ledger(ledger_dir, sync=sync, compact=lambda: dump(self.table.books), limit=compact_bytes)
         self.sessions = Sessions(self.table, lost_s=unit_lost_s)
         self.ledger_dir = ledger_dir

@@ -3,15 +3,19 @@
 A put is stored first, then announced, then decided. Until then its cells are neither old nor new: who asks for them
 waits for the verdict.
 
-Invariants: every byte is in the budget from before it is stored until after it is freed; a row has one cell a column;
-what was refused leaves nothing behind.
+A row is created together with a promise of room for its outputs, and only then; so whoever completes it gets through,
+although the unit is full of rows that wait to be completed.
+
+Invariants: every byte is in the budget from before it is stored until after it is freed; the budget promises, for each
+row, what its creator named and nobody has written yet; a row has one cell a column; what was refused leaves nothing
+behind.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,16 +41,30 @@ class Cell(NamedTuple):
 class _Row:
     tokens: int
     tags: dict[str, Tag]
+    outputs: Mapping[str, int]
     columns: dict[str, Cell] = field(default_factory=dict)
     partial: dict[str, Cell] = field(default_factory=dict)
+
+    def awaits(self, column: str, size: int) -> bool:
+        """Tell whether a cell of that size was promised and is not there yet."""
+        return column not in self.columns and size <= self.outputs.get(column, 0)
+
+    @property
+    def promise(self) -> int:
+        """Bytes that are kept for it."""
+        return _promise(self.outputs, self.columns)
 
 
 @dataclass(slots=True, eq=False)
 class Put:
-    """Cells that are stored and not yet decided about. cells: of each row, by column; verdict: when it has come."""
+    """Cells that are stored and not yet decided about.
+
+    cells: of each row, by column; outputs: promised to each new row; verdict: when it has come.
+    """
 
     entry: Entry
     cells: dict[str, list[Cell]]
+    outputs: Mapping[str, int]
     verdict: asyncio.Future[list[bool]]
 
     def touches(self, rows: frozenset[int], columns: Sequence[str]) -> bool:
@@ -71,32 +89,53 @@ class Holdings:
     def __contains__(self, row: int) -> bool:
         return row in self._rows
 
-    async def store(
-        self, columns: Mapping[str, Jagged], *, lease: str, timeout: float
+    async def store_new(
+        self, columns: Mapping[str, Jagged], *, outputs: Mapping[str, int], timeout: float
     ) -> tuple[dict[str, list[Cell]], Cells]:
-        """Copy ``columns`` into the back end, as soon as there is room; give the cells and their description."""
-        cells = {
+        """Copy ``columns`` of new rows into the back end, as soon as there is room for them and their ``outputs``.
+
+        Gives the cells and their description. outputs: most bytes of each column that a row gets later.
+        """
+        cells = self._cells(columns, lease="")
+        promise = _promise(outputs, columns) * max(map(len, columns.values()), default=0)
+        await self.budget.reserve(_size(cells), promise=promise, timeout=timeout)
+        return cells, await self._put(columns, cells, promise=promise)
+
+    async def store_outputs(
+        self, columns: Mapping[str, Jagged], *, rows: Sequence[int], lease: str, partial: bool, timeout: float
+    ) -> tuple[dict[str, list[Cell]], Cells]:
+        """Copy ``columns`` of rows that are here into the back end: at once where they were promised, else in turn."""
+        cells = self._cells(columns, lease=lease)
+        promised = not partial and all(
+            (row := self._rows.get(number)) is not None and row.awaits(name, cell.size)
+            for name, of in cells.items()
+            for number, cell in zip(rows, of, strict=True)
+        )
+        await (self.budget.draw if promised else self.budget.reserve)(_size(cells), timeout=timeout)
+        return cells, await self._put(columns, cells)
+
+    def _cells(self, columns: Mapping[str, Jagged], *, lease: str) -> dict[str, list[Cell]]:
+        return {
             name: [Cell(next(self._numbers), column.row(i).nbytes, column.dtype, lease) for i in range(len(column))]
             for name, column in columns.items()
         }
-        size = sum(cell.size for of in cells.values() for cell in of)
-        await self.budget.reserve(size, timeout=timeout)
+
+    async def _put(self, columns: Mapping[str, Jagged], cells: dict[str, list[Cell]], *, promise: int = 0) -> Cells:
         try:
             await self._backend.put(
                 (cell.number, columns[name].row(index)) for name, of in cells.items() for index, cell in enumerate(of)
             )
         except BaseException:
-            await self._free(cell for of in cells.values() for cell in of)
+            await self._free((cell for of in cells.values() for cell in of), promise=promise)
             raise
-        told = Cells(
+        return Cells(
             dtypes={name: column.dtype for name, column in columns.items()},
             sizes={name: [cell.size for cell in of] for name, of in cells.items()},
         )
-        return cells, told
 
-    def propose(self, entry: Entry, cells: dict[str, list[Cell]]) -> Put:
+    def propose(self, entry: Entry, cells: dict[str, list[Cell]], *, outputs: Mapping[str, int]) -> Put:
         """Keep stored cells until the controller has decided about ``entry``."""
-        put = Put(entry, cells, asyncio.get_running_loop().create_future())
+        put = Put(entry, cells, outputs, asyncio.get_running_loop().create_future())
         self.puts[put] = None
         return put
 
@@ -104,14 +143,18 @@ class Holdings:
         """Make those rows of ``put`` that were admitted part of the holdings, free the others, tell who waits."""
         ok = verdict.ok or [False] * len(put.entry.rows)
         refused: list[Cell] = []
+        void = 0
         for index, number in enumerate(put.entry.rows):
             cells = {name: of[index] for name, of in put.cells.items()}
             if ok[index]:
-                refused += self._install(put.entry, index, number, cells)
+                replaced, kept = self._install(put, index, number, cells)
+                refused += replaced
+                void += kept
             else:
                 refused += cells.values()
+                void += _promise(put.outputs, cells)
         del self.puts[put]
-        await self._free(refused)
+        await self._free(refused, promise=void)
         if put.verdict.done():
             return
         if error is not None:
@@ -120,15 +163,17 @@ class Holdings:
         else:
             put.verdict.set_result(ok)
 
-    def _install(self, entry: Entry, index: int, number: int, cells: dict[str, Cell]) -> list[Cell]:
-        """Give the cells that are not needed: replaced ones, and all new ones where the same put came twice."""
+    def _install(self, put: Put, index: int, number: int, cells: dict[str, Cell]) -> tuple[list[Cell], int]:
+        """Give the cells that are not needed (replaced, or of a put that came twice) and the bytes of kept promises."""
+        entry = put.entry
         if isinstance(entry, NewRows):
             meta = entry.metas[index]
-            self._rows[number] = _Row(meta.tokens, dict(meta.tags), cells)
-            return []
+            self._rows[number] = _Row(meta.tokens, dict(meta.tags), put.outputs, cells)
+            return [], 0
         row = self._rows.get(number)
         if row is None or any(name in row.columns and row.columns[name].lease == cells[name].lease for name in cells):
-            return list(cells.values())
+            return list(cells.values()), 0
+        promised = row.promise
         shelf, out = (row.partial, row.columns) if entry.reason else (row.columns, row.partial)
         if entry.reason:
             replaced = [cells.pop(name) for name in list(cells) if name in out]
@@ -137,7 +182,7 @@ class Holdings:
             row.tags |= entry.tags[index] if entry.tags else {}
         replaced += [shelf[name] for name in cells if name in shelf]
         shelf.update(cells)
-        return replaced
+        return replaced, promised - row.promise
 
     async def fetch(self, rows: Sequence[int], columns: Sequence[str]) -> dict[str, Jagged]:
         """Give ``columns`` of ``rows``, in that order. Raises StaleHandle for what is not there."""
@@ -176,7 +221,10 @@ class Holdings:
     async def clear(self, rows: Iterable[int]) -> None:
         """Free rows; those that are not here are passed over."""
         gone = [row for number in rows if (row := self._rows.pop(number, None)) is not None]
-        await self._free(cell for row in gone for cells in (row.columns, row.partial) for cell in cells.values())
+        await self._free(
+            (cell for row in gone for cells in (row.columns, row.partial) for cell in cells.values()),
+            promise=sum(row.promise for row in gone),
+        )
 
     async def wipe(self) -> None:
         """Free everything: writers are fenced, creators may try again elsewhere."""
@@ -185,8 +233,16 @@ class Holdings:
             again = PeerLost("the unit was given up and began anew", where=self._where)
             await self.decide(put, Verdict([]), again if isinstance(put.entry, NewRows) else None)
 
-    async def _free(self, cells: Iterable[Cell]) -> None:
+    async def _free(self, cells: Iterable[Cell], *, promise: int = 0) -> None:
         freed = list(cells)
         await self._backend.free(cell.number for cell in freed)
-        if freed:
-            self.budget.release(sum(cell.size for cell in freed))
+        if freed or promise:
+            self.budget.release(_size({"": freed}), promise=promise)
+
+
+def _size(cells: Mapping[str, Sequence[Cell]]) -> int:
+    return sum(cell.size for of in cells.values() for cell in of)
+
+
+def _promise(outputs: Mapping[str, int], present: Container[str]) -> int:
+    return sum(size for name, size in outputs.items() if name not in present)

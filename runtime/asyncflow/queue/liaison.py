@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from itertools import islice
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost, from_wire
@@ -71,9 +72,9 @@ class Liaison:
         first, self._rows = self._rows, self._rows + count
         return [RowPlace(self.epoch, self._unit, number).row for number in range(first, first + count)]
 
-    def tell(self, entry: Entry, cells: dict[str, list[Cell]]) -> Put:
+    def tell(self, entry: Entry, cells: dict[str, list[Cell]], *, outputs: Mapping[str, int] | None = None) -> Put:
         """Have the controller decide about stored cells; the verdict comes in the ``Put``."""
-        put = self._holdings.propose(entry, cells)
+        put = self._holdings.propose(entry, cells, outputs=outputs or {})
         self._news.set()
         return put
 

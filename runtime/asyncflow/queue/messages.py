@@ -156,8 +156,7 @@ class QueueStats(Struct, frozen=True, kw_only=True):
     """Counts of now. Keys of ``ready``, ``leased`` and ``parked`` are "partition/task"; the rest counts rows or bytes.
 
     live: rows whose bytes are held or awaited, the staged ones included; bytes, limit: of all units together, as they
-    last said; lease_expiries, redeliveries: since the controller started; oldest_unready_step: the lowest step of a
-    sample that is wanted or not yet complete, None if there is none.
+    last said; lease_expiries, redeliveries: since the controller started.
     """
 
     ready: dict[str, int]
@@ -172,7 +171,6 @@ class QueueStats(Struct, frozen=True, kw_only=True):
     bytes: int
     limit: int
     units: int
-    oldest_unready_step: int | None
     lease_expiries: int
     redeliveries: int
     fenced: int

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from asyncflow.flow.schedule import Window
 from asyncflow.queue.messages import PartitionSnapshot, QueueStats, StepState
 from asyncflow.queue.readiness import Partition
 from asyncflow.queue.state import State
@@ -45,23 +44,11 @@ def stats(table: Table, storage: Storage) -> QueueStats:
         bytes=storage.used,
         limit=storage.limit,
         units=storage.units,
-        oldest_unready_step=min((step for p in partitions if (step := _unready(p)) is not None), default=None),
         lease_expiries=counters.expiries,
         redeliveries=counters.redeliveries,
         fenced=counters.fenced,
         ledger_bytes=storage.ledger,
     )
-
-
-def _unready(partition: Partition) -> int | None:
-    queue = partition.gang_queue
-    if queue is None:
-        return None
-    for number, step in sorted(partition.gang.steps.items()):
-        ready = len(step.bound) + queue.index.count(Window(number, number))
-        if number > partition.gang.committed and step.groups is not None and ready < step.groups:
-            return number
-    return None
 
 
 def snapshot(partition: Partition) -> PartitionSnapshot:

@@ -25,6 +25,19 @@ def parts_by(keys: Iterable[K]) -> dict[K, list[int]]:
     return parts
 
 
+def batches(weights: Mapping[K, int], *, most: int) -> list[list[K]]:
+    """Give the keys in order, in batches that weigh at most ``most``; a key that is heavier stands alone."""
+    made: list[list[K]] = []
+    left = 0
+    for key, weight in weights.items():
+        if not made or weight > left:
+            made.append([])
+            left = most
+        made[-1].append(key)
+        left -= weight
+    return made
+
+
 async def together(jobs: Iterable[Coroutine[None, None, T]]) -> list[T]:
     """Await ``jobs`` at once; when one fails the others are cancelled."""
     tasks = [asyncio.create_task(job) for job in jobs]

@@ -1,7 +1,8 @@
 """A storage unit's process: the cells themselves, behind three calls (create, write, fetch).
 
-A put is answered when the controller has admitted it. A put that finds no room waits in line; one whose caller has gone
-away meanwhile is still decided, so nothing is left in between.
+A put is answered when the controller has admitted it. A put that finds no room waits in line, but for outputs that were
+promised to rows when they were created; one whose caller has gone away meanwhile is still decided, so nothing is left
+in between.
 
 Invariant: a unit never holds more than ``limit_bytes`` of cells, whatever the controller does.
 """
@@ -11,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Sequence
-from importlib.metadata import entry_points
 
-from asyncflow.errors import DeadlineExceeded, ManifestError, ProtocolError, StaleHandle
+from asyncflow.errors import DeadlineExceeded, ProtocolError, StaleHandle
 from asyncflow.identity import RowPlace
 from asyncflow.net.frames import Buffer, decode_batch, encode_batch
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient, RpcServer
+from asyncflow.plugins import load_plugin
 from asyncflow.queue.backends.base import Backend
 from asyncflow.queue.budget import Budget
 from asyncflow.queue.calls import Verdicts
@@ -31,13 +32,8 @@ BACKENDS = "asyncflow.storage_backends"
 
 def open_backend(name: str) -> Backend:
     """Make the back end ``name`` of the entry points ``BACKENDS``. ManifestError where there is none."""
-    found = entry_points(group=BACKENDS, name=name)
-    if not found:
-        known = ", ".join(sorted(point.name for point in entry_points(group=BACKENDS)))
-        raise ManifestError(f"there is no storage back end {name!r}", hint=f"There is {known}")
-    backend = next(iter(found)).load()()
-    assert isinstance(backend, Backend)
-    return backend
+    made: type[Backend] = load_plugin(BACKENDS, name, kind=Backend, where="spec.transferQueue.backend")
+    return made()
 
 
 class StorageUnit:
@@ -111,11 +107,11 @@ class StorageUnit:
         columns = decode_batch(call.header, frames, max_bytes=self._most(len(call.metas)))
         if call.header.rows != len(call.metas):
             raise ProtocolError(f"{len(call.metas)} samples came with columns of {call.header.rows} rows")
-        cells, told = await self.holdings.store(columns, lease="", timeout=call.wait_s)
+        cells, told = await self.holdings.store_new(columns, outputs=call.outputs, timeout=call.wait_s)
         self.put_bytes += sum(sum(sizes) for sizes in told.sizes.values())
         rows = self._liaison.new_rows(len(call.metas))
         entry = NewRows(metas=call.metas, rows=rows, group_size=call.group_size, cells=told)
-        return await self._verdict(self._liaison.tell(entry, cells))
+        return await self._verdict(self._liaison.tell(entry, cells, outputs=call.outputs))
 
     async def _write(self, call: WriteRows, frames: Frames) -> Verdicts:
         await self.joined(call.wait_s)
@@ -126,7 +122,9 @@ class StorageUnit:
             raise ProtocolError(f"{len(call.rows)} rows came with {len(call.tags)} sets of tags")
         if any(self._foreign(row) for row in call.rows):
             return Verdicts([False] * len(call.rows))
-        cells, told = await self.holdings.store(columns, lease=call.lease, timeout=call.wait_s)
+        cells, told = await self.holdings.store_outputs(
+            columns, rows=call.rows, lease=call.lease, partial=bool(call.reason), timeout=call.wait_s
+        )
         self.put_bytes += sum(sum(sizes) for sizes in told.sizes.values())
         entry = NewCells(lease=call.lease, rows=call.rows, cells=told, tags=call.tags, reason=call.reason)
         return await self._verdict(self._liaison.tell(entry, cells))

@@ -10,17 +10,21 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from asyncflow.net.frames import BatchHeader
-from asyncflow.queue.calls import Seconds
+from asyncflow.queue.calls import Bytes, Seconds
 from asyncflow.queue.messages import RowMeta, Tag
 from asyncflow.queue.table import Cells, Held
 
 
 class CreateRows(Struct, frozen=True):
-    """Put new samples; the frames hold their columns in the order of ``metas``. wait_s: for room."""
+    """Put new samples; the frames hold their columns in the order of ``metas``.
+
+    outputs: most bytes of each column that is written to each of them later; wait_s: for room for all of it.
+    """
 
     metas: list[RowMeta]
     group_size: int
     header: BatchHeader
+    outputs: dict[str, Bytes]
     wait_s: Seconds
 
 

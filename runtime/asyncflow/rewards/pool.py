@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
-from typing import Literal
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost
 from asyncflow.rewards.process import RewardProcess
@@ -25,7 +24,7 @@ class RewardPool:
 
     function, extractor: see ``rewards.registry`` and ``rewards.extract``; workdir: the job's folder, from where a
     user's module is imported; timeout_s: how long one score may run; start_timeout_s: how long loading may take;
-    on_timeout: whether a sample without a reward in time counts 0 or is dropped; outcomes: results so far, by flag.
+    outcomes: results so far, by flag.
 
     Use from one event loop, in a thread that outlives the pool: the kernel kills the processes when the thread that
     started them ends.
@@ -41,7 +40,6 @@ class RewardPool:
         max_workers: int = 8,
         timeout_s: float = 10.0,
         start_timeout_s: float = 60.0,
-        on_timeout: Literal["zero", "drop"] = "zero",
     ) -> None:
         self._function = function
         self._extractor = extractor
@@ -50,7 +48,6 @@ class RewardPool:
         self._max = max(min_workers, max_workers)
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
-        self._drop = on_timeout == "drop"
         self._alive: set[RewardProcess] = set()
         self._free: asyncio.LifoQueue[RewardProcess] = asyncio.LifoQueue()
         self._growth: asyncio.Task[None] | None = None
@@ -99,7 +96,7 @@ class RewardPool:
             scored = await worker.score(example, timeout=self._timeout_s)
         except DeadlineExceeded as error:
             await self._bury(worker)
-            return RewardResult(value=0.0, flag="timeout", detail=str(error), drop=self._drop)
+            return RewardResult(value=0.0, flag="timeout", detail=str(error))
         except PeerLost as error:
             await self._bury(worker)
             return RewardResult(value=0.0, flag="crashed", detail=str(error))

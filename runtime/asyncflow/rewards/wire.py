@@ -43,13 +43,12 @@ class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome for one sample.
 
     value: finite, 0 where flagged; flag: "" or what went wrong (no answer in time, an exception or a result that is no
-    finite number, the process died); detail: one line for the log; drop: the manifest wants such a sample dropped.
+    finite number, the process died); detail: one line for the log.
     """
 
     value: float
     flag: Flag = ""
     detail: str = ""
-    drop: bool = False
 
 
 def frame(message: msgspec.Struct) -> bytes:

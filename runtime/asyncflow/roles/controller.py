@@ -1,13 +1,29 @@
-"""The queue's controller: one process with a controller per task, and the ledger."""
+"""The queue's controller: one process with a controller per task, and the ledger.
+
+In a job it declares the job's tasks and joins the driver's directory. In a queue that stands alone the tasks are
+declared by clients, and the directory is served here, at the one address that all dial; the controller is a member of
+it like any other.
+
+Invariant: what a member of such a queue held when it went is given to others at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from urllib.parse import urlsplit
 
+from aiohttp import web
+
+from asyncflow.api.queue import QueueStatus
 from asyncflow.driver.tasks import tasks_of
 from asyncflow.errors import RoleFailed
+from asyncflow.net.directory import Directory, Member
+from asyncflow.net.http import HttpHandler
+from asyncflow.net.membership import Membership
 from asyncflow.queue.controller import Controller
-from asyncflow.roles.base import Post, RoleOptions, run_role
+from asyncflow.roles.base import run_role
+from asyncflow.roles.post import JobPost, Post, QueuePost, RoleOptions
 from asyncflow.telemetry.metrics import ControllerMetrics
 
 PULSE_S = 1.0
@@ -15,32 +31,87 @@ PULSE_S = 1.0
 
 def main(options: RoleOptions) -> int:
     """Run a controller."""
-    return run_role(serve, options)
+    return run_role(serve, options, alone=serve_alone)
 
 
-async def serve(post: Post) -> None:
-    """Serve until told to stop. Raises RoleFailed when the ledger cannot be written any more."""
-    metrics = ControllerMetrics()
-    controller = Controller(
-        ledger_dir=post.options.workdir / "ledger",
-        sync=post.job.spec.storage.ledger.sync,
-        host=post.host,
-        keys=post.keys,
-    )
+async def serve(post: JobPost) -> None:
+    """Serve a job until told to stop. Raises RoleFailed when the ledger cannot be written any more."""
+    controller, metrics = _controller(post, host=post.host), ControllerMetrics()
     address = await controller.start()
     controller.table.declare(tasks_of(post.job.spec))
     controller.settle()
     metrics.watch_rpc(controller.server.counters)
     membership = await post.join(metrics=metrics, address=address)
+    await _until_told(post, controller, metrics)
+    await _close(membership, controller)
+
+
+async def serve_alone(post: QueuePost) -> None:
+    """Serve whoever joins, until told to stop. Raises RoleFailed when the ledger cannot be written any more."""
+    listened = urlsplit(post.options.driver)
+    controller = _controller(post, host=listened.hostname or post.host, port=listened.port or 0)
+    directory, metrics = Directory(), ControllerMetrics()
+    directory.attach(controller.server)
+
+    def gone(member: Member, _reason: str) -> None:
+        controller.table.claims.expire_worker(member.incarnation)
+        controller.settle()
+
+    directory.on_leave.append(gone)
+    address = await controller.start()
+    metrics.watch_rpc(controller.server.counters)
+    membership = await post.join(
+        metrics=metrics, address=address, directory=address, pages=_pages(controller, directory)
+    )
+    await _until_told(post, controller, metrics)
+    await directory.close()
+    await _close(membership, controller)
+
+
+def _controller(post: Post, *, host: str, port: int = 0) -> Controller:
+    return Controller(
+        ledger_dir=post.options.workdir / "ledger",
+        sync=post.ledger.sync,
+        host=host,
+        port=port,
+        advertise=post.host,
+        keys=post.keys,
+    )
+
+
+async def _until_told(post: Post, controller: Controller, metrics: ControllerMetrics) -> None:
     stopping = asyncio.create_task(post.stopping.wait())
     while not stopping.done() and not controller.failed.done():
         _show(controller, metrics)
         await asyncio.wait((stopping, controller.failed), timeout=PULSE_S, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
+
+
+async def _close(membership: Membership, controller: Controller) -> None:
     await membership.close()
     await controller.close()
     if controller.failed.done():
         raise RoleFailed(str(controller.failed.exception()), where="controller", hint="Free some space, then resume")
+
+
+def _pages(controller: Controller, directory: Directory) -> Mapping[str, HttpHandler]:
+    async def get_status(_request: web.Request) -> web.Response:
+        status = _status(controller, units=len(directory.members("storage")))
+        return web.json_response(text=status.model_dump_json(by_alias=True, exclude_unset=True))
+
+    return {"/v1/status": get_status}
+
+
+def _status(controller: Controller, *, units: int) -> QueueStatus:
+    """Say what the controller knows of the queue's status. units: how many are registered."""
+    stats, partitions = controller.stats(), controller.table.books.partitions.values()
+    return QueueStatus(
+        ready_units=min(stats.units, units),
+        rows=stats.live,
+        bytes=stats.bytes,
+        limit=stats.limit,
+        partitions=sum(partition.closed is None for partition in partitions),
+    )
 
 
 def _show(controller: Controller, metrics: ControllerMetrics) -> None:

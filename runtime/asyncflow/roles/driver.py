@@ -18,10 +18,14 @@ from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.net.directory import Directory
 from asyncflow.net.rpc import RpcServer
 from asyncflow.queue.client import QueueClient
-from asyncflow.roles.base import Post, RoleOptions, job_folder, run_role
+from asyncflow.roles.base import run_role
+from asyncflow.roles.post import JobPost, RoleOptions, job_folder
 from asyncflow.telemetry.metrics import DriverMetrics
 
 log = logging.getLogger(__name__)
+
+WORKER = "driver"
+"""Who holds the driver's leases: the same for all incarnations, so that each ends those of the one before."""
 
 
 def main(options: RoleOptions) -> int:
@@ -29,7 +33,7 @@ def main(options: RoleOptions) -> int:
     return run_role(serve, options)
 
 
-async def serve(post: Post) -> None:
+async def serve(post: JobPost) -> None:
     """Drive the job to its end, or until told to end."""
     spec, options, metrics = post.job.spec, post.options, DriverMetrics()
     tokenizer = Tokenizer.load(materialize_config(spec.model.source, options.workdir))
@@ -38,13 +42,14 @@ async def serve(post: Post) -> None:
     held_out = prompter(spec.data.eval, "eval", tokenizer, folder) if spec.data.eval and spec.evaluation else None
     if held_out is not None:
         check_disjoint(train.source, held_out.source)
-    server, directory = RpcServer(name="driver", bind=options.driver, keys=post.keys), Directory()
+    server = RpcServer(name="driver", bind=options.driver, keys=post.keys, advertise=post.host)
+    directory = Directory()
     directory.attach(server)
     queue = QueueClient(
         controller=lambda: _address(directory, "controller", 0),
         unit=lambda index: _address(directory, "storage", index),
         units=lambda: [member.index for member in directory.members("storage")],
-        worker=post.worker,
+        worker=WORKER,
         keys=post.keys,
     )
     driver = Driver(
@@ -58,7 +63,7 @@ async def serve(post: Post) -> None:
         metrics=metrics,
     )
     metrics.watch_rpc(server.counters)
-    http = post.http(metrics, ready=driver.ready)
+    http = post.http(metrics)
     add_routes(http, status=driver.status, control=driver)
     await server.start()
     await http.start(post.host, options.http_port)
@@ -81,7 +86,7 @@ def prompter(data: TrainDataSpec, purpose: Purpose, tokenizer: Tokenizer, folder
     return Prompter(opened.prompts, tokenizer, opened.form)
 
 
-async def _until_told(post: Post, driver: Driver) -> bool:
+async def _until_told(post: JobPost, driver: Driver) -> bool:
     """Give whether the job came to its own end."""
     running, told = asyncio.create_task(driver.run()), asyncio.create_task(post.stopping.wait())
     await asyncio.wait((running, told), return_when=asyncio.FIRST_COMPLETED)

@@ -12,7 +12,8 @@ from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.net.roster import Status
 from asyncflow.queue.client import QueueClient
 from asyncflow.rewards.pool import RewardPool
-from asyncflow.roles.base import Post, RoleOptions, job_folder, run_role
+from asyncflow.roles.base import run_role
+from asyncflow.roles.post import JobPost, RoleOptions, job_folder
 from asyncflow.rollout.engines import open_engine
 from asyncflow.rollout.job import RolloutSettings
 from asyncflow.rollout.worker import RolloutWorker, wanted_by
@@ -27,7 +28,7 @@ def main(options: RoleOptions) -> int:
     return run_role(serve, options)
 
 
-async def serve(post: Post) -> None:
+async def serve(post: JobPost) -> None:
     """Generate until told to stop or to drain."""
     spec, options = post.job.spec, post.options
     metrics = RolloutMetrics()
@@ -50,7 +51,6 @@ async def serve(post: Post) -> None:
         min_workers=spec.reward.workers.min,
         max_workers=spec.reward.workers.max,
         timeout_s=spec.reward.timeout_seconds,
-        on_timeout=spec.reward.on_timeout,
     )
     if spec.schedule.swap_at == "token":
         raise ManifestError("swapAt token does not work yet", where="spec.schedule.swapAt")
@@ -60,13 +60,17 @@ async def serve(post: Post) -> None:
     def status() -> Status:
         return {} if worker is None else worker.status()
 
+    def ready() -> tuple[bool, str]:
+        caught_up = engine.version is not None
+        return caught_up, "ready" if caught_up else "no weights are loaded yet"
+
     def pulled(record: TransferRecord) -> None:
         metrics.pull_seconds.observe(record.finished - record.started)
 
     async with contextlib.AsyncExitStack() as stack:
         await engine.start()
         stack.push_async_callback(engine.close)
-        membership = await post.join(metrics=metrics, status=status)
+        membership = await post.join(metrics=metrics, status=status, ready=ready)
         stack.push_async_callback(membership.close)
         queue = QueueClient.of(membership, keys=post.keys)
         stack.push_async_callback(queue.close)
@@ -93,7 +97,7 @@ async def serve(post: Post) -> None:
                 stop_ids=(*tokenizer.eos_ids, *(tokenizer.token_id(text) for text in spec.sampling.stop)),
                 seed=spec.algorithm.seed,
                 lease_s=spec.rollout.lease_seconds,
-                drain_s=min(spec.rollout.drain_seconds, spec.limits.stop_seconds / 2),
+                drain_s=spec.rollout.drain_seconds,
             ),
             metrics=metrics,
         )
@@ -105,7 +109,7 @@ async def serve(post: Post) -> None:
             draining.cancel()
 
 
-async def _drain_when_told(post: Post, worker: RolloutWorker) -> None:
+async def _drain_when_told(post: JobPost, worker: RolloutWorker) -> None:
     waits = [asyncio.create_task(event.wait()) for event in (post.stopping, post.draining)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     worker.drain()

@@ -6,7 +6,8 @@ import asyncio
 
 from asyncflow.net.membership import Membership
 from asyncflow.queue.unit import StorageUnit, open_backend
-from asyncflow.roles.base import Post, RoleOptions, run_role
+from asyncflow.roles.base import run_role
+from asyncflow.roles.post import Post, RoleOptions
 from asyncflow.telemetry.metrics import StorageMetrics
 
 PULSE_S = 1.0
@@ -14,12 +15,12 @@ PULSE_S = 1.0
 
 def main(options: RoleOptions) -> int:
     """Run a storage unit."""
-    return run_role(serve, options)
+    return run_role(serve, options, alone=serve)
 
 
 async def serve(post: Post) -> None:
     """Hold cells until told to stop. Raises Fenced when another incarnation has taken this place."""
-    queue, metrics = post.job.spec.transfer_queue, StorageMetrics()
+    queue, metrics = post.queue, StorageMetrics()
     membership: Membership | None = None
     unit = StorageUnit(
         index=post.options.index,
@@ -33,7 +34,11 @@ async def serve(post: Post) -> None:
     address = await unit.start()
     metrics.watch_rpc(unit.server.counters)
     metrics.limit.set(queue.bytes_per_unit.bytes)
-    membership = await post.join(metrics=metrics, address=address)
+
+    def ready() -> tuple[bool, str]:
+        return unit.ready, "ready" if unit.ready else "the controller has not taken it in yet"
+
+    membership = await post.join(metrics=metrics, address=address, ready=ready)
     stopping = asyncio.create_task(post.stopping.wait())
     while not stopping.done() and not unit.failed.done():
         metrics.held.set(unit.holdings.budget.used)

@@ -13,16 +13,16 @@ from asyncflow.algorithms.aggregation import Aggregation
 from asyncflow.algorithms.grpo import GrpoLoss
 from asyncflow.algorithms.losses import Clip
 from asyncflow.api.job import RLJobSpec
-from asyncflow.driver.policies import collects_whole_steps, schedule_of
 from asyncflow.driver.tasks import TRAIN
-from asyncflow.errors import ManifestError
+from asyncflow.flow.schedule import Schedule
 from asyncflow.models.export import export_folder
 from asyncflow.models.source import materialize_config, materialize_weights
 from asyncflow.net.membership import Membership
 from asyncflow.net.rpc import RpcServer
+from asyncflow.plugins import load_plugin
 from asyncflow.queue.client import QueueClient
-from asyncflow.roles.base import Post, RoleOptions, run_role
-from asyncflow.roles.plugins import load_plugin
+from asyncflow.roles.base import run_role
+from asyncflow.roles.post import JobPost, RoleOptions
 from asyncflow.telemetry.metrics import TrainerMetrics
 from asyncflow.train.backends.base import TrainerBackend
 from asyncflow.train.checkpoint import Checkpoints
@@ -43,7 +43,7 @@ def main(options: RoleOptions) -> int:
     return run_role(serve, options)
 
 
-async def serve(post: Post) -> None:
+async def serve(post: JobPost) -> None:
     """Train to the last step, then serve weights until told to stop."""
     spec, options = post.job.spec, post.options
     metrics = TrainerMetrics()
@@ -52,13 +52,23 @@ async def serve(post: Post) -> None:
         GatherService(attempt=options.attempt, world=spec.trainer.replicas).attach(server)
     address = await server.start()
     trainer: Trainer | None = None
+    exported = asyncio.Event()
 
     def status() -> dict[str, object]:
         if trainer is None:
             return {"step": 0, "busy_s": 0.0}
-        return {"step": trainer.step, "busy_s": trainer.busy.total(), "waiting_for": trainer.waiting_for}
+        return {
+            "step": trainer.step,
+            "busy_s": trainer.busy.total(),
+            "waiting_for": trainer.waiting_for,
+            "exported": exported.is_set(),
+        }
 
-    membership = await post.join(metrics=metrics, address=address, status=status)
+    def ready() -> tuple[bool, str]:
+        begun = trainer is not None and trainer.begun
+        return begun, "ready" if begun else "its first weights are not published yet"
+
+    membership = await post.join(metrics=metrics, address=address, status=status, ready=ready)
     group = _group(post, membership)
     transport = open_transport(
         spec.weight_sync.transport, name=f"trainer-{options.index}", bind=post.bind, keys=post.keys
@@ -67,7 +77,7 @@ async def serve(post: Post) -> None:
     await sender.start()
     queue = QueueClient.of(membership, keys=post.keys)
     folder = materialize_config(spec.model.source, options.workdir)
-    backend = _backend(spec, group)
+    backend = _backend(spec, group, host=post.host)
     trainer = Trainer(
         queue=queue,
         sender=sender,
@@ -83,17 +93,21 @@ async def serve(post: Post) -> None:
     metrics.watch_busy(trainer.busy)
     leaving = asyncio.create_task(_leave_when_told(post, trainer))
     step = await trainer.run()
-    if step >= spec.algorithm.steps and options.index == 0 and backend.of_model:
-        await asyncio.to_thread(_export, backend, folder, options.workdir / "export")
+    if step >= spec.algorithm.steps:
+        if options.index == 0 and backend.of_model:
+            await asyncio.to_thread(_export, backend, folder, options.workdir / "export")
+        exported.set()
+        membership.nudge()
     await post.stopping.wait()
     leaving.cancel()
     backend.close()
+    await group.close()
     await sender.close()
     await membership.close()
     await server.close()
 
 
-async def _leave_when_told(post: Post, trainer: Trainer) -> None:
+async def _leave_when_told(post: JobPost, trainer: Trainer) -> None:
     waits = [asyncio.create_task(event.wait()) for event in (post.stopping, post.draining)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     trainer.leave()
@@ -113,7 +127,7 @@ async def _report(membership: Membership, metrics: TrainerMetrics, report: Train
     await membership.driver.call("driver.report", report, Reported, timeout=REPORT_S)
 
 
-def _group(post: Post, membership: Membership) -> Group:
+def _group(post: JobPost, membership: Membership) -> Group:
     world = post.job.spec.trainer.replicas
     if world == 1:
         return Alone()
@@ -132,19 +146,19 @@ def _group(post: Post, membership: Membership) -> Group:
     )
 
 
-def _settings(post: Post) -> TrainerSettings:
+def _settings(post: JobPost) -> TrainerSettings:
     spec = post.job.spec
     return TrainerSettings(
-        schedule=schedule_of(spec),
+        schedule=Schedule.of(spec),
         partition=TRAIN,
         attempt=post.options.attempt,
-        whole=collects_whole_steps(spec),
+        whole=spec.schedule.whole_steps,
         slot_tokens=spec.trainer.backend.tokens_per_micro_batch,
         checkpoint_every=spec.storage.checkpoints.every,
     )
 
 
-def _backend(spec: RLJobSpec, group: Group) -> TrainerBackend:
+def _backend(spec: RLJobSpec, group: Group, *, host: str) -> TrainerBackend:
     algorithm, backend = spec.algorithm, spec.trainer.backend
     settings = BackendSettings(
         optimizer=OptimizerSettings(
@@ -171,11 +185,12 @@ def _backend(spec: RLJobSpec, group: Group) -> TrainerBackend:
         group_size=algorithm.group_size,
         seed=algorithm.seed,
         device="cpu" if spec.trainer.accelerator.profile == "cpu" else "auto",
+        host=host,
         options=backend.options,
     )
-    made = load_plugin("asyncflow.trainer_backends", backend.name, where="spec.trainer.backend.name")
-    if not issubclass(made, TrainerBackend):
-        raise ManifestError(f"{backend.name!r} is no trainer backend", where="spec.trainer.backend.name")
+    made: type[TrainerBackend] = load_plugin(
+        "asyncflow.trainer_backends", backend.name, kind=TrainerBackend, where="spec.trainer.backend.name"
+    )
     return made(settings, group=group)
 
 

@@ -221,12 +221,15 @@ class RolloutWorker:
             self._changed.set()
 
     async def _hand_back(self) -> None:
-        """End all tasks; deliver what was generated, as far as time allows, and give back the rest."""
+        """End all tasks: give back what is not generated, then deliver the rest, as far as time allows."""
         self._instance.drain()
         finishing = {job.task for job in self._desk if job.generated and job.task is not None}
         for task in self._tasks - finishing:
             task.cancel()
         until = time.monotonic() + self._settings.drain_s
+        begun = [job for job in self._desk if not job.generated]
+        log.info("leaving; %d rows are given back, %d are to be delivered", len(begun), len(self._desk) - len(begun))
+        await self._desk.give_back(begun, reason="the instance leaves")
         if finishing:
             await asyncio.wait(finishing, timeout=self._settings.drain_s)
         await self._delivery.flush(timeout=max(0.1, until - time.monotonic()))
@@ -235,7 +238,6 @@ class RolloutWorker:
                 task.cancel()
             await asyncio.wait(self._tasks)
         self.meter.running(0, waiting=False)
-        log.info("leaving; %d rows are given back", len(self._desk))
         await self._desk.give_back(list(self._desk), reason="the instance leaves")
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

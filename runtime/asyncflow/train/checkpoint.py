@@ -23,6 +23,7 @@ from pathlib import Path
 
 import msgspec
 
+from asyncflow.durable import sync, write_whole
 from asyncflow.errors import CheckpointError, Fenced
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class Checkpoints:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._check(attempt)
-            _write_atomically(self.folder / _ATTEMPT, str(attempt).encode())
+            write_whole(self.folder / _ATTEMPT, str(attempt).encode())
         except OSError as error:
             raise _unwritable(self.folder, error) from error
 
@@ -110,7 +111,7 @@ class Checkpoints:
             manifest = msgspec.structs.replace(manifest, files=_stored(draft), saved_at=time.time())
             self._replace(final, draft)
             self._check(manifest.attempt)
-            _write_atomically(final / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+            write_whole(final / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
             self._prune()
         except OSError as error:
             raise _unwritable(final, error) from error
@@ -151,10 +152,10 @@ class Checkpoints:
         """Give ``draft`` its name; what an older attempt left there is undone first, manifest before files."""
         (final / MANIFEST).unlink(missing_ok=True)
         if final.exists():
-            _sync(final)
+            sync(final)
             shutil.rmtree(final)
         draft.rename(final)
-        _sync(self.folder)
+        sync(self.folder)
 
     def _prune(self) -> None:
         for old in self._complete()[: -self._keep]:
@@ -167,7 +168,7 @@ class Checkpoints:
 def _stored(folder: Path) -> list[StoredFile]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in [*files, *(path for path in folder.rglob("*") if path.is_dir()), folder]:
-        _sync(path)
+        sync(path)
     return [
         StoredFile(path=str(path.relative_to(folder)), size=path.stat().st_size, sha256=_digest(path)) for path in files
     ]
@@ -176,22 +177,6 @@ def _stored(folder: Path) -> list[StoredFile]:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_bytes(content)
-    _sync(draft)
-    draft.rename(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _unwritable(path: Path, error: OSError) -> CheckpointError:

@@ -4,26 +4,35 @@ All that ranks say to one another beside gradients is one operation, ``gather``:
 rank gets all of them. Sums, agreement on where to resume and the meeting of torch's process group are made of it. One
 rank alone needs no socket; several meet at the RpcServer of rank 0, whom they find in the directory.
 
-Invariant: round n of attempt a pairs the n-th ``gather`` of every rank of attempt a and nothing else: an array for
-another round, of another attempt, shape or dtype is refused, and a repeated one gets the same answer again.
+Invariants: round n of attempt a pairs the n-th ``gather`` of every rank of attempt a and nothing else: an array for
+another round, of another attempt, shape or dtype is refused, and a repeated one gets the same answer again. Rank 0's
+table alone decides whether a round came about: once one rank leaves, a round that lacks an array lacks it for all. So
+all ranks end after the same round, and none enters torch's collectives without the others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncflow.errors import Fenced, ProtocolError, Refused
+from asyncflow.errors import AsyncFlowError, Fenced, ProtocolError
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient, RpcServer, persist
 
+log = logging.getLogger(__name__)
+
 _KEEP_ROUNDS = 2
+_LEAVE_S = 2.0
+
+
+class Left(Exception):
+    """This rank, or another of its gang, was told to leave: there are no more rounds."""
 
 
 class Group(Protocol):
@@ -36,12 +45,16 @@ class Group(Protocol):
         """Give every rank's ``array`` (same shape and dtype everywhere) as [world, ...]; ``what`` is for the errors.
 
         Blocks: call it from the compute thread, never from the event loop. Raises DeadlineExceeded when a rank is
-        missing for too long, Refused once this rank has abandoned the gang.
+        missing for too long, Left when one leaves before all have given theirs.
         """
         ...
 
-    def abandon(self) -> None:
-        """Wait for the other ranks no longer, now and from now on; called from the event loop."""
+    def leave(self) -> None:
+        """Begin no more rounds, and let the other ranks know; called from the event loop, any number of times."""
+        ...
+
+    async def close(self) -> None:
+        """Hang up, when the other ranks have been told or cannot be reached."""
         ...
 
 
@@ -55,8 +68,11 @@ class Alone:
         """Give ``array`` as [1, ...]."""
         return array[None]
 
-    def abandon(self) -> None:
-        """There is nobody to wait for."""
+    def leave(self) -> None:
+        """There is nobody to tell."""
+
+    async def close(self) -> None:
+        """There is nobody to hang up on."""
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,9 +86,24 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shares(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to a ``Share``: one frame for each rank, in the order of ranks."""
+    """Answer to a ``Share``: one frame for each rank, in the order of ranks; none where the round does not come about.
+
+    left: a rank has left before it was complete.
+    """
 
     round: int
+    left: bool = False
+
+
+class Leave(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank gives no more arrays."""
+
+    attempt: int
+    rank: int
+
+
+class Gone(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a ``Leave``."""
 
 
 class GatherService:
@@ -81,16 +112,17 @@ class GatherService:
     def __init__(self, *, attempt: int, world: int) -> None:
         self._attempt = attempt
         self._world = world
+        self._left = False
         self._rounds: dict[int, dict[int, tuple[Share, bytes]]] = {}
         self._changed = asyncio.Condition()
 
     def attach(self, server: RpcServer) -> None:
-        """Answer ``trainer.gather`` there."""
+        """Answer ``trainer.gather`` and ``trainer.leave`` there."""
         server.route("trainer.gather", Share, self._on_share)
+        server.route("trainer.leave", Leave, self._on_leave)
 
     async def _on_share(self, share: Share, frames: Sequence[memoryview]) -> tuple[Shares, Sequence[bytes]]:
-        if share.attempt != self._attempt:
-            raise Fenced(f"attempt {share.attempt} of the trainer met attempt {self._attempt}", where="trainer.gather")
+        self._check(share.attempt)
         if len(frames) != 1 or not 0 <= share.rank < self._world:
             raise ProtocolError(
                 f"{share} came with {len(frames)} frames in a world of {self._world}", where="trainer.gather"
@@ -99,12 +131,26 @@ class GatherService:
         for other, _ in arrays.values():
             if (other.dtype, other.shape) != (share.dtype, share.shape):
                 raise ProtocolError(f"{share} does not fit {other}", where="trainer.gather")
-        arrays[share.rank] = (share, bytes(frames[0]))
+        if not self._left:
+            arrays[share.rank] = (share, bytes(frames[0]))
         async with self._changed:
             self._changed.notify_all()
-            await self._changed.wait_for(lambda: len(arrays) == self._world)
+            await self._changed.wait_for(lambda: self._left or len(arrays) == self._world)
+        if len(arrays) < self._world:
+            return Shares(round=share.round, left=True), []
         self._rounds.pop(share.round - _KEEP_ROUNDS, None)
         return Shares(round=share.round), [arrays[rank][1] for rank in range(self._world)]
+
+    async def _on_leave(self, leave: Leave, _frames: Sequence[memoryview]) -> Gone:
+        self._check(leave.attempt)
+        async with self._changed:
+            self._left = True
+            self._changed.notify_all()
+        return Gone()
+
+    def _check(self, attempt: int) -> None:
+        if attempt != self._attempt:
+            raise Fenced(f"attempt {attempt} of the trainer met attempt {self._attempt}", where="trainer.gather")
 
 
 class HostGroup:
@@ -132,8 +178,8 @@ class HostGroup:
         self._loop = loop
         self._patience_s = patience_s
         self._round = 0
-        self._abandoned = False
-        self._waiting: Future[list[memoryview]] | None = None
+        self._leaving: asyncio.Task[None] | None = None
+        self._limit: asyncio.Timeout | None = None
 
     def gather(self, array: NDArray[Any], *, what: str) -> NDArray[Any]:
         """Give every rank's ``array`` as [world, ...], from the compute thread."""
@@ -146,34 +192,50 @@ class HostGroup:
             dtype=array.dtype.str,
             shape=list(array.shape),
         )
-        call = self._call(share, array.tobytes(), what)
-        self._waiting = asyncio.run_coroutine_threadsafe(call, self._loop)
-        try:
-            frames = self._waiting.result()
-        except CancelledError:
-            raise Refused(f"rank {self.rank} leaves: it does not wait for {what}", where="trainer.gather") from None
+        frames = asyncio.run_coroutine_threadsafe(self._call(share, array.tobytes(), what), self._loop).result()
         if len(frames) != self.world or any(len(frame) != array.nbytes for frame in frames):
             raise ProtocolError(f"{len(frames)} arrays came from a world of {self.world}", where="trainer.gather")
         return np.stack([np.frombuffer(frame, array.dtype).reshape(array.shape) for frame in frames])
 
-    def abandon(self) -> None:
-        """Make the gather that is waiting, and all later ones, raise Refused."""
-        self._abandoned = True
-        if self._waiting is not None:
-            self._waiting.cancel()
-
-    async def _call(self, share: Share, content: bytes, what: str) -> list[memoryview]:
-        if self._abandoned:
-            raise Refused(f"rank {self.rank} has left the gang", where="trainer.gather")
-
-        async def attempt() -> list[memoryview]:
-            _, frames = await self._client.call_frames(
-                "trainer.gather", share, Shares, timeout=self._patience_s, frames=[content]
-            )
-            return frames
-
-        return await persist(attempt, what=f"gathering {what} of {self.world} ranks", timeout=self._patience_s)
+    def leave(self) -> None:
+        """Tell rank 0; what it does not answer within two seconds, because it is gone, ends here."""
+        if self._leaving is None:
+            self._leaving = self._loop.create_task(self._say_leave(), name="leaving the gang")
+            if self._limit is not None:
+                self._limit.reschedule(self._loop.time() + _LEAVE_S)
 
     async def close(self) -> None:
-        """Hang up."""
+        """Hang up, when rank 0 has heard of a ``leave``."""
+        if self._leaving is not None:
+            await asyncio.wait([self._leaving])
         await self._client.close()
+
+    async def _say_leave(self) -> None:
+        leave = Leave(attempt=self._attempt, rank=self.rank)
+        try:
+            await self._client.call("trainer.leave", leave, Gone, timeout=_LEAVE_S)
+        except AsyncFlowError as error:
+            log.info("rank 0 was not told that rank %d leaves: %s", self.rank, error)
+
+    async def _call(self, share: Share, content: bytes, what: str) -> list[memoryview]:
+        if self._leaving is not None:
+            raise Left
+
+        async def attempt() -> tuple[Shares, list[memoryview]]:
+            return await self._client.call_frames(
+                "trainer.gather", share, Shares, timeout=self._patience_s, frames=[content]
+            )
+
+        try:
+            async with asyncio.timeout(None) as self._limit:
+                shares, frames = await persist(
+                    attempt, what=f"gathering {what} of {self.world} ranks", timeout=self._patience_s
+                )
+        except TimeoutError:
+            raise Left from None
+        finally:
+            self._limit = None
+        if shares.left:
+            log.info("a rank of the gang leaves: %s will not be gathered", what)
+            raise Left
+        return frames

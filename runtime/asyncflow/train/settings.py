@@ -53,7 +53,7 @@ class BackendSettings:
     temperature: of the sampling that made the responses, applied to the trainer's logits too; compute: dtype of
     forward and backward (weights, gradients and optimizer are always float32); layout, pack_tokens: see ``packing``;
     threads: of this rank, 0 = the library's choice; group_size: samples of one prompt; device: "auto" = the
-    accelerator if there is one; options: the backend's own.
+    accelerator if there is one; host: the address at which other ranks reach this one; options: the backend's own.
     """
 
     optimizer: OptimizerSettings
@@ -66,6 +66,7 @@ class BackendSettings:
     group_size: int = 1
     seed: int = 0
     device: str = "auto"
+    host: str = "127.0.0.1"
     options: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -6,8 +6,9 @@
 
 Invariant: the rename of a checkpoint's manifest is the commit point, and the queue hears of it afterwards; so
 whenever this process dies, the queue un-commits exactly the steps that no checkpoint holds. A trainer of an older
-attempt gets ``Fenced`` at the next claim, publication or checkpoint, and ends. Computing happens in one thread of its
-own; the event loop only waits, so that heartbeats and fetching go on.
+attempt gets ``Fenced`` at the next claim, publication or checkpoint, and ends. Ranks that leave do so after the same
+step (``ranks``). Computing happens in one thread of its own; the event loop only waits, so that heartbeats and fetching
+go on.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from asyncflow.errors import ProtocolError, Refused
+from asyncflow.errors import ProtocolError, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.net.roster import Directives
 from asyncflow.net.rpc import persist
@@ -35,7 +36,7 @@ from asyncflow.train.checkpoint import Checkpoint, CheckpointManifest, Checkpoin
 from asyncflow.train.feed import Feed, Filled, TrainQueue
 from asyncflow.train.loops import streaming, synchronous
 from asyncflow.train.publication import Publication, Publisher, Weights
-from asyncflow.train.ranks import Group
+from asyncflow.train.ranks import Group, Left
 from asyncflow.train.report import TrainReport, describe
 from asyncflow.train.settings import TrainerSettings
 from asyncflow.train.tally import Tally
@@ -45,18 +46,13 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 _CALL_S = 30.0
-_SUSPENDED_S = 0.5
 _GRACE_S = 2.0
-
-
-class Left(Exception):
-    """The trainer was told to leave."""
 
 
 class Trainer:
     """One rank. folder: the model folder; materialise: puts θ_0 there, called by rank 0 when needed; report: takes
-    rank 0's reports; directives: the driver's latest; busy: forward, backward, optimizer and checkpoints; waits: the
-    rest.
+    rank 0's reports; directives: the driver's latest; begun: the gang has met, and the weights that it begins with are
+    published; busy: forward, backward, optimizer and checkpoints; waits: the rest.
     """
 
     def __init__(
@@ -74,6 +70,7 @@ class Trainer:
         materialise: Callable[[], None],
     ) -> None:
         self.step = 0
+        self.begun = False
         self.busy = BusyClock()
         self.waits = BusyClock()
         self._queue = queue
@@ -101,19 +98,28 @@ class Trainer:
         return self._feed.waiting_for
 
     def leave(self) -> None:
-        """Finish the micro-batch in hand, write a checkpoint of the last completed step, and return from ``run``."""
+        """Finish what is in hand, write a checkpoint of the last completed step, and return from ``run``.
+
+        In hand is the micro-batch, or the step where all ranks have given their part of it. The other ranks leave too.
+        """
         self._leaving.set()
-        self._group.abandon()
+        self._group.leave()
 
     async def run(self) -> int:
-        """Train; give the last completed step. Raises Fenced when a newer attempt of the trainer has begun."""
+        """Train; give the last completed step. Raises Fenced when a newer attempt of the trainer has begun.
+
+        Raises StaleHandle where samples of a slot were lost with a storage unit: they can be made again only for a step
+        that begins anew. What is complete is in a checkpoint then, so that no other step does.
+        """
         try:
             await self._start()
             await (synchronous(self) if self._settings.whole else streaming(self))
         except Left:
             log.info("leaving after step %d", self.step)
-            with suppress(Left):
-                await self._checkpoint_if(self.step > self._committed)
+            await self._save_completed()
+        except StaleHandle:
+            await self._save_completed()
+            raise
         finally:
             self._thread.shutdown(wait=False, cancel_futures=True)
         return self.step
@@ -138,12 +144,7 @@ class Trainer:
     async def finish(self, step: int, totals: StepTotals | None) -> None:
         """Make θ_step out of what was accumulated, and let everybody know."""
         with self.busy("optimizer"):
-            try:
-                tally, metrics = await self._compute(self._optimize, step, totals)
-            except Refused as error:
-                if self._leaving.is_set():
-                    raise Left from error
-                raise
+            tally, metrics = await self._compute(self._optimize, step, totals)
         self.step = step
         self._samples += tally.samples
         await self._persist(
@@ -170,6 +171,7 @@ class Trainer:
                 await self._publish(step, partial(Publication.read, found.folder, step))
         await self._publish(self.step, self._weights)
         self._since = (time.time(), self._clock())
+        self.begun = True
         log.info("attempt %d begins at step %d", self._settings.attempt, self.step)
 
     def _load(self) -> Checkpoint | None:
@@ -211,18 +213,17 @@ class Trainer:
 
     async def _attend(self) -> None:
         """Obey the driver: between micro-batches, when the weights are those of the last completed step."""
-        while True:
-            directives = self._directives()
-            if self._leaving.is_set() or directives.stop or directives.drain:
-                self.leave()
-                raise Left
-            asked, self._checkpoints_asked = self._checkpoints_asked, directives.checkpoint
-            if directives.checkpoint > asked or directives.suspend:
-                await self._checkpoint_if(self.step > self._committed)
-            if not directives.suspend:
-                return
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._leaving.wait(), _SUSPENDED_S)
+        directives = self._directives()
+        if self._leaving.is_set() or directives.stop or directives.drain:
+            self.leave()
+            raise Left
+        asked, self._checkpoints_asked = self._checkpoints_asked, directives.checkpoint
+        if directives.checkpoint > asked:
+            await self._checkpoint_if(self.step > self._committed)
+
+    async def _save_completed(self) -> None:
+        with suppress(Left):
+            await self._checkpoint_if(self.step > self._committed)
 
     async def _checkpoint_if(self, wanted: bool) -> None:
         if not wanted or self._group.rank != 0:

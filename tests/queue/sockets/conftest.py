@@ -69,14 +69,16 @@ class Cluster:
             for j in range(size)
         ]
         prompts = Jagged.from_rows([np.full(length, m.serial * 10 + m.sample) for m in metas], "int64")
-        return await self.client.create(metas, {"prompt": prompts}, group_size=size, timeout=meta.get("timeout", 10))
+        return await self.client.create(
+            metas, {"prompt": prompts}, group_size=size, outputs=meta.get("outputs"), timeout=meta.get("timeout", 10)
+        )
 
     async def claim(self, task, *, client=None, rows=1000, timeout=10, **options):
         client = client or self.client
         return await client.claim(partition=P, task=task, max_rows=rows, timeout=timeout, **options)
 
-    async def complete(self, rows, column, *, client=None, timeout=10, **options):
-        values = Jagged.from_rows([[row.meta.serial, row.meta.sample] for row in rows], "int32")
+    async def complete(self, rows, column, *, client=None, timeout=10, length=1, **options):
+        values = Jagged.from_rows([[row.meta.serial, row.meta.sample] * length for row in rows], "int32")
         return await (client or self.client).complete(rows, {column: values}, timeout=timeout, **options)
 
     async def through(self, *, upto="advantage"):

@@ -1,11 +1,15 @@
 """Bytes are budgeted: puts wait in line, clearing frees at once."""
 
 import asyncio
+import contextlib
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncflow.errors import DeadlineExceeded, Refused
+from asyncflow.queue import creation
 from asyncflow.queue.backends.memory import MemoryBackend
 from asyncflow.queue.budget import Budget
 
@@ -62,3 +66,108 @@ async def test_a_cell_does_not_pin_the_batch_in_which_it_came():
     await backend.free([1, 2])
     with pytest.raises(KeyError):
         await backend.get([1])
+
+
+async def test_what_was_promised_gets_through_a_unit_that_creations_have_filled(cluster):
+    async with cluster(limit=1000, units=1) as queue:
+        budget = queue.units[0].holdings.budget
+        outputs = {"response": 400, "reward": 8}
+        assert await queue.create(0, length=6, outputs=outputs) == [True, True]
+        assert (budget.used, budget.promised) == (96, 816)
+        waiting = [asyncio.create_task(queue.create(serial, length=6)) for serial in (1, 2)]
+        while len(budget) < 2:
+            await asyncio.sleep(0.01)
+        rows = await queue.claim("rollout")
+        assert await queue.complete(rows, "response", length=50) == [True, True]
+        assert (budget.used, budget.promised) == (96 + 800, 16)
+        assert not any(creation.done() for creation in waiting)
+        rows = await queue.claim("score")
+        assert await queue.complete(rows, "reward") == [True, True]
+        assert (budget.used, budget.promised) == (96 + 816, 0)
+        rows = await queue.claim("advantage")
+        await queue.client.drop(rows, reason="test", timeout=10)
+        assert await asyncio.gather(*waiting) == [[True, True]] * 2
+        assert (budget.used, budget.promised) == (192, 0)
+
+
+async def test_a_response_shorter_than_promised_leaves_room_for_creations(cluster):
+    async with cluster(limit=1000, units=1) as queue:
+        await queue.create(0, length=1, outputs={"response": 480})
+        waiting = asyncio.create_task(queue.create(1, length=1, outputs={"response": 400}))
+        rows = await queue.claim("rollout")
+        assert await queue.complete(rows, "response") == [True, True]
+        assert await waiting == [True, True]
+
+
+async def test_promises_end_with_their_rows(cluster):
+    async with cluster(limit=1000, units=1) as queue:
+        budget = queue.units[0].holdings.budget
+        await queue.create(0, length=1, outputs={"response": 400})
+        assert await queue.create(0, length=1, outputs={"response": 80}) == [False, False]
+        assert (budget.used, budget.promised) == (16, 800)
+        late = await queue.claim("rollout")
+        await queue.client.expire(worker="test", timeout=10)
+        rows = await queue.claim("rollout", client=queue.connect("other"))
+        assert await queue.complete(late, "response", length=50) == [False, False]
+        assert (budget.used, budget.promised) == (16, 800)
+        assert await queue.complete(rows, "response") == [True, True]
+        assert await queue.complete(rows, "response") == [True, True]
+        assert (budget.used, budget.promised) == (32, 0)
+        await queue.create(1, length=1, outputs={"response": 400})
+        await queue.client.clear_partition(partition=P, timeout=10)
+        while budget.used:
+            await asyncio.sleep(0.01)
+        assert budget.promised == 0
+
+
+async def test_a_group_that_finds_no_room_at_its_unit_goes_to_another(cluster, monkeypatch):
+    monkeypatch.setattr(creation, "_ROOM_S", 0.01)
+    async with cluster(limit=200, units=2) as queue:
+        await queue.create(0, 2, length=6)
+        assert [unit.holdings.budget.used for unit in queue.units.values()] == [192, 0]
+        assert await queue.create(4, 6, length=6) == [True] * 4
+        assert [unit.holdings.budget.used for unit in queue.units.values()] == [192, 192]
+
+
+async def test_a_put_larger_than_a_unit_goes_in_parts(cluster):
+    async with cluster(limit=1 << 20, units=2) as queue:
+        assert await queue.create(0, 2, 4, length=1 << 14, outputs={"response": 1 << 10}) == [True] * 6
+        held = sum(unit.holdings.budget.used for unit in queue.units.values())
+        assert held == 6 * 8 << 14
+
+
+sizes = st.integers(0, 40)
+
+
+@given(st.lists(st.tuples(sizes, st.lists(sizes, max_size=3), st.booleans()), max_size=12), st.randoms())
+def test_promised_writes_never_wait_whatever_else_does(rows, random):
+    """Rows come as they find room, write in any order what they were promised or less, some twice, and go."""
+
+    async def live(budget, size, outputs, repeats):
+        await budget.reserve(size, promise=sum(outputs), timeout=10)
+        written = size
+        for most in outputs:
+            await asyncio.sleep(0)
+            size = random.randint(0, most)
+            async with asyncio.timeout(0):
+                await budget.draw(size, timeout=10)
+            assert budget.used <= budget.limit
+            await asyncio.sleep(0)
+            budget.release(0, promise=most)
+            written += size
+            if repeats:
+                with contextlib.suppress(DeadlineExceeded):
+                    await budget.reserve(size, timeout=0)
+                    budget.release(size)
+        await asyncio.sleep(0)
+        budget.release(written)
+
+    async def run():
+        budget = Budget(100, where="test")
+        fitting = [row for row in rows if row[0] + sum(row[1]) <= budget.limit]
+        async with asyncio.TaskGroup() as group:
+            for row in fitting:
+                group.create_task(live(budget, *row))
+        assert (budget.used, budget.promised, len(budget)) == (0, 0, 0)
+
+    asyncio.run(run())

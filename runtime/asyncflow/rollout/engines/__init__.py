@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from asyncflow.errors import ManifestError
+from asyncflow.plugins import load_plugin
 from asyncflow.rollout.engines.base import RolloutEngine
 
 GROUP = "asyncflow.rollout_engines"
@@ -24,13 +23,8 @@ def open_engine(
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
 ) -> RolloutEngine:
-    """Make the engine called ``name``. Raises ManifestError for an unknown name, listing the known ones."""
-    found = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in found:
-        raise ManifestError(
-            f"no rollout engine is called {name!r}", hint=f"Known: {', '.join(sorted(found)) or 'none'}"
-        )
-    kind: type[RolloutEngine] = found[name].load()
-    return kind(
+    """Make the engine called ``name``. Raises ManifestError for a name or an option that is not known."""
+    made: type[RolloutEngine] = load_plugin(GROUP, name, kind=RolloutEngine, where="spec.rollout.engine.name")
+    return made(
         folder=folder, slots=slots, max_length=max_length, threads=threads, dtype=dtype, seed=seed, options=options
     )

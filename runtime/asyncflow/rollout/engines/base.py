@@ -22,6 +22,8 @@ from asyncflow.errors import ManifestError, NotYetError
 from asyncflow.identity import SampleKey, Version
 
 Finish = Literal["stop", "length", "aborted"]
+OPTIONS = "spec.rollout.engine.options"
+"""Where a manifest gives an engine its own options."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,8 @@ class RolloutEngine(ABC):
     """The adapter of one rollout engine; made by ``open_engine``.
 
     folder: the Hugging Face folder with the configuration (no weights are read: they come through ``load``); slots:
-    sequences that run at once; max_length: prompt and response tokens of a sequence; options: the engine's own.
+    sequences that run at once; max_length: prompt and response tokens of a sequence; options: the engine's own, with a
+    ManifestError for one that it does not know.
     """
 
     supports_token_swap: ClassVar[bool] = False

@@ -14,47 +14,47 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncflow.errors import ManifestError, Refused
+from asyncflow.errors import Refused
 from asyncflow.identity import SampleKey, Version
-from asyncflow.rollout.engines.base import Completion, EngineStats, Finish, GenerationRequest, RolloutEngine
+from asyncflow.plugins import read_options
+from asyncflow.rollout.engines.base import OPTIONS, Completion, EngineStats, Finish, GenerationRequest, RolloutEngine
 from asyncflow.rollout.sampling import stream, uniforms
 
 _LENGTH_POSITIONS = (2**40, 2**40 + 1)
 """Positions, never a token's, whose uniforms decide the length."""
 
+_Amount = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+
+
+class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What is simulated.
+
+    tokens: mean response length (the median where sigma > 0; 0: max_tokens, always); sigma: of the log of the length
+    (lognormal); token_s, prefill_s, load_s: seconds per token, per response and per load; time_scale: multiplies all
+    three; vocab: ids are below it.
+    """
+
+    tokens: _Amount = 0.0
+    sigma: _Amount = 0.0
+    token_s: _Amount = 0.0
+    prefill_s: _Amount = 0.0
+    load_s: _Amount = 0.0
+    time_scale: _Amount = 1.0
+    vocab: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)] = 97
+
 
 class SimulatedEngine(RolloutEngine):
-    """A pretended engine. All options may be left out.
-
-    tokens: mean response length (the median where sigma > 0; default: max_tokens, always); sigma: of the log of the
-    length (lognormal); token_s, prefill_s, load_s: seconds per token, per response and per load; time_scale: multiplies
-    all three; vocab: ids are below it.
-    """
+    """A pretended engine."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        defaults: dict[str, float] = {
-            "tokens": 0,
-            "sigma": 0.0,
-            "token_s": 0.0,
-            "prefill_s": 0.0,
-            "load_s": 0.0,
-            "time_scale": 1.0,
-            "vocab": 97,
-        }
-        for name, value in self.options.items():
-            if name not in defaults:
-                raise ManifestError(
-                    f"unknown option {name!r}", where="rollout.engine.options", hint=f"Known: {', '.join(defaults)}"
-                )
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ManifestError(f"{value!r} is no non-negative number", where=f"rollout.engine.options.{name}")
-        self._set = {**defaults, **self.options}
+        self._set = read_options(self.options, SimulatedOptions, where=OPTIONS)
         self.weights: dict[str, NDArray[Any]] = {}
         self._seats = asyncio.Semaphore(self.slots)
         self._running: dict[tuple[str, SampleKey], asyncio.Event] = {}
@@ -72,7 +72,7 @@ class SimulatedEngine(RolloutEngine):
         if self._running:
             raise Refused(f"{len(self._running)} sequences run under {self.version}", where=f"load {version}")
         self.weights = await asyncio.to_thread(lambda: {name: tensor.copy() for name, tensor in tensors.items()})
-        await asyncio.sleep(self._set["load_s"] * self._set["time_scale"])
+        await asyncio.sleep(self._set.load_s * self._set.time_scale)
         self.version = version
 
     async def generate(self, request: GenerationRequest) -> Completion:
@@ -94,7 +94,7 @@ class SimulatedEngine(RolloutEngine):
                 "no weights were loaded yet" if not self._closed else "the engine is closed", where="generate"
             )
         version, length = self.version, self._length(request)
-        seconds = (self._set["prefill_s"] + length * self._set["token_s"]) * self._set["time_scale"]
+        seconds = (self._set.prefill_s + length * self._set.token_s) * self._set.time_scale
         name, aborted = (request.purpose, request.key), asyncio.Event()
         began = time.monotonic()
         if not self._running:
@@ -115,18 +115,18 @@ class SimulatedEngine(RolloutEngine):
 
     def _length(self, request: GenerationRequest) -> int:
         """Give the response's length: lognormal by Box and Muller from two uniforms keyed by the sample."""
-        typical = self._set["tokens"] or request.max_tokens
+        typical = self._set.tokens or request.max_tokens
         state = np.array([stream(seed=request.seed, key=request.key)], dtype=np.uint64)
         first, second = uniforms(state, np.array(_LENGTH_POSITIONS)).tolist()
         normal = math.sqrt(-2 * math.log(1 - first)) * math.cos(2 * math.pi * second)
-        return max(1, min(request.max_tokens, round(typical * math.exp(self._set["sigma"] * normal))))
+        return max(1, min(request.max_tokens, round(typical * math.exp(self._set.sigma * normal))))
 
     def _made_up(self, request: GenerationRequest, length: int, version: Version, finish: Finish) -> Completion:
         state = np.array([stream(seed=request.seed, key=request.key)], dtype=np.uint64)
         numbers = uniforms(state, np.arange(length))
         return Completion(
-            ids=(numbers * self._set["vocab"]).astype(np.int32),
-            logprobs=np.full(length, -math.log(max(1, self._set["vocab"])), dtype=np.float32),
+            ids=(numbers * self._set.vocab).astype(np.int32),
+            logprobs=np.full(length, -math.log(self._set.vocab), dtype=np.float32),
             versions=np.full(length, version.packed, dtype=np.int64),
             finish=finish,
         )

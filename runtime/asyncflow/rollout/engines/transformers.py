@@ -17,12 +17,14 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 import torch
 from numpy.typing import NDArray
 
 from asyncflow.errors import ManifestError, Refused
 from asyncflow.identity import SampleKey, Version
-from asyncflow.rollout.engines.base import Completion, EngineStats, GenerationRequest, RolloutEngine
+from asyncflow.plugins import read_options
+from asyncflow.rollout.engines.base import OPTIONS, Completion, EngineStats, GenerationRequest, RolloutEngine
 from asyncflow.rollout.engines.batch import Batch, Sequence
 from asyncflow.rollout.engines.model import CausalModel
 
@@ -30,8 +32,12 @@ _JOIN_S = 30.0
 _SWITCH_S = 0.001
 
 
+class NoOptions(msgspec.Struct, frozen=True):
+    """There is none."""
+
+
 class TransformersEngine(RolloutEngine):
-    """A Hugging Face causal model in this process (torch, CPU). It has no options of its own.
+    """A Hugging Face causal model in this process (torch, CPU).
 
     An error inside a step is final: it is raised by every ``generate`` and ``load`` from then on.
     """
@@ -40,8 +46,7 @@ class TransformersEngine(RolloutEngine):
         super().__init__(**settings)
         if self.folder is None:
             raise ManifestError("engine transformers needs a model folder", where="rollout.engine")
-        if self.options:
-            raise ManifestError(f"unknown options {sorted(self.options)}", where="rollout.engine.options")
+        read_options(self.options, NoOptions, where=OPTIONS)
         self._folder = self.folder
         self._wake = threading.Condition()
         self._arrived: list[Sequence] = []

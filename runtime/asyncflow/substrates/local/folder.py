@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from asyncflow.durable import write_whole
 from asyncflow.errors import ManifestError
 from asyncflow.substrates.local import reaper
-from asyncflow.substrates.local.atomic import write_atomic
 from asyncflow.substrates.local.record import load_record
 
 _log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class RunFolder:
 
     def write_token(self) -> None:
         """Make a new token that only this user can read."""
-        write_atomic(self.token, secrets.token_urlsafe(32).encode(), mode=0o600)
+        write_whole(self.token, secrets.token_urlsafe(32).encode(), mode=0o600)
 
     def release(self) -> None:
         """Remove the token and let others have the folder."""

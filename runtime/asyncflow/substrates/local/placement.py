@@ -8,13 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from asyncflow.api.names import TOKEN_FILE_ENV
 from asyncflow.plan.roles import JobPlan, Role
 from asyncflow.substrates.local.crew import Seat
 from asyncflow.substrates.local.folder import RunFolder
 from asyncflow.substrates.local.terms import Launch
-
-TOKEN_FILE_ENV = "ASYNCFLOW_TOKEN_FILE"  # noqa: S105 — a name, not a token
-"""Variable that names the file with the bearer token of the driver's POST routes."""
 
 
 def launcher(plan: JobPlan, *, folder: RunFolder, driver: str, http_port: int) -> Callable[[Seat, int], Launch]:

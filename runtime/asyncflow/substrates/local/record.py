@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from asyncflow.durable import write_whole
 from asyncflow.errors import ManifestError
-from asyncflow.substrates.local.atomic import write_atomic
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     def save(self, path: Path) -> None:
         """Write the record in one step."""
-        write_atomic(path, msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+        write_whole(path, msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
 
     def next_attempts(self) -> dict[str, int]:
         """Give, for each role, the first attempt that none of its replicas has used."""

@@ -20,6 +20,9 @@ from asyncflow.train.batch import MicroBatch
 from asyncflow.train.ranks import Group
 from asyncflow.train.settings import BackendSettings
 
+OPTIONS = "spec.trainer.backend.options"
+"""Where a manifest gives a backend its own options."""
+
 
 class TrainerBackend(ABC):
     """One rank's model and optimizer.
@@ -31,6 +34,7 @@ class TrainerBackend(ABC):
     of_model = True
 
     def __init__(self, settings: BackendSettings, *, group: Group) -> None:
+        """Prepare. A backend raises ManifestError for ``settings.options`` that it does not know."""
         self.settings = settings
         self.group = group
 

@@ -5,7 +5,7 @@ sample of D_k. It goes through the real packing of slots, checkpoints, publicati
 of exactly-once training that is independent of the ledger.
 
 Invariant: after step k the entry of a sample is the number of steps up to k whose D_k held it, in the weights that
-survived. Options: ``capacity`` (N, default 65536), ``sleep_s`` (seconds that a micro-batch takes, default 0).
+survived.
 """
 
 from __future__ import annotations
@@ -13,19 +13,28 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncflow.errors import CheckpointError, ManifestError
-from asyncflow.train.backends.base import TrainerBackend
+from asyncflow.plugins import read_options
+from asyncflow.train.backends.base import OPTIONS, TrainerBackend
 from asyncflow.train.batch import MicroBatch
 from asyncflow.train.ranks import Group
 from asyncflow.train.settings import BackendSettings
 
 TENSOR = "counts"
 _FILE = "counts.npy"
+
+
+class CountingOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """capacity: N; sleep_s: seconds that a micro-batch takes."""
+
+    capacity: Annotated[int, msgspec.Meta(ge=1)] = 65_536
+    sleep_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 class CountingBackend(TrainerBackend):
@@ -35,9 +44,10 @@ class CountingBackend(TrainerBackend):
 
     def __init__(self, settings: BackendSettings, *, group: Group) -> None:
         super().__init__(settings, group=group)
-        self._counts = np.zeros(int(settings.options.get("capacity", 65536)), dtype=np.int64)
+        options = read_options(settings.options, CountingOptions, where=OPTIONS)
+        self._counts = np.zeros(options.capacity, dtype=np.int64)
         self._pending = np.zeros_like(self._counts)
-        self._sleep_s = float(settings.options.get("sleep_s", 0.0))
+        self._sleep_s = options.sleep_s
 
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:  # noqa: ARG002
         """Take the counts of ``checkpoint``, or zeros; the model folder is not looked at."""
@@ -61,7 +71,7 @@ class CountingBackend(TrainerBackend):
             if index >= self._pending.size:
                 raise ManifestError(
                     f"sample {tuple(key)} has index {index}, the counting trainer holds {self._pending.size}",
-                    where="spec.trainer.backend.config.capacity",
+                    where=f"{OPTIONS}.capacity",
                     hint="Give at least prompts * groupSize.",
                 )
             self._pending[index] += 1

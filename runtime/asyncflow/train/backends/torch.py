@@ -15,8 +15,9 @@ import math
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -28,7 +29,8 @@ from asyncflow.algorithms.aggregation import LossTotals
 from asyncflow.algorithms.grpo import TokenLoss
 from asyncflow.algorithms.losses import MAX_LOG_RATIO
 from asyncflow.errors import CheckpointError
-from asyncflow.train.backends.base import TrainerBackend
+from asyncflow.plugins import read_options
+from asyncflow.train.backends.base import OPTIONS, TrainerBackend
 from asyncflow.train.backends.torch_model import named_weights, open_model, read_weights, token_logprobs
 from asyncflow.train.backends.torch_optimizer import FlatAdamW
 from asyncflow.train.backends.torch_ranks import TensorGroup, pick_device
@@ -43,36 +45,42 @@ log = logging.getLogger(__name__)
 WEIGHTS_FILE = "model.safetensors"
 STATE_FILE = "optimizer.safetensors"
 _GENERATOR = "generator"
-_PACK_TOKENS = 1024
 _SUMS = (
     "tokens", "sequences", "computed", "loss", "kl", "entropy", "surprise", "ratio", "approx_kl",
     "clip_low", "clip_high", "clip_dual", "silent", "gap_tokens", "gap",
 )  # fmt: skip
 
 
-class TorchBackend(TrainerBackend):
-    """A causal language model of transformers with AdamW.
+class TorchOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The backend's own options.
 
-    Options: ``pack_tokens`` (tokens of one forward pass at most, which bounds the memory of its logits; default 1024),
-    ``gradient_checkpointing`` (default off), ``host`` (where rank 0 meets the others; default loopback),
-    ``collective_timeout_s`` (default 600).
+    pack_tokens: most tokens of one forward pass, which bounds the memory of its logits; collective_timeout_s:
+    how long a rank waits for the others in a collective.
     """
+
+    pack_tokens: Annotated[int, msgspec.Meta(ge=1)] = 1024
+    gradient_checkpointing: bool = False
+    collective_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
+
+
+class TorchBackend(TrainerBackend):
+    """A causal language model of transformers with AdamW."""
 
     def __init__(self, settings: BackendSettings, *, group: Group) -> None:
         super().__init__(settings, group=group)
+        self._options = options = read_options(settings.options, TorchOptions, where=OPTIONS)
         if settings.threads:
             torch.set_num_threads(settings.threads)
         self._device = pick_device(settings.device)
         torch.use_deterministic_algorithms(True, warn_only=self._device.type != "cpu")
         torch.manual_seed(settings.seed)
         self._compute = getattr(torch, settings.compute)
-        options = settings.options
-        self._pack_tokens = min(settings.pack_tokens, int(options.get("pack_tokens", _PACK_TOKENS)))
+        self._pack_tokens = min(settings.pack_tokens, options.pack_tokens)
         self._ranks = TensorGroup(
             group,
             device=self._device,
-            host=str(options.get("host", "127.0.0.1")),
-            timeout_s=float(options.get("collective_timeout_s", 600.0)),
+            host=settings.host,
+            timeout_s=options.collective_timeout_s,
         )
         self._meter = _meter()
 
@@ -85,7 +93,7 @@ class TorchBackend(TrainerBackend):
         if keep_reference:
             self._ranks.from_first(tensor for _, tensor in named_weights(self._model))
             self._reference = deepcopy(self._model).requires_grad_(False)
-        if self.settings.options.get("gradient_checkpointing"):
+        if self._options.gradient_checkpointing:
             self._model.train()
             self._model.gradient_checkpointing_enable()
         self._optimizer = FlatAdamW(self._model, self.settings.optimizer)

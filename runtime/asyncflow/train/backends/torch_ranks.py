@@ -8,11 +8,13 @@ Invariant: gloo, nccl and hccl run the same three lines; which one is the device
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterable
 from datetime import timedelta
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,6 +22,7 @@ from torch import Tensor
 from asyncflow.train.ranks import Group
 
 _HOST_BYTES = 256
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -33,7 +36,7 @@ def pick_device(wanted: str) -> torch.device:
 class TensorGroup:
     """Sums and broadcasts of tensors over the ranks of ``group``; does nothing where there is one rank.
 
-    host: the address of this process that other ranks can dial, used by rank 0; timeout_s: of each collective.
+    host: the address of this process that other ranks can dial; timeout_s: of each collective.
     """
 
     def __init__(self, group: Group, *, device: torch.device, host: str, timeout_s: float) -> None:
@@ -47,6 +50,7 @@ class TensorGroup:
         """Join the process group, once; blocks until all ranks have come."""
         if self._gang.world == 1 or self._group is not None:
             return
+        _choose_interface(self._host)
         dist.init_process_group(
             dist.get_default_backend_for_device(self._device),
             store=_store(self._gang, host=self._host, timeout=self._timeout),
@@ -72,6 +76,13 @@ class TensorGroup:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
+
+
+def _choose_interface(host: str) -> None:
+    """Have gloo listen at ``host``: by itself it takes whatever this machine's name resolves to, if to anything."""
+    named = [name for name, addresses in psutil.net_if_addrs().items() if host in (each.address for each in addresses)]
+    if named:
+        os.environ.setdefault(_INTERFACE, named[0])
 
 
 def _store(group: Group, *, host: str, timeout: timedelta) -> dist.TCPStore:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from importlib.metadata import entry_points
 from typing import Any
 
 import msgspec
 
-from asyncflow.errors import ManifestError
 from asyncflow.identity import Version
+from asyncflow.plugins import load_plugin
 from asyncflow.weights.slices import Box
 
 GROUP = "asyncflow.transports"
@@ -72,10 +71,5 @@ class Transport(ABC):
 
 def open_transport(kind: str, /, **options: Any) -> Transport:
     """Make the transport that is registered as ``kind``. Raises ManifestError where there is none."""
-    found = {point.name: point for point in entry_points(group=GROUP)}
-    if kind not in found:
-        hint = f"Installed: {', '.join(sorted(found)) or 'none'}."
-        raise ManifestError(f"there is no transport {kind!r}", where="weightSync.transport", hint=hint)
-    transport = found[kind].load()(**options)
-    assert isinstance(transport, Transport)
-    return transport
+    made: type[Transport] = load_plugin(GROUP, kind, kind=Transport, where="spec.weightSync.transport")
+    return made(**options)

@@ -1,0 +1,57 @@
+"""Engines, back ends and transports come from entry points: ours and a third party's are found in the same way.
+
+Invariant: nothing of a plug-in is imported before it is loaded by name, and what a manifest says to one either has a
+meaning or is refused in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+import msgspec
+
+from asyncflow.errors import ManifestError
+
+Own = TypeVar("Own", bound=msgspec.Struct)
+
+
+def installed(group: str) -> list[str]:
+    """Give the names that the installed packages offer in ``group``."""
+    return sorted({point.name for point in entry_points(group=group)})
+
+
+def load_plugin(group: str, name: str, *, kind: type[Any], where: str) -> type[Any]:
+    """Give the class, a ``kind``, that is offered as ``name``.
+
+    where: the place in the manifest that names it. Raises ManifestError where there is none, where it cannot be
+    imported, or where it is something else.
+    """
+    found = {point.name: point for point in entry_points(group=group)}
+    if name not in found:
+        hint = f"Installed: {', '.join(sorted(found)) or 'none'}"
+        raise ManifestError(f"{name!r} is not installed", where=where, hint=hint)
+    try:
+        loaded = found[name].load()
+    except ImportError as error:
+        hint = "Install what it needs, e.g. pip install 'asyncflow[torch]'"
+        raise ManifestError(f"{name!r} cannot be imported: {error}", where=where, hint=hint) from error
+    if not (isinstance(loaded, type) and issubclass(loaded, kind)):
+        raise ManifestError(f"{name!r} is no {kind.__name__}", where=where, hint=f"It is found in {group}")
+    return loaded
+
+
+def read_options(options: Mapping[str, Any], shape: type[Own], *, where: str) -> Own:
+    """Give a plug-in's own options as its ``shape``, whose fields all have defaults.
+
+    Raises ManifestError for an option that ``shape`` does not know, or whose value is not of its type.
+    """
+    known = shape.__struct_fields__
+    if unknown := sorted(options.keys() - set(known)):
+        hint = f"Known: {', '.join(known) or 'none'}"
+        raise ManifestError(f"unknown option {', '.join(unknown)}", where=where, hint=hint)
+    try:
+        return msgspec.convert(dict(options), shape)
+    except msgspec.ValidationError as wrong:
+        raise ManifestError(str(wrong), where=where) from wrong

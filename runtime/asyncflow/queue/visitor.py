@@ -1,0 +1,40 @@
+"""A client of a queue that stands alone, for a process that is no role: by the queue's one address.
+
+It joins the directory, which tells it where controller and units are now, and leaves at the end. Heartbeats go on in
+the running event loop, so the loop must be kept free.
+
+Invariant: the leases of a visitor end when it leaves, and when it has been silent for as long as any lost member.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from asyncflow.net.keys import Keys
+from asyncflow.net.membership import Membership
+from asyncflow.net.roster import Member
+from asyncflow.queue.client import QueueClient
+
+ROLE = "client"
+_JOIN_S = 30.0
+_PLACES = 1 << 62
+
+
+@asynccontextmanager
+async def visit(address: str, *, keys: Keys | None = None, timeout: float = _JOIN_S) -> AsyncIterator[QueueClient]:
+    """Be a client of the queue at ``address`` (``status.address``, e.g. ``tcp://scores-controller.rl.svc:5571``).
+
+    keys: of the queue; timeout: seconds to wait for it. Raises DeadlineExceeded when it is not reached.
+    """
+    worker = uuid.uuid4()
+    member = Member(role=ROLE, index=worker.int % _PLACES, incarnation=worker.hex)
+    membership = Membership(driver=address, member=member, keys=keys)
+    queue = QueueClient.of(membership, keys=keys)
+    try:
+        await membership.join(timeout)
+        yield queue
+    finally:
+        await queue.close()
+        await membership.close()

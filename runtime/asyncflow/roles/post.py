@@ -1,0 +1,193 @@
+"""Where one process stands: its command line, its manifest, its address, and how it joins the others.
+
+Invariants: what a process gives to others as its address is ``host``, never "all interfaces"; ``/readyz`` says no until
+the process is registered; a place in a job and one in a queue that stands alone differ in what the manifest says, and
+in nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+from asyncflow.api.durability import LedgerSpec, LimitsSpec
+from asyncflow.api.job import RLJob
+from asyncflow.api.names import FOLDER, KEY_FILE, KEY_FILE_ENV, TOKEN_FILE_ENV
+from asyncflow.api.queue import QueueSpec, TransferQueue
+from asyncflow.net.http import HttpHandler, Ready, RoleHttp, ready
+from asyncflow.net.keys import Keys
+from asyncflow.net.membership import Membership
+from asyncflow.net.roster import Directives, Member, Status
+from asyncflow.telemetry.metrics import RoleMetrics
+
+LOOPBACK = "127.0.0.1"
+_NO_PAGES: Mapping[str, HttpHandler] = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleOptions:
+    """The command line of a role.
+
+    job: the manifest, a job's or a queue's; driver: the address that all dial, the own one of whoever leads; http_port:
+    0 is any.
+    """
+
+    role: str
+    job: Path
+    driver: str
+    index: int
+    attempt: int
+    workdir: Path
+    http_port: int = 0
+
+
+@dataclass(kw_only=True)
+class Post(ABC):
+    """One process at its place.
+
+    host: the address that it serves on and that others dial; stopping: set when the process is to end; draining: set
+    when it shall first hand back what it has; signal: which signal ends it, 0 for none.
+    """
+
+    options: RoleOptions
+    keys: Keys | None = None
+    host: str = LOOPBACK
+    worker: str = field(default_factory=lambda: uuid.uuid4().hex)
+    started: float = field(default_factory=time.time)
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    draining: asyncio.Event = field(default_factory=asyncio.Event)
+    signal: int = 0
+
+    @property
+    def bind(self) -> str:
+        """Where an RPC server of this process listens: any port of the host."""
+        return f"tcp://{self.host}:*"
+
+    @property
+    @abstractmethod
+    def queue(self) -> QueueSpec:
+        """What is said of the queue."""
+
+    @property
+    @abstractmethod
+    def ledger(self) -> LedgerSpec:
+        """What is said of its ledger."""
+
+    @property
+    @abstractmethod
+    def start_s(self) -> float:
+        """Seconds that this process may take to become ready."""
+
+    def http(self, metrics: RoleMetrics, *, ready: Ready = ready) -> RoleHttp:
+        """Give the HTTP server of this role, not yet started."""
+        token = os.environ.get(TOKEN_FILE_ENV)
+        return RoleHttp(registry=metrics.registry, ready=ready, token_file=Path(token) if token else None)
+
+    async def join(
+        self,
+        *,
+        metrics: RoleMetrics,
+        address: str = "",
+        status: Callable[[], Status] = dict,
+        info: dict[str, str | int | float | bool] | None = None,
+        ready: Ready = ready,
+        pages: Mapping[str, HttpHandler] = _NO_PAGES,
+        directory: str = "",
+    ) -> Membership:
+        """Serve metrics, register with the directory, and obey its directives from now on.
+
+        ready: asked by ``/readyz``, which says no until this process is registered; pages: further GET routes, by path;
+        directory: its address, by default the one that all dial.
+        """
+        registered = False
+
+        def readiness() -> tuple[bool, str]:
+            return ready() if registered else (False, "the driver has not registered it yet")
+
+        http = self.http(metrics, ready=readiness)
+        for path, page in pages.items():
+            http.add_get(path, page)
+        url = await http.start(self.host, self.options.http_port)
+        member = Member(
+            role=self.options.role,
+            index=self.options.index,
+            incarnation=self.worker,
+            attempt=self.options.attempt,
+            address=address,
+            http=url,
+            info={"started": self.started, **(info or {})},
+        )
+        membership = Membership(driver=directory or self.options.driver, member=member, keys=self.keys, status=status)
+        membership.on_directives.append(self._obey)
+        await membership.join(self.start_s)
+        registered = True
+        return membership
+
+    def _obey(self, directives: Directives) -> None:
+        if directives.drain:
+            self.draining.set()
+        if directives.stop:
+            self.stopping.set()
+
+
+@dataclass(kw_only=True)
+class JobPost(Post):
+    """A place in a job, whose driver all dial."""
+
+    job: RLJob
+
+    @property
+    def queue(self) -> QueueSpec:
+        """The job's own."""
+        return self.job.spec.transfer_queue
+
+    @property
+    def ledger(self) -> LedgerSpec:
+        """The job's own."""
+        return self.job.spec.storage.ledger
+
+    @property
+    def start_s(self) -> float:
+        """As the job says."""
+        return self.job.spec.limits.start_seconds
+
+
+@dataclass(kw_only=True)
+class QueuePost(Post):
+    """A place in a queue that stands alone, whose controller all dial."""
+
+    resource: TransferQueue
+
+    @property
+    def queue(self) -> QueueSpec:
+        """The queue itself."""
+        return self.resource.spec
+
+    @property
+    def ledger(self) -> LedgerSpec:
+        """Its ledger."""
+        return self.resource.spec.ledger
+
+    @property
+    def start_s(self) -> float:
+        """What a job has that does not say otherwise."""
+        return LimitsSpec().start_seconds
+
+
+def job_folder(job: RLJob, options: RoleOptions) -> Path:
+    """Give the folder where the job's relative paths and modules are: that of its manifest, unless the job says."""
+    return Path((job.metadata.annotations or {}).get(FOLDER, options.job.parent))
+
+
+def keys_of_job() -> Keys | None:
+    """Give the job's key, where the substrate has put one."""
+    named = os.environ.get(KEY_FILE_ENV)
+    path = Path(named or KEY_FILE)
+    return Keys.load(path) if named or path.exists() else None

@@ -1,0 +1,126 @@
+"""A job has succeeded when its last weights are committed, evaluated and exported, and not a moment before."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from asyncflow.driver.ending import Ending
+from asyncflow.driver.lives import Lives
+from asyncflow.driver.members import Members
+from asyncflow.driver.progress import Progress
+from asyncflow.driver.wake import Wake
+from asyncflow.errors import DeadlineExceeded
+from asyncflow.net.directory import Beat, Directory, Member
+
+
+class Job:
+    """An ending with a real directory; the ledger and what is unevaluated are as set."""
+
+    def __init__(self, folder: Path, *, export_s: float = 10.0) -> None:
+        self.committed = 0
+        self.unevaluated: list[int] = []
+        self.suspending = False
+        self.directory = Directory()
+        self.wake = Wake(every_s=10.0)
+        self.progress = Progress(folder, steps=2, now=0.0)
+        weights = SimpleNamespace(fence=lambda attempt: None, leave=lambda worker: None)
+        self.members = Members(
+            self.directory,
+            queue=self,
+            weights=weights,
+            lives=Lives(),
+            memory=folder / "lives.json",
+            started=0.0,
+            changed=self.wake.tell,  # type: ignore[arg-type]
+        )
+        self.ending = Ending(
+            folder=folder,
+            queue=self,  # type: ignore[arg-type]
+            progress=self.progress,
+            members=self.members,
+            wake=self.wake,
+            unevaluated=lambda: self.unevaluated,
+            suspending=lambda: self.suspending,
+            export_s=export_s,
+            stop_s=1.0,
+            devices=1,
+        )
+
+    async def snapshot(self, *, partition: str, timeout: float) -> SimpleNamespace:
+        return SimpleNamespace(last_committed_step=self.committed)
+
+    def make(self, step: int) -> None:
+        self.progress.step({"step": step, "attempt": 0, "at": float(step)})
+
+    def trainer(self, *, index: int = 0, attempt: int = 0, exported: bool) -> None:
+        incarnation = f"trainer {index} {attempt}"
+        self.directory.register(Member(role="trainer", index=index, incarnation=incarnation, attempt=attempt))
+        self.directory.heartbeat(Beat(incarnation=incarnation, revision=0, status={"exported": exported}))
+
+    async def goes_on(self, ended: asyncio.Task[str]) -> bool:
+        for _ in range(5):
+            await asyncio.sleep(0)
+            self.wake.tell()
+        await asyncio.sleep(0)
+        return not ended.done()
+
+
+async def test_success_is_the_last_of_checkpoint_evaluations_and_export(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    ended = asyncio.create_task(job.ending.reached())
+    job.make(1)
+    assert await job.goes_on(ended)
+    job.make(2)
+    assert await job.goes_on(ended)
+    job.unevaluated = [2]
+    job.committed = 2
+    assert await job.goes_on(ended)
+    job.unevaluated = []
+    job.trainer(index=1, exported=True)
+    job.trainer(exported=False)
+    assert await job.goes_on(ended), "rank 0 has not written export/ yet"
+    job.trainer(exported=True)
+    assert not await job.goes_on(ended)
+    assert await ended == "Succeeded"
+    assert job.ending.checkpoint is not None
+    assert job.ending.checkpoint[0] == 2
+
+
+async def test_a_trainer_that_died_while_it_exported_is_waited_for(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.make(2)
+    job.committed = 2
+    ended = asyncio.create_task(job.ending.reached())
+    job.trainer(exported=False)
+    assert await job.goes_on(ended)
+    job.directory.leave("trainer 0 0", "killed")
+    assert await job.goes_on(ended)
+    job.trainer(attempt=1, exported=False)
+    assert await job.goes_on(ended)
+    job.trainer(attempt=1, exported=True)
+    assert not await job.goes_on(ended)
+
+
+async def test_an_export_without_end_is_named(tmp_path: Path) -> None:
+    job = Job(tmp_path, export_s=0.05)
+    job.make(2)
+    job.committed = 2
+    job.trainer(exported=False)
+    ended = asyncio.create_task(job.ending.reached())
+    await asyncio.sleep(0)
+    job.wake.tell()
+    with pytest.raises(DeadlineExceeded, match="did not write export/ within"):
+        await ended
+
+
+async def test_a_suspension_needs_no_export_but_a_checkpoint_of_the_newest_step(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.make(1)
+    job.suspending = True
+    ended = asyncio.create_task(job.ending.reached())
+    assert await job.goes_on(ended)
+    job.committed = 1
+    assert not await job.goes_on(ended)
+    assert await ended == "Suspended"

@@ -1,0 +1,156 @@
+"""Evaluations on a real queue: counted once, and begun anew when their weights are of another history."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+
+from asyncflow.api.job import RLJobSpec
+from asyncflow.api.load import load_job
+from asyncflow.data.prompter import Prompter
+from asyncflow.data.sources import SourceSpec, open_source
+from asyncflow.driver.evaluation import Evaluation, EvaluationResult
+from asyncflow.driver.tasks import EVAL, tasks_of
+from asyncflow.driver.wake import Wake
+from asyncflow.net.frames import Jagged
+from asyncflow.queue.client import QueueClient
+from asyncflow.queue.controller import Controller
+from asyncflow.queue.messages import LeasedRow
+from asyncflow.queue.unit import StorageUnit
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"
+
+
+class Letters:
+    """Encodes by character."""
+
+    def encode(self, text: str, **_: bool) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+def prompter(wanted: RLJobSpec, folder: Path) -> Prompter:
+    data = wanted.data.eval
+    assert data is not None
+    source = SourceSpec(source=data.source, config=data.config, seed=data.seed, size=data.size)
+    opened = open_source(source, "eval", workdir=folder)
+    return Prompter(opened.prompts, Letters(), opened.form)  # type: ignore[arg-type]
+
+
+class Bench:
+    """An evaluation at work on a queue; the test plays the rollouts."""
+
+    def __init__(self, queue: QueueClient, wanted: RLJobSpec, prompts: Prompter) -> None:
+        self.queue = queue
+        self.wake = Wake()
+        self.dues: list[int] = []
+        self.results: list[EvaluationResult] = []
+        self._wanted, self._prompts = wanted, prompts
+        self.evaluation = self.of_a_driver()
+
+    def of_a_driver(self) -> Evaluation:
+        made = Evaluation.of(
+            self._wanted,
+            queue=self.queue,
+            prompter=self._prompts,
+            steps=[0, 2],
+            due=lambda: [step for step in self.dues if step not in [result.step for result in self.results]],
+            changed=self.wake.changed,
+            finished=self.results.append,
+        )
+        assert made is not None
+        return made
+
+    def due(self, step: int) -> None:
+        self.dues.append(step)
+        self.wake.tell()
+
+    def begin_anew(self) -> None:
+        self.evaluation.begin_anew()
+        self.wake.tell()
+
+    async def claim(self, rows: int) -> list[LeasedRow]:
+        claimed: list[LeasedRow] = []
+        while len(claimed) < rows:
+            claimed += await self.queue.claim(partition=EVAL, task="rollout", max_rows=rows, timeout=10)
+        return claimed
+
+    async def answer(self, rows: list[LeasedRow], *, right: bool) -> list[bool]:
+        dtypes = {"response_ids": np.int32, "logprobs": np.float32, "versions": np.int64, "reward": np.float32}
+        columns = {name: Jagged.from_rows([[0]] * len(rows), dtype) for name, dtype in dtypes.items()}
+        return await self.queue.complete(rows, columns, tags=[{"reward": float(right)}] * len(rows), timeout=10)
+
+    async def recorded(self, count: int) -> list[EvaluationResult]:
+        async with asyncio.timeout(10):
+            while len(self.results) < count:
+                await asyncio.sleep(0.01)
+        return self.results
+
+
+@asynccontextmanager
+async def bench(folder: Path) -> AsyncIterator[Bench]:
+    wanted = load_job(EXAMPLE, ["data.eval.size=3"]).spec
+    controller = Controller(ledger_dir=folder / "ledger")
+    address = await controller.start()
+    unit = StorageUnit(index=0, limit_bytes=1 << 20, controller=address)
+    place = await unit.start()
+    queue = QueueClient(controller=address, unit=lambda _: place, units=lambda: [0], worker="test")
+    await unit.joined(10)
+    await queue.declare(tasks_of(wanted), timeout=10)
+    made = Bench(queue, wanted, prompter(wanted, folder))
+    loops = [asyncio.create_task(loop()) for loop in (made.evaluation.put_due, made.evaluation.count)]
+    try:
+        yield made
+    finally:
+        for loop in loops:
+            loop.cancel()
+        await asyncio.wait(loops)
+        await queue.close()
+        await unit.close()
+        await controller.close()
+
+
+async def test_an_evaluation_is_recorded_when_all_its_samples_are_in(tmp_path: Path) -> None:
+    async with bench(tmp_path) as at:
+        at.due(2)
+        rows = await at.claim(6)
+        assert {(row.meta.min_version, row.meta.max_version) for row in rows} == {(2, 2)}
+        greedy = [row for row in rows if row.meta.tags["temperature"] == 0.0]
+        others = [row for row in rows if row not in greedy]
+        assert len(greedy) == len(others) == 3
+        assert all(await at.answer(greedy, right=True))
+        assert all(await at.answer(others, right=False))
+        assert await at.recorded(1) == [EvaluationResult(step=2, prompts=3, accuracy=0.0, greedy=1.0)]
+
+
+async def test_what_another_history_has_answered_does_not_count(tmp_path: Path) -> None:
+    async with bench(tmp_path) as at:
+        at.due(2)
+        old = await at.claim(6)
+        assert all(await at.answer(old[:5], right=True))
+        at.begin_anew()
+        new = await at.claim(6)
+        assert await at.answer(old[5:], right=True) == [False]
+        assert all(await at.answer(new, right=False))
+        assert await at.recorded(1) == [EvaluationResult(step=2, prompts=3, accuracy=0.0, greedy=0.0)]
+
+
+async def test_what_a_dead_driver_put_keeps_nobody_waiting(tmp_path: Path) -> None:
+    async with bench(tmp_path) as at:
+        await at.of_a_driver()._put_prompts(2, [1])
+        at.due(2)
+        await at.answer(await at.claim(6), right=True)
+        await at.answer(await at.claim(6), right=False)
+        assert await at.recorded(1) == [EvaluationResult(step=2, prompts=3, accuracy=0.0, greedy=0.0)]
+
+
+async def test_one_that_was_recorded_can_be_made_again(tmp_path: Path) -> None:
+    async with bench(tmp_path) as at:
+        at.due(2)
+        await at.answer(await at.claim(6), right=True)
+        at_first = list(await at.recorded(1))
+        at.results.clear()
+        at.begin_anew()
+        await at.answer(await at.claim(6), right=False)
+        assert [result.accuracy for result in [*at_first, *await at.recorded(1)]] == [1.0, 0.0]

@@ -1,0 +1,105 @@
+"""No row holds more than the manifest's bound counts for it: inputs are refused, outputs are what the tasks write."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncflow.api.job import RLJobSpec
+from asyncflow.api.load import load_job
+from asyncflow.data.base import Prompt
+from asyncflow.data.prompter import Prompter, PromptFormat
+from asyncflow.driver.prompts import PromptColumns
+from asyncflow.driver.tasks import tasks_of
+from asyncflow.errors import ManifestError
+from asyncflow.flow.admission import Flow, admission_of, admit
+from asyncflow.rewards.wire import RewardResult
+from asyncflow.rollout.engines.base import Completion
+from asyncflow.rollout.job import Outcome, columns
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"
+
+
+def spec(*overrides: str) -> RLJobSpec:
+    return load_job(EXAMPLE, list(overrides)).spec
+
+
+def columns_of(wanted: RLJobSpec, prompt: Prompt) -> PromptColumns:
+    letters = SimpleNamespace(encode=lambda text, **_: list(range(len(text))))
+    source = SimpleNamespace(prompt=lambda serial: prompt)
+    prompter = Prompter(source, letters, PromptFormat())  # type: ignore[arg-type]
+    return PromptColumns.of(wanted, prompter=prompter, what="prompt")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "where", "words"),
+    [
+        (Prompt(question="q" * 17), "spec.sampling.maxPromptTokens", "prompt 3 has 17 tokens, more than 16"),
+        (Prompt(question="q", answer="a" * 300), "spec.data.maxTaskBytes", r"prompt 3 has 3\d\d bytes of task"),
+    ],
+)
+def test_a_prompt_larger_than_the_manifest_says_is_refused(prompt: Prompt, where: str, words: str) -> None:
+    with pytest.raises(ManifestError, match=words) as refused:
+        columns_of(spec("data.maxTaskBytes=256"), prompt).columns([3], copies=2)
+    assert refused.value.where == where
+
+
+def test_what_tasks_write_is_what_the_bound_counts() -> None:
+    wanted = spec()
+    assert {column for task in tasks_of(wanted) for column in task.writes} == wanted.output_bytes.keys()
+
+
+def test_the_longest_response_is_within_what_was_promised() -> None:
+    wanted = spec()
+    length = wanted.sampling.max_tokens
+    completion = Completion(
+        ids=np.zeros(length, np.int32),
+        logprobs=np.zeros(length, np.float32),
+        versions=np.zeros(length, np.int64),
+        finish="length",
+    )
+    outcome = Outcome(job=SimpleNamespace(), completion=completion, reward=RewardResult(value=1.0))  # type: ignore[arg-type]
+    written = {name: column.values.nbytes for name, column in columns([outcome]).items()}
+    assert written | {"advantage": 4} == wanted.output_bytes
+
+
+@given(
+    every=st.integers(1, 5),
+    batch=st.integers(1, 8),
+    staleness=st.integers(2, 6),
+    sync_every=st.integers(1, 2),
+    threshold=st.floats(0, 3),
+    schedule=st.sampled_from(["mode=sync", "mode=periodic", "swapAt=quota", "swapAt=sequence"]),
+    units=st.integers(1, 4),
+    evaluated=st.booleans(),
+)
+def test_what_admission_lets_out_between_two_checkpoints_fits(
+    every: int,
+    batch: int,
+    staleness: int,
+    sync_every: int,
+    threshold: float,
+    schedule: str,
+    units: int,
+    evaluated: bool,
+) -> None:
+    """The last commit was at step 0; all up to the next checkpoint are published, and all that may go out is out."""
+    many = [f"schedule.maxStaleness={staleness}", f"schedule.stalenessThreshold={threshold}"]
+    wanted = spec(
+        f"schedule={{{schedule.replace('=', ': ')}}}",
+        f"storage.checkpoints.every={every}",
+        f"algorithm.promptsPerStep={batch}",
+        f"transferQueue.storageUnits={units}",
+        *([*many, f"schedule.syncEvery={sync_every}"] if schedule == "swapAt=sequence" else []),
+        *([] if evaluated else ["evaluation=null"]),
+    )
+    published, dispatched = every, 0
+    while room := admit(admission_of(wanted), Flow(published=published, dispatched=dispatched, running=0)):
+        dispatched += room
+    row = 4 * wanted.sampling.max_prompt_tokens + wanted.data.max_task_bytes + sum(wanted.output_bytes.values())
+    group = row * max(wanted.algorithm.group_size, wanted.evaluation.group_size if wanted.evaluation else 0)
+    training = dispatched * wanted.algorithm.group_size * row
+    assert training + units * max(group, 1 << 20) <= wanted.bytes_of_interval

@@ -1,0 +1,114 @@
+"""What ``/readyz`` of each role says while a job comes up: the roles of this project, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from asyncflow.commands.manifest import resolved_job
+from asyncflow.net.directory import Directory
+from asyncflow.net.rpc import RpcServer
+from asyncflow.roles import controller, driver, rollout, storage, trainer
+from asyncflow.roles.post import JobPost, RoleOptions
+from asyncflow.telemetry.metrics import StorageMetrics
+from asyncflow.weights.service import CatalogueService
+
+COUNTING = Path(__file__).parents[2] / "examples" / "counting.yaml"
+
+
+def post(role: str, at: str, workdir: Path, *, http_port: int = 0) -> JobPost:
+    options = RoleOptions(role=role, job=COUNTING, driver=at, index=0, attempt=0, workdir=workdir, http_port=http_port)
+    return JobPost(options=options, job=resolved_job(COUNTING))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextlib.asynccontextmanager
+async def serving(serve: Callable[[JobPost], Awaitable[None]], at: JobPost) -> AsyncIterator[None]:
+    async def run() -> None:
+        await serve(at)
+
+    task = asyncio.create_task(run())
+    try:
+        yield
+    finally:
+        at.draining.set()
+        at.stopping.set()
+        await task
+
+
+async def answer(url: str) -> tuple[int, str]:
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/readyz") as said:
+        return said.status, (await said.text()).strip()
+
+
+async def becomes_ready(url: str) -> None:
+    async with asyncio.timeout(60):
+        while (await answer(url))[0] != 200:
+            await asyncio.sleep(0.05)
+
+
+async def test_each_role_is_ready_when_it_can_serve(tmp_path: Path) -> None:
+    server, directory = RpcServer(name="driver"), Directory()
+    directory.attach(server)
+    CatalogueService(server)
+    at = await server.start()
+
+    async def url_of(role: str) -> str:
+        async with asyncio.timeout(60):
+            while not (members := directory.members(role)):
+                await asyncio.sleep(0.05)
+        return members[0].http
+
+    async with serving(storage.serve, post("storage", at, tmp_path)):
+        unit = await url_of("storage")
+        assert await answer(unit) == (503, "the controller has not taken it in yet")
+        async with serving(controller.serve, post("controller", at, tmp_path)):
+            await becomes_ready(await url_of("controller"))
+            await becomes_ready(unit)
+            async with serving(rollout.serve, post("rollout", at, tmp_path)):
+                instance = await url_of("rollout")
+                assert await answer(instance) == (503, "no weights are loaded yet")
+                async with serving(trainer.serve, post("trainer", at, tmp_path)):
+                    await becomes_ready(await url_of("trainer"))
+                    await becomes_ready(instance)
+                assert await answer(instance) == (200, "ready")
+    await directory.close()
+    await server.close()
+
+
+async def test_nobody_is_ready_who_is_not_registered(tmp_path: Path) -> None:
+    port = free_port()
+    here = post("storage", f"tcp://127.0.0.1:{free_port()}", tmp_path, http_port=port)
+    joining = asyncio.create_task(here.join(metrics=StorageMetrics()))
+    async with asyncio.timeout(10):
+        while True:
+            with contextlib.suppress(aiohttp.ClientConnectionError):
+                said = await answer(f"http://127.0.0.1:{port}")
+                break
+            await asyncio.sleep(0.05)
+    assert said == (503, "the driver has not registered it yet")
+    joining.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await joining
+
+
+async def test_a_driver_is_ready_before_anybody_has_joined(tmp_path: Path) -> None:
+    port = free_port()
+    here = post("driver", f"tcp://127.0.0.1:{free_port()}", tmp_path, http_port=port)
+    async with serving(driver.serve, here), asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(aiohttp.ClientConnectionError):
+                assert await answer(f"http://127.0.0.1:{port}") == (200, "ready")
+                break
+            await asyncio.sleep(0.05)

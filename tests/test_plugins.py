@@ -1,0 +1,46 @@
+"""Plug-ins by entry points, and their own options."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+import msgspec
+import pytest
+
+from asyncflow import plugins
+from asyncflow.errors import ManifestError
+from asyncflow.plugins import installed, load_plugin, read_options
+from asyncflow.queue.backends.base import Backend
+from asyncflow.rollout.engines.base import RolloutEngine
+
+ENGINES = "asyncflow.rollout_engines"
+
+
+class Options(msgspec.Struct, frozen=True):
+    pace: float = 1.0
+    loud: bool = False
+
+
+def test_what_is_installed_is_found_by_its_name() -> None:
+    assert installed(ENGINES) == ["simulated", "transformers"]
+    made = load_plugin(ENGINES, "simulated", kind=RolloutEngine, where="here")
+    assert made.__name__ == "SimulatedEngine"
+
+
+def test_what_cannot_be_used_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ManifestError, match=r"here: 'pigeon' is not installed. Installed: simulated, transformers"):
+        load_plugin(ENGINES, "pigeon", kind=RolloutEngine, where="here")
+    with pytest.raises(ManifestError, match="'simulated' is no Backend"):
+        load_plugin(ENGINES, "simulated", kind=Backend, where="here")
+    broken = EntryPoint(name="broken", value="asyncflow_nowhere:Engine", group=ENGINES)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [broken])
+    with pytest.raises(ManifestError, match="'broken' cannot be imported: No module named 'asyncflow_nowhere'"):
+        load_plugin(ENGINES, "broken", kind=RolloutEngine, where="here")
+
+
+def test_options_have_a_meaning_or_are_refused() -> None:
+    assert read_options({"pace": 2}, Options, where="here") == Options(pace=2.0)
+    with pytest.raises(ManifestError, match=r"here: unknown option hue, size\. Known: pace, loud"):
+        read_options({"size": 1, "hue": 2, "pace": 3}, Options, where="here")
+    with pytest.raises(ManifestError, match=r"here: Expected `bool`, got `int`.*loud"):
+        read_options({"loud": 3}, Options, where="here")
