@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test lint types contracts pytest controls faults delayed-update same-bits smollm2
+.PHONY: run test lint types contracts pytest kube controls faults delayed-update same-bits smollm2
 
 run: $(STAMP)
 	$(BIN)/asyncflow run examples/quickstart.yaml --fresh
@@ -22,8 +22,12 @@ contracts: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/asyncflow crds --check
 
-pytest: $(STAMP)
+pytest: $(STAMP) kube
 	$(BIN)/python -m pytest -m "not slow"
+
+# A real API server and KWOK from pinned Go modules, built once and kept by version (hack/kube/build.py).
+kube: $(STAMP)
+	$(BIN)/python hack/kube/build.py kube kwok helm
 
 # Measurements, each with its bar; minutes each, not part of `make test`.
 controls: $(STAMP)
@@ -51,5 +55,5 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "setuptools" "wheel"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[torch,gym,math,import,plot,dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[torch,gym,math,import,plot,operator,dev]"
 	touch $@

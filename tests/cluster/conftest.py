@@ -1,0 +1,71 @@
+"""A real control plane for the tests of this folder: once per session, begun when the first test asks for it."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kube.build import BuildError, binary
+from kube.plane import ControlPlane
+
+ROOT = Path(__file__).parents[2]
+NODES = 20
+BINARIES = {"plane": ("etcd", "kube-apiserver", "kubectl"), "kwok_plane": ("kube-controller-manager", "kwok")}
+
+_serial = itertools.count(1)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build before the first test: minutes where nothing is cached, which are no part of any test's time limit."""
+    if session.config.option.collectonly:
+        return
+    wanted = {fixture for item in session.items for fixture in getattr(item, "fixturenames", ())}
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    for fixture in wanted & BINARIES.keys():
+        for name in BINARIES[fixture]:
+            try:
+                binary(name, say=reporter.write_line if reporter is not None else lambda _: None)
+            except BuildError as error:
+                pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
+
+
+@pytest.fixture(scope="session")
+def plane() -> Iterator[ControlPlane]:
+    """etcd and API server with our definitions: no controllers, so nothing is collected and pods never run."""
+    with ControlPlane(audited=True) as running:
+        running.install_crds(ROOT / "crds")
+        yield running
+
+
+@pytest.fixture(scope="session")
+def kwok_plane() -> Iterator[ControlPlane]:
+    """With controllers, scheduler and 20 fake nodes of 16 NPUs, where pods run."""
+    with ControlPlane(with_=("kcm", "sched", "kwok"), audited=True) as running:
+        running.install_crds(ROOT / "crds")
+        running.add_nodes(NODES)
+        yield running
+
+
+@pytest.fixture
+def kubectl(plane: ControlPlane) -> Callable[..., str]:
+    return plane.kubectl
+
+
+@pytest.fixture
+def namespace(plane: ControlPlane) -> str:
+    return fresh_namespace(plane)
+
+
+@pytest.fixture
+def kwok_namespace(kwok_plane: ControlPlane) -> Iterator[str]:
+    name = fresh_namespace(kwok_plane)
+    yield name
+    kwok_plane.api.delete(f"/api/v1/namespaces/{name}")
+
+
+def fresh_namespace(plane: ControlPlane) -> str:
+    """A name that was never used on this plane: without controllers a namespace that is deleted stays."""
+    name = f"test-{next(_serial)}"
+    plane.api.create("/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+    return name
