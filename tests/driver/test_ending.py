@@ -124,3 +124,23 @@ async def test_a_suspension_needs_no_export_but_a_checkpoint_of_the_newest_step(
     job.committed = 1
     assert not await job.goes_on(ended)
     assert await ended == "Suspended"
+
+
+async def test_those_on_whom_others_rely_are_dismissed_last(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+
+    def told(role: str) -> bool:
+        return job.directory.heartbeat(Beat(incarnation=role, revision=0)).directives.stop
+
+    for role in ("controller", "storage", "rollout"):
+        job.directory.register(Member(role=role, index=0, incarnation=role))
+    assert not told("rollout")
+    ended = asyncio.create_task(job.members.dismiss(within_s=10.0))
+    await asyncio.sleep(0)
+    assert (told("rollout"), told("controller"), told("storage")) == (True, False, False)
+    job.directory.leave("rollout", "left")
+    await asyncio.sleep(0)
+    assert (told("controller"), told("storage")) == (True, True)
+    job.directory.leave("controller", "left")
+    job.directory.leave("storage", "left")
+    await asyncio.wait_for(ended, 5)

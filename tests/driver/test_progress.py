@@ -128,3 +128,20 @@ def test_the_summary_counts_what_was_measured(tmp_path: Path) -> None:
     assert (summary["staleness_start_max"], summary["staleness_start_mean"]) == (1, 0.5)
     assert summary["logprob_gap_p99"] == 1e-6
     assert (summary["samples_dispatched"], summary["samples_lost"], summary["samples_duplicated"]) == (8, 0, 0)
+
+
+def test_a_driver_whose_lines_are_gone_begins_where_the_ledger_says(tmp_path: Path) -> None:
+    progress = Progress(tmp_path, steps=10, now=0.0)
+    progress.begin_at(6, attempt=0)
+    assert (progress.done, progress.lines, progress.last_step_at) == (6, [], None)
+    assert not progress.step(step_line(6)), "the report that the last driver did not hear"
+    assert not progress.step(step_line(7))
+    assert progress.done == 7
+
+
+def test_a_step_that_only_the_ledger_knew_can_be_made_again(tmp_path: Path) -> None:
+    progress = Progress(tmp_path, steps=10, now=0.0)
+    progress.begin_at(6, attempt=0)
+    progress.evaluated(EvaluationResult(step=6, prompts=8, accuracy=0.5, greedy=None), at=1.0)
+    assert progress.step(step_line(5, attempt=1))
+    assert (progress.done, progress.evaluations) == (5, {})

@@ -46,7 +46,7 @@ def main(options: RoleOptions) -> int:
 async def serve(post: JobPost) -> None:
     """Train to the last step, then serve weights until told to stop."""
     spec, options = post.job.spec, post.options
-    metrics = TrainerMetrics()
+    kind, metrics = _kind_of_backend(spec), TrainerMetrics()
     server = RpcServer(name=f"trainer-{options.index}", bind=post.bind, keys=post.keys)
     if options.index == 0:
         GatherService(attempt=options.attempt, world=spec.trainer.replicas).attach(server)
@@ -77,7 +77,7 @@ async def serve(post: JobPost) -> None:
     await sender.start()
     queue = QueueClient.of(membership, keys=post.keys)
     folder = materialize_config(spec.model.source, options.workdir)
-    backend = _backend(spec, group, host=post.host)
+    backend = kind(_backend_settings(spec, host=post.host), group=group)
     trainer = Trainer(
         queue=queue,
         sender=sender,
@@ -158,9 +158,15 @@ def _settings(post: JobPost) -> TrainerSettings:
     )
 
 
-def _backend(spec: RLJobSpec, group: Group, *, host: str) -> TrainerBackend:
+def _kind_of_backend(spec: RLJobSpec) -> type[TrainerBackend]:
+    """Import the backend: seconds in which no heartbeat leaves, so before there is any."""
+    where = "spec.trainer.backend.name"
+    return load_plugin("asyncflow.trainer_backends", spec.trainer.backend.name, kind=TrainerBackend, where=where)
+
+
+def _backend_settings(spec: RLJobSpec, *, host: str) -> BackendSettings:
     algorithm, backend = spec.algorithm, spec.trainer.backend
-    settings = BackendSettings(
+    return BackendSettings(
         optimizer=OptimizerSettings(
             learning_rate=algorithm.learning_rate,
             steps=algorithm.steps,
@@ -188,10 +194,6 @@ def _backend(spec: RLJobSpec, group: Group, *, host: str) -> TrainerBackend:
         host=host,
         options=backend.options,
     )
-    made: type[TrainerBackend] = load_plugin(
-        "asyncflow.trainer_backends", backend.name, kind=TrainerBackend, where="spec.trainer.backend.name"
-    )
-    return made(settings, group=group)
 
 
 def _export(backend: TrainerBackend, model: Path, target: Path) -> None:

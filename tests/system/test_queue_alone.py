@@ -1,0 +1,126 @@
+"""A queue that stands alone: controller and units as in pods, whoever comes as a client, and the deaths of both."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pod_world import TOLD_TO_END, Pods, pods
+
+from asyncflow.api.load import load
+from asyncflow.api.queue import QueueStatus, TransferQueue
+from asyncflow.net.frames import Jagged
+from asyncflow.queue.audit import audit_ledger
+from asyncflow.queue.client import QueueClient
+from asyncflow.queue.messages import LeasedRow, RowMeta, TaskSpec
+from asyncflow.queue.visitor import visit
+from asyncflow_operator.desired.queues import queue_roles
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+MANIFEST = """
+apiVersion: asyncflow.dev/v1alpha1
+kind: TransferQueue
+metadata: {name: scores}
+spec: {storageUnits: 2, bytesPerUnit: 4Mi, ledger: {sync: always}}
+"""
+P = "corpus"
+SIZE = 2
+TASKS = [
+    TaskSpec(partition=P, name="write", needs=["prompt"], writes=["answer"], groups=True, lease_s=3600.0),
+    TaskSpec(partition=P, name="read", needs=["answer"], lease_s=3600.0),
+]
+
+
+def queue_of(file: Path) -> TransferQueue:
+    queue = load(file)
+    assert isinstance(queue, TransferQueue)
+    return queue
+
+
+async def create(client: QueueClient, *serials: int) -> None:
+    metas = [RowMeta(partition=P, serial=serial, sample=j, step=1) for serial in serials for j in range(SIZE)]
+    prompts = Jagged.from_rows([np.full(3, meta.serial) for meta in metas], "int32")
+    await client.create(metas, {"prompt": prompts}, group_size=SIZE, timeout=60)
+
+
+async def claim(client: QueueClient, task: str, *, rows: int) -> list[LeasedRow]:
+    got: list[LeasedRow] = []
+    while len(got) < rows:
+        claimed = await client.claim(partition=P, task=task, max_rows=rows - len(got), timeout=60)
+        assert claimed, f"{len(got)} of {rows} rows came"
+        got += claimed
+    return got
+
+
+async def answer(client: QueueClient, rows: list[LeasedRow]) -> list[bool]:
+    prompts = (await client.fetch(rows, ["prompt"], timeout=60))["prompt"]
+    answers = Jagged.from_rows([[int(prompts.row(i)[0]) + 1] for i in range(len(rows))], "int32")
+    return await client.complete(rows, {"answer": answers}, timeout=60)
+
+
+async def until(made: Pods, what: str, happened: Callable[[], bool]) -> None:
+    await asyncio.to_thread(made.until, what, happened)
+
+
+async def test_a_queue_serves_whoever_joins_and_survives_deaths(tmp_path: Path) -> None:
+    file = tmp_path / "queue.yaml"
+    file.write_text(MANIFEST)
+    with pods(tmp_path, file, [], leader="controller") as made:
+        made.seat(*queue_roles(queue_of(file)))
+        made.start()
+        await until(made, "readiness", lambda: all(pod.ask("/readyz") for pod in made.pods.values()))
+
+        def status() -> QueueStatus:
+            return QueueStatus.model_validate(made.status())
+
+        async with visit(made.address, keys=made.keys) as client:
+            await client.declare(TASKS, timeout=60)
+            await create(client, *range(8))
+            assert status().ready_units == 2
+            assert (status().rows, status().partitions, status().limit) == (16, 1, 8 << 20)
+            assert all(await answer(client, await claim(client, "write", rows=8)))
+
+            async with visit(made.address, keys=made.keys) as leaving:
+                assert len(await claim(leaving, "write", rows=4)) == 4
+            taken_over = await claim(client, "write", rows=8)
+            assert {row.attempt for row in taken_over} == {0, 1}
+            assert all(await answer(client, taken_over))
+
+            made.kill("controller-0", keep="controller-0")
+            read = await claim(client, "read", rows=8)
+            assert (await client.complete(read, {}, timeout=60)) == [True] * 8
+            await create(client, 8, 9)
+            assert all(await answer(client, await claim(client, "write", rows=4)))
+            await until(made, "the units of old", lambda: status().ready_units == 2)
+
+            before = await client.wanted(partition=P, known=-1, timeout=60)
+            assert not before.keys
+            made.kill("storage-1")
+            lost = (await client.wanted(partition=P, known=before.revision, timeout=60)).keys
+            assert {meta.serial for meta in lost} == {1, 3, 5, 7, 9}
+            await until(made, "the new unit", lambda: status().ready_units == 2)
+            await create(client, *{meta.serial for meta in lost})
+            open_rows = await claim(client, "write", rows=len(lost))
+            assert {row.meta.key for row in open_rows} == {meta.key for meta in lost}
+            assert all(await answer(client, open_rows))
+        assert b"asyncflow_controller_ledger_bytes" in made.pods["controller-0"].ask("/metrics").encode()
+        for pod in made.pods.values():
+            assert pod.end(signal.SIGTERM, within_s=20) == TOLD_TO_END
+        report = audit_ledger(made.pods["controller-0"].folder / "ledger")
+        assert (report.dispatched, report.duplicated) == (20, 0)
+
+
+def test_a_queue_has_no_trainer(tmp_path: Path) -> None:
+    file = tmp_path / "queue.yaml"
+    file.write_text(MANIFEST)
+    with pods(tmp_path, file, [], leader="controller") as made:
+        made.seat(replace(queue_roles(queue_of(file))[0], name="trainer"))
+        made.start()
+        assert made.finish(within_s=60) == {"trainer-0": 2}
+        assert "kind = 'TransferQueue': it has no trainer" in made.pods["trainer-0"].log.read_text()
