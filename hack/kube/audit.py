@@ -16,9 +16,14 @@ WRITES: Final = frozenset(("create", "update", "patch", "delete", "deletecollect
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One request, in the words of RBAC. path: what was asked for when that was no resource; code: the HTTP status."""
+    """One request, in the words of RBAC.
+
+    at: when it arrived; answered: when the latest that was logged of it happened; path: what was asked for when that was
+    no resource; code: the HTTP status.
+    """
 
     at: datetime
+    answered: datetime
     user: str
     agent: str
     verb: str
@@ -48,6 +53,7 @@ class Request:
         target = event.get("objectRef", {})
         return cls(
             at=datetime.fromisoformat(event["requestReceivedTimestamp"]),
+            answered=datetime.fromisoformat(event["stageTimestamp"]),
             user=event["user"]["username"],
             agent=event.get("userAgent", ""),
             verb=event["verb"],

@@ -1,19 +1,36 @@
 """A real control plane for the tests of this folder: once per session, begun when the first test asks for it."""
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import operator_rights
 from kube.build import BuildError, binary
 from kube.plane import ControlPlane
+from operator_process import OperatorProcess
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import foreign_kinds
+from scripted_driver import ScriptedDrivers
 
 ROOT = Path(__file__).parents[2]
 NODES = 20
+SHARED = ("jobs", "jobs-quota", "jobs-doomed")
+"""Namespaces of the operator that many tests share."""
 BINARIES = {"plane": ("etcd", "kube-apiserver", "kubectl"), "kwok_plane": ("kube-controller-manager", "kwok")}
 
+LAST = "test_operator_privilege.py"
+"""What all others did is judged after them."""
+
 _serial = itertools.count(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name == LAST)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -45,6 +62,36 @@ def kwok_plane() -> Iterator[ControlPlane]:
         running.install_crds(ROOT / "crds")
         running.add_nodes(NODES)
         yield running
+
+
+@pytest.fixture(scope="session")
+def drivers() -> Iterator[ScriptedDrivers]:
+    """All drivers of the shared operator's jobs."""
+    with ScriptedDrivers() as serving:
+        yield serving
+
+
+@pytest.fixture(scope="session")
+def shared_operator(kwok_plane: ControlPlane, drivers: ScriptedDrivers) -> Iterator[OperatorProcess]:
+    """One operator of the namespaces ``SHARED``, in a cluster that knows Volcano and Kueue."""
+    foreign_kinds.install(kwok_plane)
+    for name in SHARED:
+        kwok_plane.api.create("/api/v1/namespaces", {"metadata": {"name": name}})
+    operator_rights.grant(kwok_plane, SHARED[0])
+    operator = OperatorProcess(
+        kwok_plane,
+        "shared",
+        kubeconfig=operator_rights.account(kwok_plane, "shared"),
+        namespace=SHARED[0],
+        namespaces=",".join(SHARED),
+        probe_url=drivers.url,
+        probe_seconds=0.3,
+        connections=128,
+    )
+    operator.start()
+    operator.lead()
+    yield operator
+    operator.process.end()
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import copy
 import json
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from operator import attrgetter
+from functools import reduce
+from operator import attrgetter, getitem
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -57,6 +58,16 @@ def inspect(model: type[M], data: Any) -> tuple[M | None, list[Problem]]:
     problems = [_problem(model, error) for error in errors if error["type"] not in _FOLLOWS]
     problems.extend(_broken_in(model, _without(data, wrong), at=(), unknown=wrong))
     return None, problems
+
+
+def legible(model: type[Spec], data: Any) -> Any:
+    """Give ``data`` without the fields that ``model`` does not know: what an older version reads of a newer one's."""
+    kept = copy.deepcopy(data)
+    for error in _build(model, data)[1]:
+        if error["type"] == "extra_forbidden":
+            *way, last = error["loc"]
+            reduce(getitem, way, kept).pop(last)
+    return kept
 
 
 def broken(model: Spec, *, at: Place = (), unknown: Sequence[Place] = ()) -> Iterator[Problem]:

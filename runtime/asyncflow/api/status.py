@@ -123,7 +123,7 @@ class DriverStatus(Wire):
     version_bytes: Count | None = None
     """Bytes of the newest published version."""
     transfer_seconds: Annotated[float, Field(ge=0)] | None = None
-    """Median duration of that version's transfers."""
+    """Median duration of the rollouts' last transfers of weights."""
 
 
 class RoleRecord(Spec):

@@ -63,7 +63,7 @@ class WeightsStatus(Spec):
     bytes: Annotated[int, Field(ge=0)] | None = None
     """Bytes of one version; absent while nobody knows."""
     transfer_seconds: Annotated[float, Field(ge=0)] | None = None
-    """Median duration of the newest version's transfers; absent while nobody knows."""
+    """Median duration of the rollouts' last transfers; absent while nobody knows."""
 
 
 class WeightSync(Spec):

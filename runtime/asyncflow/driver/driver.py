@@ -4,8 +4,9 @@ Its loops share one bell (``Wake``) and look at levels: what is published, dispa
 state is the ledger, the checkpoint, its own two files of lines and ``lives.json``; a driver that is killed starts again
 from those.
 
-Invariant: what a loop does is a function of levels, so it may be ended and begun again at any point; when the job is
-over is decided in one place (``ending``).
+Invariants: what a loop does is a function of levels, so it may be ended and begun again at any point; a driver takes
+over before it reads the ledger, so no prompt that a dead one put comes in later; when the job is over is decided in one
+place (``ending``).
 """
 
 from __future__ import annotations
@@ -179,6 +180,8 @@ class Driver:
             phase=self.phase,
             attempt=self.members.trainer_attempt,
             newest=newest,
+            version_bytes=self.versions.nbytes,
+            transfer_seconds=self.members.transfer_seconds,
             rollouts=self.members.rollouts(newest=newest, lag=self.schedule.lag),
             stats=self._stats,
             checkpoint=self._ending.checkpoint,
@@ -217,6 +220,8 @@ class Driver:
 
     async def _restore(self) -> None:
         await self.queue.expire(worker=self.queue.worker, timeout=CALL_TIMEOUT_S)
+        for partition in (TRAIN, EVAL):
+            await self.queue.take_over(partition=partition, timeout=CALL_TIMEOUT_S)
         snapshot = await self.queue.snapshot(partition=TRAIN, timeout=CALL_TIMEOUT_S)
         self.book.restore(snapshot)
         self.progress.begin_at(snapshot.last_staged_step, attempt=snapshot.attempt)

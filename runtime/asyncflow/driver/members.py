@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import statistics
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -78,6 +79,13 @@ class Members:
     def counts(self) -> Counter[str]:
         """How many there are of each role."""
         return Counter(member.role for member in self._directory.members())
+
+    @property
+    def transfer_seconds(self) -> float | None:
+        """Median duration of the rollouts' last transfers of weights, None before there was one."""
+        statuses = [self._directory.status(member.incarnation) for member in self._directory.members("rollout")]
+        lasted = [float(status["pull_s"]) for status in statuses if "pull_s" in status]
+        return statistics.median(lasted) if lasted else None
 
     def rollouts(self, *, newest: int | None, lag: int) -> list[RolloutState]:
         """Give the state of each rollout; newest: step of the newest version; lag: how far behind is allowed."""

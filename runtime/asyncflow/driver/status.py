@@ -50,13 +50,19 @@ def build_status(
     phase: Phase,
     attempt: int,
     newest: int | None,
+    version_bytes: int | None,
+    transfer_seconds: float | None,
     rollouts: Sequence[RolloutState],
     stats: QueueStats | None,
     checkpoint: tuple[int, float] | None,
     idle_share: Mapping[str, float],
     waiting_for: str,
 ) -> DriverStatus:
-    """Put together what is known now. newest: step of the newest version; checkpoint: step and unix seconds."""
+    """Put together what is known now.
+
+    newest: step of the newest version; version_bytes: its size; transfer_seconds: what its transfers take; checkpoint:
+    step and unix seconds.
+    """
     last: dict[str, Any] = progress.lines[-1] if progress.lines else {}
     evaluation = progress.evaluations[max(progress.evaluations)] if progress.evaluations else None
     return DriverStatus(
@@ -73,6 +79,8 @@ def build_status(
         step_p95=progress.step_p95(),
         lag=Lag(start=last["lag_start_max"], end=last["lag_end_max"], mean=last["lag_token_mean"]) if last else Lag(),
         version=newest or 0,
+        version_bytes=version_bytes,
+        transfer_seconds=transfer_seconds,
         queue=_depth(stats),
         trainer_wait_share=progress.wait_share(),
         idle_share=dict(idle_share),

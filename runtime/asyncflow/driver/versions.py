@@ -30,6 +30,13 @@ class Versions:
         newest = self.catalogue.newest
         return None if newest is None else newest.step
 
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of the newest version, None where it is not to be had."""
+        newest = self.newest
+        version = None if newest is None else self.catalogue.find(newest)
+        return None if version is None else self.catalogue.manifest(version).nbytes
+
     def required(self) -> set[int]:
         """Give the steps of the versions that must not be forgotten."""
         unfinished = self.book.unfinished(trained_step=self.progress.done)

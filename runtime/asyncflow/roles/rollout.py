@@ -57,8 +57,10 @@ async def serve(post: JobPost) -> None:
     instance = Instance(swap_at=spec.schedule.swap_at, slots=spec.rollout.engine.slots, ahead=spec.algorithm.group_size)
     worker: RolloutWorker | None = None
 
+    last_pull: Status = {}
+
     def status() -> Status:
-        return {} if worker is None else worker.status()
+        return {} if worker is None else {**worker.status(), **last_pull}
 
     def ready() -> tuple[bool, str]:
         caught_up = engine.version is not None
@@ -66,6 +68,7 @@ async def serve(post: JobPost) -> None:
 
     def pulled(record: TransferRecord) -> None:
         metrics.pull_seconds.observe(record.finished - record.started)
+        last_pull["pull_s"] = record.finished - record.started
 
     async with contextlib.AsyncExitStack() as stack:
         await engine.start()

@@ -1,0 +1,96 @@
+"""What jobs cost of which nothing new is seen, and jobs that only make progress: API writes and CPU.
+
+    python benchmarks/operator/idle.py --jobs 100 --s 60
+
+First every driver says always the same: the bar is no write at all, the Lease apart. Then every driver is a step
+further each time it is asked: the bar is one write in 15 s for each object. The operator of each is a new process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import json
+import sys
+import time
+from typing import Any
+
+from scale import JOBS, NAMESPACE, NODES, ROOT, all_run, create
+
+import operator_rights
+from driver_double import Answer, DriverDouble, steady, stepping
+from kube.audit import Request
+from kube.plane import ControlPlane
+from operator_process import OperatorProcess
+
+BAR_S = 15.0
+
+
+def measure(plane: ControlPlane, name: str, answer: Answer, *, jobs: int, seconds: float) -> dict[str, Any]:
+    with DriverDouble(answer) as drivers:
+        account = operator_rights.account(plane, name)
+        operator = OperatorProcess(plane, name, kubeconfig=account, namespace=NAMESPACE, probe_url=drivers.url)
+        operator.start()
+        operator.lead()
+        plane.wait_until(lambda: all_run(plane, jobs), "all jobs to run", timeout_s=600)
+        plane.wait_until(lambda: is_quiet(plane, name, steady_=answer is steady), "the writes to end", timeout_s=300)
+        before, cpu = len(writes(plane, name)), operator.process.cpu_s()
+        time.sleep(seconds)
+        done = writes(plane, name)[before:]
+        figures = {
+            "jobs": jobs,
+            "s": seconds,
+            "writes": len(done),
+            "by_kind": dict(collections.Counter(f"{each.verb} {each.kind}" for each in done)),
+            "shortest_gap_s": shortest_gap(done),
+            "cpu_s": round(operator.process.cpu_s() - cpu, 2),
+            "peak_mib": operator.peak_bytes() >> 20,
+        }
+        operator.stop()
+    return figures
+
+
+def is_quiet(plane: ControlPlane, name: str, *, steady_: bool) -> bool:
+    """Say whether the start is over: nothing new for some seconds, or for steps, which never end, only statuses."""
+    before = len(writes(plane, name))
+    time.sleep(5)
+    return all(not steady_ and each.subresource == "status" for each in writes(plane, name)[before:])
+
+
+def writes(plane: ControlPlane, name: str) -> list[Request]:
+    return [each for each in operator_rights.of(plane, name) if each.is_write and each.resource != "leases"]
+
+
+def shortest_gap(done: list[Request]) -> float | None:
+    """Give the least seconds between two writes of one object."""
+    told = collections.defaultdict(list)
+    for each in done:
+        told[each.kind, each.name].append(each.at.timestamp())
+    gaps = [later - earlier for times in told.values() for earlier, later in itertools.pairwise(times)]
+    return round(min(gaps), 2) if gaps else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--jobs", type=int, default=100)
+    parser.add_argument("--s", type=float, default=60.0)
+    given = parser.parse_args()
+    with ControlPlane(with_=("kcm", "sched", "kwok"), audited=True) as plane:
+        plane.install_crds(ROOT / "crds")
+        plane.add_nodes(NODES)
+        plane.api.create("/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
+        operator_rights.grant(plane, NAMESPACE)
+        create(plane, given.jobs)
+        figures = {
+            answer.__name__: measure(plane, answer.__name__, answer, jobs=given.jobs, seconds=given.s)
+            for answer in (steady, stepping)
+        }
+        plane.api.delete(JOBS)
+    print(json.dumps(figures, indent=1))
+    gap = figures["stepping"]["shortest_gap_s"]
+    sys.exit(figures["steady"]["writes"] > 0 or (gap is not None and gap < BAR_S))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Answers for the drivers of many jobs whose pods do not really run, over real HTTP: what ``--probe-url`` points to.
+
+Invariant: every job is answered on its own, by the number of times that it was asked before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Self
+
+from aiohttp import web
+
+from asyncflow.api.status import DriverStatus
+
+Answer = Callable[[int], DriverStatus]
+"""Gives the answer to a question, of which so many came before."""
+
+
+def steady(_: int) -> DriverStatus:
+    """Answer always the same: a job amid its run."""
+    return DriverStatus(phase="Running", step=3, steps=60, reward=0.5, version=3)
+
+
+def stepping(asked: int) -> DriverStatus:
+    """Answer with a step and a reward more each time."""
+    return DriverStatus(phase="Running", step=asked, steps=1_000_000, reward=asked / 1e6, version=asked)
+
+
+class DriverDouble:
+    """All drivers, in a thread of its own."""
+
+    def __init__(self, answer: Answer = steady) -> None:
+        self._answer = answer
+        self._loop = asyncio.new_event_loop()
+        self._listens = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._asked: Counter[str] = Counter()
+        self.url = ""
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        if not self._listens.wait(10):
+            raise TimeoutError("waited 10 s for the drivers to listen")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    async def _status(self, request: web.Request) -> web.Response:
+        status = self._answer(self._asked[request.path])
+        self._asked[request.path] += 1
+        return web.json_response(text=status.model_dump_json(by_alias=True))
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        runner = self._loop.run_until_complete(self._listen())
+        self._loop.run_forever()
+        self._loop.run_until_complete(runner.cleanup())
+
+    async def _listen(self) -> web.AppRunner:
+        app = web.Application()
+        app.router.add_get("/{namespace}/{name}/v1/status", self._status)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        address: Any = runner.addresses[0]
+        self.url = f"http://127.0.0.1:{address[1]}/{{namespace}}/{{name}}"
+        self._listens.set()
+        return runner

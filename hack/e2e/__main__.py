@@ -1,0 +1,59 @@
+"""``python -m e2e``: tell the story, and end with 0 if every check held. Needs root (see ``node.machine``)."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+from e2e import story
+from e2e.scene import Scene
+from e2e.telling import Telling
+from images.python import ImageError
+from images.recipes import ROOT
+from kube.build import BuildError
+from kube.process import PlaneError
+from node import machine
+from node.node import Node
+
+_CHAPTERS: Final = (story.load_images, story.install, story.train, story.disturb, story.clean)
+
+
+def main() -> int:
+    """Run the chapters on a fresh node."""
+    parser = argparse.ArgumentParser(prog="e2e", description="Everything, end to end, on a real node. Needs root.")
+    parser.add_argument("--transcript", type=Path, default=ROOT / "runs" / "e2e.txt", help="where it is written down")
+    telling = Telling(parser.parse_args().transcript)
+    began = time.monotonic()
+    try:
+        telling.chapter("A node")
+        with Node(audited=True, say=telling.say) as node:
+            folder = node.folder
+            scene = Scene(node, telling)
+            try:
+                for chapter in _CHAPTERS:
+                    chapter(scene)
+            except (PlaneError, subprocess.SubprocessError) as error:
+                _autopsy(scene, error)
+        telling.chapter("The machine afterwards")
+        left = machine.left(folder)
+        telling.check("links, routes, control groups, mounts and processes of the node", holds=not left, found=left)
+    except (BuildError, ImageError, PlaneError) as error:
+        telling.check("the node and its images", holds=False, found=error)
+    telling.say(f"{time.monotonic() - began:.0f} s in all")
+    return telling.end()
+
+
+def _autopsy(scene: Scene, error: Exception) -> None:
+    """Tell why the story ended early, with what a person would look at next."""
+    scene.telling.check("the story goes on", holds=False, found=error)
+    scene.kubectl("get", "rlj,pods", "--all-namespaces", "--output", "wide")
+    scene.kubectl("get", "events", "--sort-by", ".lastTimestamp")
+    scene.kubectl("--namespace", "asyncflow-system", "logs", "deployment/asyncflow-operator", "--tail", "40")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

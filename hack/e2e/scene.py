@@ -1,0 +1,151 @@
+"""The cluster as the story sees it: objects, their states, and what is done to them.
+
+Invariant: reading is through the API server as a user would, killing is through the node, as a machine would; every
+wait has a deadline and says what it waits for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Final
+
+from e2e.telling import Telling
+from images.recipes import ROOT
+from kube.build import binary
+from kube.process import PlaneError
+from kube.rest import Refused
+from node.node import Node
+from node.servers import NAME as NODE_NAME
+
+NAMESPACE: Final = "default"
+SYSTEM: Final = "asyncflow-system"
+RELEASE: Final = "asyncflow"
+_JOBS: Final = f"/apis/asyncflow.dev/v1alpha1/namespaces/{NAMESPACE}/rljobs"
+_PODS: Final = f"/api/v1/namespaces/{NAMESPACE}/pods"
+_HELM_DEADLINE_S: Final = 180.0
+_SOON_S: Final = 300.0
+_EVALUATED: Final = re.compile(r"EvaluationResult\(step=(\d+), prompts=(\d+), accuracy=([\d.]+), greedy=([\d.]+)\)")
+
+Json = dict[str, Any]
+
+
+class Scene:
+    """A node and the story that is told of it."""
+
+    def __init__(self, node: Node, telling: Telling) -> None:
+        self.node = node
+        self.telling = telling
+        self._shown = ""
+
+    def kubectl(self, *arguments: str) -> str:
+        """Run kubectl as part of the story."""
+        printed = self.node.plane.kubectl(*arguments)
+        self.telling.command(f"kubectl {' '.join(arguments)}", printed)
+        return printed
+
+    def helm(self, *arguments: str) -> None:
+        """Run Helm as part of the story. Raises PlaneError with what it said."""
+        ended = subprocess.run(
+            [binary("helm"), *arguments],
+            env=os.environ
+            | {"KUBECONFIG": str(self.node.plane.admin), "HELM_CACHE_HOME": str(self.node.folder / "helm")},
+            capture_output=True,
+            text=True,
+            timeout=_HELM_DEADLINE_S,
+            check=False,
+        )
+        self.telling.command(f"helm {' '.join(arguments)}", (ended.stdout + ended.stderr).replace(f"{ROOT}/", ""))
+        if ended.returncode != 0:
+            raise PlaneError(f"helm {arguments[0]} ended with {ended.returncode}")
+
+    def make_volume(self, claim: str) -> Path:
+        """Make the PersistentVolume that a claim of this name is going to be bound to: nobody else makes it here."""
+        place = self.node.folder / "volumes" / claim
+        place.mkdir(parents=True)
+        here = {"key": "kubernetes.io/hostname", "operator": "In", "values": [NODE_NAME]}
+        spec = {
+            "storageClassName": "e2e",
+            "capacity": {"storage": "1Gi"},
+            "accessModes": ["ReadWriteOnce"],
+            "claimRef": {"namespace": NAMESPACE, "name": claim},
+            "local": {"path": str(place)},
+            "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [here]}]}},
+        }
+        volume = {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": claim}, "spec": spec}
+        self.node.plane.api.create("/api/v1/persistentvolumes", volume)
+        self.telling.say(f"PersistentVolume {claim}, which nobody provisions here: {place}")
+        return place
+
+    def apply(self, overlay: Path) -> None:
+        """Apply a folder of kustomize, which may refer to files beside it."""
+        options = ("--load-restrictor", "LoadRestrictionsNone")
+        manifest = self.node.plane.kubectl("kustomize", *options, str(overlay))
+        words = f"kubectl kustomize {' '.join(options)} {overlay.relative_to(ROOT)} | kubectl apply -f -"
+        self.telling.command(words, self.node.plane.kubectl("apply", "-f", "-", manifest=manifest))
+
+    def status(self, job: str) -> Json:
+        """Give the status of a job."""
+        return dict(self.node.plane.api.get(f"{_JOBS}/{job}").get("status", {}))
+
+    def pod(self, name: str) -> Json | None:
+        """Give a pod that is not on its way out."""
+        try:
+            pod = self.node.plane.api.get(f"{_PODS}/{name}")
+        except Refused as refused:
+            if refused.status != HTTPStatus.NOT_FOUND:
+                raise
+            return None
+        return None if pod["metadata"].get("deletionTimestamp") else pod
+
+    def uid(self, name: str) -> str:
+        """Give the UID of a pod, "" where there is none that stays."""
+        pod = self.pod(name)
+        return str(pod["metadata"]["uid"]) if pod else ""
+
+    def kill(self, name: str) -> None:
+        """Kill the process of a pod as the machine does that runs out of memory."""
+        pod = self.pod(name)
+        if pod is None:
+            raise PlaneError(f"{name} is not there to be killed")
+        container = pod["status"]["containerStatuses"][0]["containerID"].removeprefix("containerd://")
+        self.node.kill(container)
+        self.telling.say(f"SIGKILL to the process of {name}")
+
+    def show(self, job: str) -> None:
+        """Tell where a job stands, where that has changed."""
+        table = self.node.plane.kubectl("get", "rlj", job)
+        row = table.rpartition(" ")[0]
+        if row != self._shown:
+            self._shown = row
+            self.telling.command(f"kubectl get rlj {job}", table)
+
+    def wait(self, condition: Callable[[], object], what: str, *, timeout_s: float = _SOON_S) -> None:
+        """Wait, and tell how long it took."""
+        with self.telling.timed(f"waited for {what}"):
+            self.node.wait_until(condition, what, timeout_s=timeout_s)
+
+    def evaluation(self, job: str) -> tuple[int, float, float]:
+        """Give step, pass@1 and greedy accuracy of the last evaluation that the driver reported."""
+        found = _EVALUATED.findall(self.node.plane.kubectl("logs", f"{job}-driver-0"))
+        step, _, accuracy, greedy = found[-1] if found else ("0", "", "nan", "nan")
+        return int(step), float(accuracy), float(greedy)
+
+    def left(self, *kinds: str, namespace: str, selector: str = "") -> list[str]:
+        """Give what there is of some kinds, as ``kind/name``."""
+        options = ("--selector", selector) if selector else ()
+        printed = self.node.plane.kubectl(
+            *("get", ",".join(kinds), "--namespace", namespace, "--output", "json", *options)
+        )
+        items = json.loads(printed)["items"]
+        return sorted(f"{item['kind']}/{item['metadata']['name']}" for item in items)
+
+    def kinds(self) -> list[str]:
+        """Give every kind of object that may lie in a namespace, but for events, which say what was."""
+        listed = self.node.plane.kubectl("api-resources", "--namespaced", "--verbs", "list", "--output", "name").split()
+        return [kind for kind in listed if not kind.startswith("events")]

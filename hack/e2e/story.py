@@ -1,0 +1,193 @@
+"""The chapters, each a function of the scene; what one needs of another it finds in the cluster."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from http import HTTPStatus
+from pathlib import Path
+from typing import Final
+
+from e2e.scene import NAMESPACE, RELEASE, SYSTEM, Json, Scene
+from images.recipes import ROOT, image
+from kube.process import PlaneError
+
+IMAGES: Final = ("operator", "runtime-cpu")
+ACCURACY: Final = 0.85
+_HERE: Final = Path(__file__).parent
+_TRAINED_S: Final = 1200.0
+_SHOW_EVERY: Final = 10
+_AUDIT_S: Final = 60.0
+_RESTRICTED: Final = "pod-security.kubernetes.io/enforce=restricted"
+_OPERATOR: Final = f"system:serviceaccount:{SYSTEM}:{RELEASE}-operator"
+_STAYS: Final = ["ConfigMap/kube-root-ca.crt", "Secret/asyncflow-operator-master", "ServiceAccount/default"]
+"""What may lie in the operator's namespace when it is gone: the master key, kept on purpose, and Kubernetes' own."""
+
+
+def load_images(scene: Scene) -> None:
+    """Make our images, and give them to the node."""
+    scene.telling.chapter("Our images, made offline")
+    for name in IMAGES:
+        with scene.telling.timed(f"make {name}"):
+            made = image(name)
+        with scene.telling.timed(f"load {made.name}"):
+            scene.node.load(made)
+
+
+def install(scene: Scene) -> None:
+    """Install the chart, in namespaces that enforce what we promise."""
+    scene.telling.chapter("The chart")
+    scene.kubectl("create", "namespace", SYSTEM)
+    scene.kubectl("label", "namespace", SYSTEM, NAMESPACE, _RESTRICTED)
+    chart = str(ROOT / "charts" / "asyncflow")
+    scene.helm("install", RELEASE, chart, "--namespace", SYSTEM, "--wait", "--timeout", "120s")
+    scene.kubectl("--namespace", SYSTEM, "get", "pods")
+
+
+def train(scene: Scene) -> None:
+    """Train the quickstart as it is."""
+    scene.telling.chapter("examples/quickstart.yaml trains")
+    ledger = _begin(scene, "quickstart", _HERE / "quickstart")
+    scene.kubectl("get", "rljobs,transferqueues,weightsyncs,pods,services,persistentvolumeclaims")
+    _finish(scene, "quickstart", ledger)
+
+
+def disturb(scene: Scene) -> None:
+    """Train it again, while rollouts come and go and processes die."""
+    job = "quickstart-disturbed"
+    scene.telling.chapter("The same with 120 steps, disturbed")
+    ledger = _begin(scene, job, _HERE / "disturbed")
+    _reach(scene, job, 5)
+    trainer = scene.uid(f"{job}-trainer-0")
+
+    scene.kubectl("scale", f"rlj/{job}", "--replicas", "4")
+    scene.wait(lambda: scene.status(job).get("readyRollouts") == 4, "4 rollouts that have caught up")
+    scene.show(job)
+    _lose(scene, job, "rollout-1", lambda: scene.kubectl(*_forced(f"{job}-rollout-1")))
+    _same_trainer(scene, job, trainer)
+
+    _lose(scene, job, "storage-0", lambda: scene.kill(f"{job}-storage-0"))
+    _lose(scene, job, "driver-0", lambda: scene.kill(f"{job}-driver-0"))
+    _lose(scene, job, "trainer-0", lambda: scene.kill(f"{job}-trainer-0"))
+    trainer = scene.uid(f"{job}-trainer-0")
+
+    scene.kubectl("scale", f"rlj/{job}", "--replicas", "1")
+    scene.wait(lambda: scene.status(job).get("replicas") == 1, "1 rollout, the others drained")
+    scene.show(job)
+    _same_trainer(scene, job, trainer)
+    _finish(scene, job, ledger)
+    scene.kubectl("get", "events", "--field-selector", f"involvedObject.name={job}", "--sort-by", ".lastTimestamp")
+
+
+def clean(scene: Scene) -> None:
+    """Delete the jobs, then the chart, and look at what is left."""
+    scene.telling.chapter("What is left")
+    scene.kubectl("delete", "rlj", "--all")
+    kinds = scene.kinds()
+    ours = "app.kubernetes.io/part-of=asyncflow"
+    scene.wait(lambda: not scene.left(*kinds, namespace=NAMESPACE, selector=ours), "all that the jobs owned to be gone")
+    scene.kubectl(
+        "get", "all,persistentvolumeclaims,configmaps,secrets,serviceaccounts,poddisruptionbudgets,networkpolicies"
+    )
+    _requests(scene)
+    scene.helm("uninstall", RELEASE, "--namespace", SYSTEM, "--wait")
+    scene.wait(
+        lambda: not scene.left("pods", "deployments", "replicasets", namespace=SYSTEM), "the operator's pods to be gone"
+    )
+    left = [each for each in scene.left(*kinds, namespace=SYSTEM) if each not in _STAYS]
+    scene.telling.check("left in the operator's namespace beside its master key", holds=not left, found=left)
+
+
+def _begin(scene: Scene, job: str, overlay: Path) -> Path:
+    """Make the volumes and the job; gives where the ledger lies."""
+    ledger, _ = (scene.make_volume(f"{job}-{volume}") for volume in ("ledger", "checkpoints"))
+    scene.apply(overlay)
+    scene.wait(lambda: scene.status(job).get("phase") == "Running", f"{job} to be running", timeout_s=_TRAINED_S)
+    return ledger / job
+
+
+def _finish(scene: Scene, job: str, ledger: Path) -> None:
+    """Wait until the job has trained, and check what it learned and its account of samples."""
+    steps = scene.status(job)["steps"]
+    for step in range(scene.status(job).get("step", 0) + _SHOW_EVERY, steps, _SHOW_EVERY):
+        _reach(scene, job, step)
+        scene.show(job)
+    scene.wait(lambda: _ended(scene, job), f"{job} to have finished", timeout_s=_TRAINED_S)
+    scene.show(job)
+    status = scene.status(job)
+    scene.telling.check("the job has succeeded", holds=status["phase"] == "Succeeded", found=status["phase"])
+    step, accuracy, greedy = scene.evaluation(job)
+    scene.telling.check(f"pass@1 >= {ACCURACY} on 512 held-out prompts", holds=accuracy >= ACCURACY, found=accuracy)
+    scene.telling.check(f"greedy >= {ACCURACY}, both at the last step", holds=greedy >= ACCURACY, found=greedy)
+    scene.telling.check("the last evaluation is that of the last step", holds=step == steps, found=step)
+    _audit(scene, job, ledger)
+
+
+def _audit(scene: Scene, job: str, folder: Path) -> None:
+    command = [sys.executable, "-m", "asyncflow", "audit", str(folder)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=_AUDIT_S, check=False)
+    scene.telling.command(f"asyncflow audit {folder}", ended.stdout + ended.stderr)
+    account = {words[:-1]: int(number) for words, number in _rows(ended.stdout)}
+    for what in ("lost", "duplicated"):
+        found = account.get((what,), -1)
+        scene.telling.check(f"{job}: samples {what}", holds=found == 0 and ended.returncode == 0, found=found)
+
+
+def _rows(printed: str) -> list[tuple[tuple[str, ...], str]]:
+    return [(tuple(line.split()), line.split()[-1]) for line in printed.splitlines()]
+
+
+def _lose(scene: Scene, job: str, seat: str, lose: Callable[[], object]) -> None:
+    """Lose the pod of a seat, and wait until another has it, all are ready, and the job is further than before."""
+    name = f"{job}-{seat}"
+    lost, step = scene.uid(name), scene.status(job).get("step", 0)
+    lose()
+    scene.wait(lambda: scene.uid(name) not in ("", lost) and _ready(scene, name), f"another {name} to be ready")
+    _reach(scene, job, step + 2)
+    scene.wait(lambda: _ended(scene, job) or _whole(scene, job), "every pod of the job to be ready")
+
+
+def _same_trainer(scene: Scene, job: str, uid: str) -> None:
+    found = scene.uid(f"{job}-trainer-0")
+    scene.telling.check("nothing about rollouts restarted the trainer", holds=found == uid, found=f"pod {found[:8]}")
+
+
+def _reach(scene: Scene, job: str, step: int) -> None:
+    def there() -> bool:
+        return _ended(scene, job) or scene.status(job).get("step", 0) >= step
+
+    scene.wait(there, f"step {step}", timeout_s=_TRAINED_S)
+    if scene.status(job)["phase"] == "Failed":
+        raise PlaneError(f"{job} has failed: {scene.status(job)['conditions']}")
+
+
+def _ended(scene: Scene, job: str) -> bool:
+    return scene.status(job).get("phase") in ("Succeeded", "Failed")
+
+
+def _whole(scene: Scene, job: str) -> bool:
+    return _is_ready(scene.status(job))
+
+
+def _ready(scene: Scene, name: str) -> bool:
+    pod = scene.pod(name)
+    return pod is not None and _is_ready(pod["status"])
+
+
+def _is_ready(status: Json) -> bool:
+    return any((each["type"], each["status"]) == ("Ready", "True") for each in status.get("conditions", ()))
+
+
+def _forced(pod: str) -> tuple[str, ...]:
+    return ("delete", "pod", pod, "--force", "--grace-period=0")
+
+
+def _requests(scene: Scene) -> None:
+    """Tell what the operator asked of the API server, and whether it was ever refused for want of a right."""
+    asked = scene.node.plane.requests(user=_OPERATOR)
+    writes = Counter(f"{each.verb} {each.resource}" for each in asked if each.is_write)
+    scene.telling.say(f"the operator made {len(asked)} requests, among them {dict(writes.most_common())}")
+    forbidden = sorted({f"{each.verb} {each.resource}" for each in asked if each.code == HTTPStatus.FORBIDDEN})
+    scene.telling.check("requests that its rights did not cover", holds=not forbidden, found=forbidden)

@@ -1,0 +1,50 @@
+"""What a Dockerfile says of the image that it ends with: how it is run, and with which extras we are installed.
+
+Invariant: nothing about an image of ours is written down twice; what is not understood is refused, so that an image
+made here cannot differ silently from the one that docker would make.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+_BASE_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_EXTRAS: Final = re.compile(r'pip install .*"\.\[([\w,-]+)\]"')
+_PASSED_OVER: Final = frozenset(("ARG", "COPY", "EXPOSE"))
+_VARIABLE: Final = re.compile(r"\$\{?(\w+)\}?")
+
+
+@dataclass(kw_only=True)
+class Dockerfile:
+    """extras: those that our own distribution is installed with; config: of the image, as OCI has it."""
+
+    extras: tuple[str, ...]
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+def read(path: Path) -> Dockerfile:
+    """Read a Dockerfile. Raises ValueError for an instruction that is not understood."""
+    lines = path.read_text().replace("\\\n", " ").splitlines()
+    instructions = [line.split(maxsplit=1) for line in lines if line.strip() and not line.startswith("#")]
+    extras = [match.group(1) for match in map(_EXTRAS.search, lines) if match]
+    last = max(number for number, (word, *_) in enumerate(instructions) if word == "FROM")
+    env = {"PATH": _BASE_PATH}
+    read = Dockerfile(extras=tuple(extras[-1].split(",")))
+    for word, rest in instructions[last + 1 :]:
+        if word == "ENV":
+            for assignment in shlex.split(rest):
+                name, _, value = assignment.partition("=")
+                env[name] = _VARIABLE.sub(lambda found: env.get(found.group(1), ""), value)
+        elif word in ("USER", "WORKDIR"):
+            read.config["User" if word == "USER" else "WorkingDir"] = rest
+        elif word in ("ENTRYPOINT", "CMD"):
+            read.config["Entrypoint" if word == "ENTRYPOINT" else "Cmd"] = json.loads(rest)
+        elif word not in _PASSED_OVER:
+            raise ValueError(f"{path}: {word} is not understood")
+    read.config["Env"] = [f"{name}={value}" for name, value in env.items()]
+    return read

@@ -1,0 +1,135 @@
+"""What a Python program needs at run time, found in the interpreter and environment that run this.
+
+Three parts, which change at different paces: the interpreter with its standard library, the distributions that a
+requirement needs (read from their metadata, as pip would), and the shared libraries that all of those link (asked of
+``ldd``). Invariant: a file lies in the image where it lies here, but for the environment, which moves to ``VENV``.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Final
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from images.oci import Entry
+
+VENV: Final = "/opt/asyncflow"
+_SITE: Final = Path(sysconfig.get_path("purelib"))
+SITE: Final = f"{VENV}/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+_BASE: Final = Path(sys.base_prefix)
+_STDLIB: Final = Path(sysconfig.get_path("stdlib"))
+_INTERPRETER: Final = Path(sys.executable).resolve()
+_NOT_RUN: Final = ("site-packages", "test", "idlelib", "ensurepip", "tkinter", "turtledemo", "lib2to3")
+_DYNAMIC: Final = ("libgcc_s.so.1",)
+"""Libraries that glibc loads by name: nothing links them."""
+_LINKS: Final = re.compile(r"(?:=> )?(/\S+) \(0x")
+_DEADLINE_S: Final = 120.0
+
+
+class ImageError(RuntimeError):
+    """An image could not be made."""
+
+
+def interpreter() -> list[Entry]:
+    """Give the interpreter, its standard library, and the environment around it that is otherwise empty."""
+    stdlib = (
+        Entry(path=str(file), source=file)
+        for file in _STDLIB.rglob("*")
+        if file.is_file() and not _unwanted(file.relative_to(_STDLIB).parts)
+    )
+    shared = (Entry(path=str(file), source=file) for file in (_BASE / "lib").glob("libpython3*.so*") if file.is_file())
+    home = f"home = {_INTERPRETER.parent}\ninclude-system-site-packages = false\n"
+    names = ("python", "python3", f"python3.{sys.version_info.minor}")
+    return [
+        *stdlib,
+        *shared,
+        Entry(path=str(_INTERPRETER), source=_INTERPRETER),
+        Entry(path=f"{VENV}/pyvenv.cfg", content=home.encode(), mode=0o644),
+        *(Entry(path=f"{VENV}/bin/{name}", link=str(_INTERPRETER)) for name in names),
+    ]
+
+
+def distributions(requires: Sequence[str], extras: Iterable[str], *, without: Sequence[str]) -> list[Distribution]:
+    """Give what a distribution that says ``requires`` needs with ``extras``, but for names that begin as ``without``.
+
+    Raises ImageError where something needed is not installed.
+    """
+    found: dict[str, Distribution] = {}
+    seen: set[tuple[str, str]] = set()
+    wanted = [need for extra in ("", *extras) for need in _needs(requires, extra)]
+    while wanted:
+        requirement = wanted.pop()
+        name = canonicalize_name(requirement.name)
+        if name.startswith(tuple(without)):
+            continue
+        try:
+            found[name] = distribution(name)
+        except PackageNotFoundError as error:
+            raise ImageError(f"{requirement} is not installed in {sys.prefix}") from error
+        for extra in ("", *requirement.extras):
+            if (name, extra) not in seen:
+                seen.add((name, extra))
+                wanted += _needs(found[name].requires or (), extra)
+    return [found[name] for name in sorted(found)]
+
+
+def installed(needed: Iterable[Distribution]) -> list[Entry]:
+    """Give the files of distributions, without their command lines: ``python -m`` runs them too."""
+    return [entry for each in needed for entry in _files(each)]
+
+
+def linked(entries: Collection[Entry]) -> list[Entry]:
+    """Give the shared libraries that the binaries among ``entries`` link, and that are not among them."""
+    have = {entry.path for entry in entries}
+    binaries = [str(entry.source) for entry in entries if entry.source is not None and _is_binary(entry.source)]
+    named = (Path(sysconfig.get_config_var("LIBDIR")), *(Path("/lib").glob("*-linux-gnu")))
+    extra = (folder / name for name in _DYNAMIC for folder in named if (folder / name).exists())
+    found = {*_ldd(binaries), *extra}
+    return [Entry(path=_place(library), source=library) for library in sorted(found) if _place(library) not in have]
+
+
+def _needs(requires: Iterable[str], extra: str) -> Iterator[Requirement]:
+    for text in requires:
+        requirement = Requirement(text)
+        if requirement.marker is None:
+            if not extra:
+                yield requirement
+        elif requirement.marker.evaluate({"extra": extra}):
+            yield requirement
+
+
+def _files(each: Distribution) -> Iterator[Entry]:
+    if each.files is None:
+        raise ImageError(f"{each.name} does not say which files it has: no RECORD")
+    for file in each.files:
+        source = Path(str(file.locate()))
+        if ".." not in file.parts and source.is_file():
+            yield Entry(path=f"{SITE}/{file}", source=source)
+
+
+def _ldd(binaries: Sequence[str]) -> set[Path]:
+    """Give the libraries that binaries link, with those that these link. What is not found here is not needed here."""
+    said = subprocess.run(["ldd", *binaries], capture_output=True, text=True, timeout=_DEADLINE_S, check=False).stdout
+    return {Path(path) for path in _LINKS.findall(said)}
+
+
+def _place(library: Path) -> str:
+    """Give where a library belongs in the image: one of the environment moves with that."""
+    whole = library.parent.resolve() / library.name
+    return f"{SITE}/{whole.relative_to(_SITE)}" if whole.is_relative_to(_SITE) else str(library)
+
+
+def _is_binary(file: Path) -> bool:
+    return ".so" in file.suffixes or file == _INTERPRETER
+
+
+def _unwanted(parts: tuple[str, ...]) -> bool:
+    return parts[0] in _NOT_RUN or parts[0].startswith("config-") or parts[-1].endswith(".a")

@@ -1,0 +1,159 @@
+"""The images that a cluster of ours needs, by name.
+
+``operator`` and ``runtime-cpu`` are ours; ``pause`` and ``coredns`` are what a node needs beside. Invariant: a layer is
+shared by all images that need the same of it: system, then distributions, then our own wheel, which changes most.
+"""
+
+from __future__ import annotations
+
+import compileall
+import py_compile
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Sequence
+from configparser import ConfigParser
+from email import message_from_bytes
+from functools import cache
+from pathlib import Path
+from shutil import copytree
+from typing import Final, NamedTuple
+
+from asyncflow import __version__
+from images import dockerfile
+from images.oci import Entry, Image, Layer, make_layer
+from images.python import SITE, VENV, ImageError, distributions, installed, interpreter, linked
+from kube.build import binary
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+PREFIX: Final = "asyncflow"
+_CERTIFICATES: Final = "/etc/ssl/certs/ca-certificates.crt"
+_CUDA: Final = ("nvidia-", "cuda-", "triton")
+"""Distributions that torch brings from PyPI, and not from the CPU index: left out, but for the libraries it links."""
+_SOURCES: Final = ("pyproject.toml", "README.md", "runtime", "operator")
+_WHEEL_DEADLINE_S: Final = 300.0
+_COMPILE_DEADLINE_S: Final = 60.0
+
+
+def image(name: str) -> Image:
+    """Give the image of this name, made now where a layer of it is not in the cache."""
+    return RECIPES[name](name)
+
+
+def _ours(name: str) -> Image:
+    said = dockerfile.read(ROOT / "images" / name / "Dockerfile")
+    wheel = _wheel()
+    needed = installed(distributions(wheel.requires, said.extras, without=_CUDA))
+    libraries = linked([*interpreter(), *needed])
+    layers = (_system(), make_layer(f"{name}-needs", [*needed, *libraries]), make_layer("asyncflow", wheel.entries))
+    return Image(name=f"{PREFIX}/{name}:{__version__}", layers=layers, config=said.config)
+
+
+@cache
+def _system() -> Layer:
+    entries = interpreter()
+    return make_layer("python", [*entries, *linked(entries), *_etc()])
+
+
+def _etc() -> list[Entry]:
+    """Give what the base images of the Dockerfiles have and programs look for."""
+    return [
+        Entry(path="/etc/passwd", content=b"root:x:0:0:root:/root:/sbin/nologin\n", mode=0o644),
+        Entry(path="/etc/group", content=b"root:x:0:\n", mode=0o644),
+        Entry(path="/etc/nsswitch.conf", content=b"passwd: files\ngroup: files\nhosts: files dns\n", mode=0o644),
+        Entry(path=_CERTIFICATES, source=Path(_CERTIFICATES)),
+        Entry(path="/tmp", mode=0o1777),
+        Entry(path="/proc"),
+        Entry(path="/sys"),
+        Entry(path="/dev"),
+    ]
+
+
+class _Wheel(NamedTuple):
+    """Our own distribution: what it requires, and its files as pip would install them, with bytecode."""
+
+    requires: list[str]
+    entries: list[Entry]
+
+
+@cache
+def _wheel() -> _Wheel:
+    with tempfile.TemporaryDirectory() as folder:
+        site = Path(folder) / "site"
+        _unpack_wheel(Path(folder), site)
+        mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+        compileall.compile_dir(site, quiet=2, stripdir=str(site), prependdir=SITE, invalidation_mode=mode)
+        entries = [
+            Entry(path=f"{SITE}/{file.relative_to(site)}", content=file.read_bytes(), mode=0o644)
+            for file in sorted(site.rglob("*"))
+            if file.is_file()
+        ]
+        described = next(site.glob("*.dist-info"))
+        requires = message_from_bytes((described / "METADATA").read_bytes()).get_all("Requires-Dist", [])
+        return _Wheel([str(each) for each in requires], [*entries, *_command_lines(described / "entry_points.txt")])
+
+
+def _unpack_wheel(folder: Path, site: Path) -> None:
+    """Build in a copy, because setuptools leaves things in the folder that it builds from."""
+    source = folder / "source"
+    source.mkdir()
+    for name in _SOURCES:
+        if (ROOT / name).is_dir():
+            copytree(ROOT / name, source / name)
+        else:
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    ended = subprocess.run(
+        [*pip, "--wheel-dir", str(folder), str(source)],
+        capture_output=True,
+        text=True,
+        timeout=_WHEEL_DEADLINE_S,
+        check=False,
+    )
+    if ended.returncode != 0:
+        raise ImageError(f"our wheel could not be built:\n{ended.stderr}")
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        wheel.extractall(site)
+
+
+def _command_lines(entry_points: Path) -> list[Entry]:
+    parsed = ConfigParser()
+    parsed.read(entry_points)
+    text = "#!{python}\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n"
+    return [
+        Entry(
+            path=f"{VENV}/bin/{name}",
+            content=text.format(python=f"{VENV}/bin/python", module=module, function=function).encode(),
+        )
+        for name, target in parsed["console_scripts"].items()
+        for module, _, function in [target.partition(":")]
+    ]
+
+
+def _pause(_: str) -> Image:
+    with tempfile.TemporaryDirectory() as folder:
+        program = compile_pause(Path(folder))
+        layer = make_layer("pause", [Entry(path="/pause", content=program.read_bytes())])
+    return Image(name="localhost/pause:1", layers=(layer,), config={"Entrypoint": ["/pause"]})
+
+
+def compile_pause(folder: Path) -> Path:
+    """Compile the program that does nothing but reap: the first process of a pod, and of the node itself."""
+    source = Path(__file__).with_name("pause.c")
+    command: Sequence[str | Path] = ["gcc", "-Os", "-static", "-s", "-o", folder / "pause", source]
+    subprocess.run(command, timeout=_COMPILE_DEADLINE_S, check=True)
+    return folder / "pause"
+
+
+def _coredns(_: str) -> Image:
+    layer = make_layer("coredns", [Entry(path="/coredns", source=binary("coredns")), *_etc()])
+    return Image(name="localhost/coredns:1", layers=(layer,), config={"Entrypoint": ["/coredns"]})
+
+
+RECIPES: Final[dict[str, Callable[[str], Image]]] = {
+    "pause": _pause,
+    "coredns": _coredns,
+    "operator": _ours,
+    "runtime-cpu": _ours,
+}

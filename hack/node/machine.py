@@ -1,0 +1,132 @@
+"""What a node needs of the machine, and what it leaves on it while it runs: one link, two routes, a control group.
+
+Invariant: addresses and names are fixed, so a machine has one node at a time, and what a killed one left behind is
+found and removed by the next.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from kube.process import PlaneError, wait_until
+
+HOST: Final = "10.199.77.1"
+"""This machine's end of the link."""
+ADDRESS: Final = "10.199.77.2"
+"""The node's end."""
+PODS: Final = "10.244.0.0/24"
+SERVICES: Final = "10.96.0.0/16"
+CGROUP: Final = "asyncflow-node"
+PACKAGES: Final = ("containerd", "runc", "containernetworking-plugins", "iptables", "conntrack")
+_PROGRAMS: Final = ("containerd", "ctr", "runc", "iptables", "conntrack", "ip", "nsenter", "unshare", "gcc", "ldd")
+_PLUGINS: Final = Path("/usr/lib/cni")
+_OUTSIDE: Final = "af-node0"
+_INSIDE: Final = "af-node1"
+_PREFIX: Final = 30
+_DEADLINE_S: Final = 20.0
+
+
+def check() -> None:
+    """Raise PlaneError where something is missing, with how to get it."""
+    if os.geteuid() != 0:
+        raise PlaneError("a node needs root: it makes namespaces, mounts and a network link")
+    missing = [name for name in _PROGRAMS if shutil.which(name) is None]
+    missing += [] if (_PLUGINS / "bridge").exists() else [str(_PLUGINS / "bridge")]
+    if missing:
+        install = f"apt-get install --no-install-recommends {' '.join(PACKAGES)}"
+        raise PlaneError(f"a node needs {', '.join(missing)}: {install}")
+    if not Path("/sys/fs/cgroup/memory").is_dir():
+        raise PlaneError("a node needs cgroup v1, which this machine does not mount")
+
+
+def run(*command: str | Path) -> str:
+    """Run a short command and give what it printed. Raises PlaneError with what it said."""
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+    if ended.returncode != 0:
+        raise PlaneError(f"`{' '.join(map(str, command))}` ended with {ended.returncode}: {ended.stderr.strip()}")
+    return ended.stdout
+
+
+def connect(init: int) -> None:
+    """Lay the link into the network namespace of process ``init``, and the routes to what lies behind it."""
+    inside = ("nsenter", "--target", str(init), "--net")
+    run("ip", "link", "add", _OUTSIDE, "type", "veth", "peer", "name", _INSIDE)
+    run("ip", "link", "set", _INSIDE, "netns", str(init))
+    run("ip", "address", "add", f"{HOST}/{_PREFIX}", "dev", _OUTSIDE)
+    run("ip", "link", "set", _OUTSIDE, "up")
+    run(*inside, "ip", "link", "set", _INSIDE, "name", "eth0")
+    run(*inside, "ip", "address", "add", f"{ADDRESS}/{_PREFIX}", "dev", "eth0")
+    run(*inside, "ip", "link", "set", "eth0", "up")
+    run(*inside, "sysctl", "-qw", "net.ipv4.ip_forward=1")
+    for network in (SERVICES, PODS):
+        run("ip", "route", "add", network, "via", ADDRESS)
+
+
+def disconnect() -> None:
+    """Remove the link, and with it the routes, where a dead namespace has not taken them along yet."""
+    if _linked():
+        subprocess.run(["ip", "link", "delete", _OUTSIDE], capture_output=True, timeout=_DEADLINE_S, check=False)
+        wait_until(lambda: not _linked(), "the link of the node to be gone", timeout_s=_DEADLINE_S)
+
+
+def make_cgroups() -> None:
+    """Make the node's group in every hierarchy; the one of processor sets must be told what it may use."""
+    for hierarchy in _hierarchies():
+        group = hierarchy / CGROUP
+        group.mkdir(exist_ok=True)
+        for name in ("cpuset.cpus", "cpuset.mems"):
+            if (group / name).exists():
+                (group / name).write_text((hierarchy / name).read_text())
+
+
+def remove_cgroups() -> None:
+    """Remove the node's groups, which have to be empty of processes; that may take a moment after they were killed."""
+    wait_until(_removed, f"the control groups {CGROUP} to be empty", timeout_s=_DEADLINE_S)
+
+
+def _removed() -> bool:
+    gone = True
+    for hierarchy in _hierarchies():
+        for folder, _, _ in os.walk(hierarchy / CGROUP, topdown=False):
+            try:
+                Path(folder).rmdir()
+            except OSError:
+                gone = False
+    return gone
+
+
+def left(folder: Path) -> list[str]:
+    """Give what there is of a node whose files lay in ``folder``: nothing, when it has ended."""
+    found = [_OUTSIDE] if _linked() else []
+    found += [f"route {line}" for line in run("ip", "route").splitlines() if ADDRESS in line]
+    found += [str(hierarchy / CGROUP) for hierarchy in _hierarchies() if (hierarchy / CGROUP).exists()]
+    found += [
+        f"mount {line.split()[1]}" for line in Path("/proc/mounts").read_text().splitlines() if str(folder) in line
+    ]
+    found += [f"process {process.name}" for process in Path("/proc").glob("[0-9]*") if _belongs(process, folder)]
+    return found + ([str(folder)] if folder.exists() else [])
+
+
+def _belongs(process: Path, folder: Path) -> bool:
+    try:
+        mine = str(folder) in (process / "cmdline").read_text(errors="replace")
+        return mine or CGROUP in (process / "cgroup").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _hierarchies() -> Iterator[Path]:
+    """Give where groups are: the controllers of cgroup v1, each by itself, and beside them the one tree of v2."""
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, place, kind, *_ = line.split()
+        if kind in ("cgroup", "cgroup2"):
+            yield Path(place)
+
+
+def _linked() -> bool:
+    return Path(f"/sys/class/net/{_OUTSIDE}").exists()

@@ -1,0 +1,108 @@
+"""What the chart allows its operator, on a control plane of ``kube``: granted to those of tests, compared with use.
+
+Invariant: the rules are the chart's own, as ``deploy/cluster.yaml`` has them; only who has them, and in which
+namespaces the Lease may lie, is widened, so that several operators run side by side and the audit log tells them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import yaml
+
+from kube.audit import Request
+from kube.plane import ControlPlane
+from kube.rest import APPLY
+
+NAMESPACE: Final = "asyncflow-system"
+_FILE: Final = Path(__file__).parents[1] / "deploy" / "cluster.yaml"
+_NAME: Final = "asyncflow-operator"
+_LEADER: Final = f"{_NAME}-leader"
+_USERS: Final = f"system:serviceaccount:{NAMESPACE}:"
+_OPERATORS: Final = {
+    "kind": "Group",
+    "apiGroup": "rbac.authorization.k8s.io",
+    "name": f"system:serviceaccounts:{NAMESPACE}",
+}
+_APPLIED: Final = 201
+_FORBIDDEN: Final = 403
+
+
+class Right(NamedTuple):
+    """One verb on one resource, in the words of RBAC: ``Right("", "pods", "list")``."""
+
+    group: str
+    resource: str
+    verb: str
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.resource}" + (f".{self.group}" if self.group else "")
+
+
+def grant(plane: ControlPlane, namespace: str) -> None:
+    """Allow the service accounts of ``NAMESPACE`` what the chart allows its operator; the Lease is in ``namespace``."""
+    for kind in ("ClusterRole", "ClusterRoleBinding"):
+        _apply(plane, kind, _NAME, where="")
+    for kind in ("Role", "RoleBinding"):
+        _apply(plane, kind, _LEADER, where=f"namespaces/{namespace}/")
+
+
+def account(plane: ControlPlane, name: str) -> Path:
+    """Give the kubeconfig of the operator ``name``."""
+    return plane.service_account(NAMESPACE, name)
+
+
+def of(plane: ControlPlane, name: str = "") -> list[Request]:
+    """Give the requests so far of the operator ``name``, or of all that ``account`` was called for."""
+    return [
+        each for each in plane.requests() if each.user == _USERS + name or (not name and each.user.startswith(_USERS))
+    ]
+
+
+def granted() -> set[Right]:
+    """Give every right that the chart grants."""
+    return {
+        Right(group, resource, verb)
+        for role in (_object("ClusterRole", _NAME), _object("Role", _LEADER))
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def used(requests: Iterable[Request]) -> set[Right]:
+    """Give every right that was needed for ``requests``.
+
+    A server-side apply is recorded as a patch; where it made the object (201) the server has asked for ``create`` too.
+    """
+    return {right for request in requests if request.code != _FORBIDDEN for right in _needed(request)}
+
+
+def refused(requests: Iterable[Request]) -> set[Right]:
+    """Give every right that was missing."""
+    return {right for request in requests if request.code == _FORBIDDEN for right in _needed(request)}
+
+
+def _needed(request: Request) -> Iterator[Right]:
+    if request.resource:
+        yield Right(request.group, request.kind, request.verb)
+        if request.verb == "patch" and request.code == _APPLIED:
+            yield Right(request.group, request.kind, "create")
+
+
+def _object(kind: str, name: str) -> dict[str, Any]:
+    for each in yaml.safe_load_all(_FILE.read_text()):
+        if each and each["kind"] == kind and each["metadata"]["name"] == name:
+            return dict(each)
+    raise LookupError(f"{_FILE} has no {kind} {name}")
+
+
+def _apply(plane: ControlPlane, kind: str, name: str, *, where: str) -> None:
+    manifest = _object(kind, name) | {"metadata": {"name": name}}
+    if "subjects" in manifest:
+        manifest["subjects"] = [_OPERATORS]
+    path = f"/apis/rbac.authorization.k8s.io/v1/{where}{kind.lower()}s/{name}"
+    plane.api.patch(path, manifest, form=APPLY, query={"fieldManager": "tests"})

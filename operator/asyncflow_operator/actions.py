@@ -1,0 +1,61 @@
+"""What the operator does, as data: the answer of ``decide``, carried out by ``cluster``.
+
+Invariant: carrying out a plan twice changes nothing the second time. The status is written first, so that what was
+counted (a failure, an attempt) is on record before what it was counted from is deleted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from asyncflow_operator.observed import Manifest, Ref
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apply:
+    """Server-side apply of ``manifest`` with our field manager. It carries its digest as an annotation."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delete:
+    """Delete ``ref`` if it still has this uid. grace_s: None leaves the object's own."""
+
+    ref: Ref
+    uid: str
+    grace_s: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """POST ``path`` to the job's driver, with the job's token; asking twice is asking once."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """A Kubernetes event about the owner, on a transition; the same one again only counts up."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+
+
+Action: TypeAlias = Apply | Delete | Ask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to do now, in order: ``status`` (None: as it is), then the stages one after another, then the notes.
+
+    The actions of a stage are independent of each other. again_in_s: when to look again though nothing was seen to
+    change; None: only when something is.
+    """
+
+    status: Manifest | None = None
+    stages: tuple[tuple[Action, ...], ...] = ()
+    notes: tuple[Note, ...] = ()
+    again_in_s: float | None = None

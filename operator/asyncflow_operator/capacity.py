@@ -1,0 +1,114 @@
+"""How much each node has left, for the sentence that says why a pod waits.
+
+Invariant: nobody looks while every pod has its place, and nobody looks more than once a minute: this is the one list
+of all nodes and pods of the cluster, and only an operator of the whole cluster may read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, Never
+
+from asyncflow.api.quantity import Quantity
+from asyncflow_operator.cluster.client import Api
+from asyncflow_operator.cluster.kinds import NODE, POD
+from asyncflow_operator.cluster.refusals import ApiError
+from asyncflow_operator.observed import NodeFree
+
+Json = Mapping[str, Any]
+
+EVERY_S: Final = 60.0
+_LOOK_S: Final = 2.0
+_ALIVE: Final = "status.phase!=Succeeded,status.phase!=Failed"
+
+_log = logging.getLogger(__name__)
+
+
+class Capacity:
+    """The nodes as they were when somebody last looked. wanted: whether any pod waits for a place; news: told after."""
+
+    def __init__(self, api: Api, *, wanted: Callable[[], bool], news: Callable[[], None]) -> None:
+        self._api = api
+        self._wanted = wanted
+        self._news = news
+        self.nodes: tuple[NodeFree, ...] | None = None
+
+    async def run(self) -> Never:
+        """Look whenever it is wanted, until cancelled."""
+        looked = -EVERY_S
+        while True:
+            if not self._wanted():
+                self.nodes = None
+            elif time.monotonic() - looked >= EVERY_S:
+                looked = time.monotonic()
+                await self._look()
+            await asyncio.sleep(_LOOK_S)
+
+    async def _look(self) -> None:
+        try:
+            nodes = [node async for page in self._api.pages(NODE) for node in page.get("items") or ()]
+            used: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+            async for page in self._api.pages(POD, fields=_ALIVE):
+                for pod in page.get("items") or ():
+                    for resource, amount in needs(pod.get("spec") or {}).items():
+                        used[pod["spec"].get("nodeName", "")][resource] += amount
+                await asyncio.sleep(0)
+        except ApiError as error:
+            _log.warning("capacity not read", extra={"why": str(error)})
+            return
+        self.nodes = tuple(sorted(free(nodes, used), key=lambda node: node.name))
+        self._news()
+
+
+def free(nodes: Iterable[Json], used: Mapping[str, Mapping[str, float]]) -> Iterable[NodeFree]:
+    """Give what is left of every node that is ready and open for pods."""
+    for node in nodes:
+        status, name = node.get("status") or {}, node["metadata"]["name"]
+        ready = any(each["type"] == "Ready" and each["status"] == "True" for each in status.get("conditions") or ())
+        if not ready or (node.get("spec") or {}).get("unschedulable"):
+            continue
+        taken = used.get(name, {})
+        left = {key: amount(value) - taken.get(key, 0.0) for key, value in (status.get("allocatable") or {}).items()}
+        yield NodeFree(name=name, free=left)
+
+
+def needs(spec: Json) -> dict[str, float]:
+    """Give what the scheduler counts for a pod: its containers together, or its largest init container if more."""
+    together: dict[str, float] = defaultdict(float)
+    for container in spec.get("containers") or ():
+        _add(together, container)
+    largest: dict[str, float] = {}
+    for container in spec.get("initContainers") or ():
+        if container.get("restartPolicy") == "Always":
+            _add(together, container)
+        else:
+            for resource, asked in _requests(container).items():
+                largest[resource] = max(largest.get(resource, 0.0), asked)
+    for resource, asked in largest.items():
+        together[resource] = max(together[resource], asked)
+    for resource, quantity in (spec.get("overhead") or {}).items():
+        together[resource] += amount(quantity)
+    together["pods"] = 1.0
+    return dict(together)
+
+
+def amount(quantity: str) -> float:
+    """Give a quantity of the API in cores, bytes or pieces; one in words that this version cannot read counts as 0."""
+    try:
+        return float(Quantity(quantity).amount)
+    except (ArithmeticError, KeyError):
+        return 0.0
+
+
+def _add(together: dict[str, float], container: Json) -> None:
+    for resource, asked in _requests(container).items():
+        together[resource] += asked
+
+
+def _requests(container: Json) -> dict[str, float]:
+    asked = (container.get("resources") or {}).get("requests") or {}
+    return {resource: amount(quantity) for resource, quantity in asked.items()}

@@ -1,0 +1,272 @@
+"""Calls to the API server: JSON in, JSON out, one pool of connections.
+
+``kubernetes.aio`` gives configuration, credentials and transport; its model classes are not used. Invariant: a call
+ends within its deadline, whatever the server does; what may be tried again is, and every answer is counted once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlencode
+
+import aiohttp
+import msgspec
+from kubernetes.aio import config as kubernetes_config
+from kubernetes.aio.client.api_client import ApiClient
+from kubernetes.aio.client.configuration import Configuration
+
+from asyncflow.api.names import FIELD_MANAGER
+from asyncflow.errors import ManifestError
+from asyncflow_operator.cluster.kinds import LEASE, Kind
+from asyncflow_operator.cluster.refusals import NotLeading, Unreachable, refusal
+
+Json = dict[str, Any]
+Answered = Callable[[str, str, str, float], None]
+"""Told each answer: verb, resource, HTTP status or the name of what went wrong, seconds."""
+
+JSON: Final = "application/json"
+MERGE: Final = "application/merge-patch+json"
+APPLY: Final = "application/apply-patch+yaml"
+METADATA: Final = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+METADATA_LIST: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+
+CALL_S: Final = 15.0
+"""Seconds of one attempt."""
+DEADLINE_S: Final = 30.0
+"""Seconds of a call with all its attempts."""
+_FIRST_PAUSE_S: Final = 0.2
+_LONGEST_PAUSE_S: Final = 5.0
+_OWNED: Final = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
+_BUSY: Final = frozenset((429, 502, 503, 504))
+_BROKEN: Final = (aiohttp.ClientError, TimeoutError, OSError)
+
+_log = logging.getLogger(__name__)
+
+
+class Api:
+    """One server, as one user. may_write: asked before each attempt to write anything but a Lease."""
+
+    def __init__(self, configuration: Configuration, *, answered: Answered = lambda *_: None) -> None:
+        self.configuration = configuration
+        self.may_write: Callable[[], bool] = lambda: True
+        self._client: Any = ApiClient(configuration)
+        self._answered = answered
+
+    @classmethod
+    async def connect(cls, *, kubeconfig: Path | None, connections: int, answered: Answered = lambda *_: None) -> Api:
+        """Make a client from a kubeconfig, or without one from the pod's service account; nothing is sent yet.
+
+        connections: most calls and watches at a time. Raises ManifestError where there is no usable configuration.
+        """
+        configuration = Configuration()
+        configuration.connection_pool_maxsize = connections
+        configuration.client_session_kwargs = {"trust_env": False}
+        load: Any = kubernetes_config
+        try:
+            if kubeconfig is None:
+                load.load_incluster_config(client_configuration=configuration)
+            else:
+                await load.load_kube_config(
+                    config_file=str(kubeconfig), client_configuration=configuration, persist_config=False
+                )
+        except (kubernetes_config.ConfigException, OSError) as error:
+            where = str(kubeconfig or "service account")
+            hint = "Give --kubeconfig, or run in a pod with a service account"
+            raise ManifestError(f"no way to the API server: {error}", where=where, hint=hint) from error
+        return cls(configuration, answered=answered)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.close()
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Json:
+        """Read one object. Raises Refusal (``absent``) and Unreachable, as all calls do."""
+        return await self._call("get", "GET", kind, kind.path(namespace, name))
+
+    async def create(self, kind: Kind, namespace: str, body: Json, *, deadline_s: float = DEADLINE_S) -> Json:
+        """Create an object; refused (``conflict``) where there is one of its name."""
+        path = kind.path(namespace)
+        return await self._call("create", "POST", kind, path, body=body, query=_OWNED, deadline_s=deadline_s)
+
+    async def replace(self, kind: Kind, namespace: str, name: str, body: Json, *, deadline_s: float) -> Json:
+        """Write a whole object; refused (``conflict``) where it has another ``resourceVersion`` by now."""
+        return await self._call("update", "PUT", kind, kind.path(namespace, name), body=body, deadline_s=deadline_s)
+
+    async def merge(self, kind: Kind, namespace: str, name: str, body: Json) -> Json:
+        """Change some fields of an object."""
+        return await self._call("patch", "PATCH", kind, kind.path(namespace, name), body=body, form=MERGE)
+
+    async def apply(self, kind: Kind, namespace: str, manifest: Json, *, subresource: str = "", force: bool) -> Json:
+        """Apply an object by server-side apply. force: take fields from other managers instead of being refused."""
+        path = kind.path(namespace, manifest["metadata"]["name"], subresource)
+        query = _OWNED | ({"force": "true"} if force else {})
+        return await self._call("patch", "PATCH", kind, path, body=manifest, query=query, form=APPLY)
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str, grace_s: int | None = None) -> Json:
+        """Delete the object with this uid; refused (``conflict``) where the name belongs to another one by now."""
+        body: Json = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
+        if grace_s is not None:
+            body["gracePeriodSeconds"] = grace_s
+        body["propagationPolicy"] = "Background"
+        return await self._call("delete", "DELETE", kind, kind.path(namespace, name), body=body)
+
+    async def pages(
+        self,
+        kind: Kind,
+        *,
+        namespace: str = "",
+        labels: str = "",
+        fields: str = "",
+        metadata_only: bool = False,
+        size: int = 500,
+    ) -> AsyncIterator[Json]:
+        """Give a list page by page, so that no more than ``size`` objects are in memory. Raises Expired half-way."""
+        query = {"limit": str(size)}
+        query |= {key: value for key, value in (("labelSelector", labels), ("fieldSelector", fields)) if value}
+        accept = METADATA_LIST if metadata_only else JSON
+        while True:
+            page = await self._call("list", "GET", kind, kind.path(namespace), query=query, accept=accept)
+            yield page
+            following = page["metadata"].get("continue")
+            if not following:
+                return
+            query["continue"] = following
+
+    async def watch(
+        self,
+        kind: Kind,
+        *,
+        since: str,
+        namespace: str = "",
+        labels: str = "",
+        metadata_only: bool = False,
+        idle_s: float,
+    ) -> AsyncIterator[list[Json]]:
+        """Give the changes after version ``since`` as they arrive, a batch at a time, until the server ends the stream.
+
+        Raises Expired where ``since`` is too old, Unreachable where nothing, no bookmark either, came for ``idle_s``.
+        """
+        query = {"watch": "true", "resourceVersion": since, "allowWatchBookmarks": "true"}
+        query |= {"labelSelector": labels} if labels else {}
+        path = kind.path(namespace)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CALL_S)
+        accept = METADATA if metadata_only else JSON
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(CALL_S):
+                response = await self._send("GET", path, query=query, accept=accept, timeout=timeout)
+            self._answered("watch", kind.plural, str(response.status), time.monotonic() - begun)
+            if response.status != 200:
+                raise refusal(response.status, _decoded(await response.read()), where=f"watch {path}")
+            async for batch in _lines(response, idle_s):
+                yield [_changed(line, path) for line in batch]
+        except _BROKEN as error:
+            raise Unreachable(_words(error), where=f"watch {path}") from error
+
+    async def _call(
+        self,
+        verb: str,
+        method: str,
+        kind: Kind,
+        path: str,
+        *,
+        body: Json | None = None,
+        query: Mapping[str, str] | None = None,
+        form: str = JSON,
+        accept: str = JSON,
+        deadline_s: float = DEADLINE_S,
+    ) -> Json:
+        where = f"{verb} {path}"
+        deadline = time.monotonic() + deadline_s
+        pause = _FIRST_PAUSE_S
+        while True:
+            if method != "GET" and kind is not LEASE and not self.may_write():
+                raise NotLeading("another operator may lead now", where=where)
+            begun = time.monotonic()
+            timeout = aiohttp.ClientTimeout(total=max(0.1, min(CALL_S, deadline - begun)))
+            wanted = 0.0
+            try:
+                response = await self._send(
+                    method, path, body=body, query=query, form=form, accept=accept, timeout=timeout
+                )
+                text = await response.read()
+            except _BROKEN as error:
+                self._answered(verb, kind.plural, type(error).__name__, time.monotonic() - begun)
+                failure: Exception = Unreachable(_words(error), where=where)
+            else:
+                self._answered(verb, kind.plural, str(response.status), time.monotonic() - begun)
+                answer = _decoded(text)
+                if response.status < 300:
+                    return answer
+                failure = refusal(response.status, answer, where=where)
+                if response.status not in _BUSY and "Retry-After" not in response.headers:
+                    raise failure
+                wanted = _seconds(response.headers.get("Retry-After", ""))
+            pause = max(wanted, pause * random.uniform(0.7, 1.3))
+            if time.monotonic() + pause >= deadline:
+                raise Unreachable(str(failure), where=where) from failure
+            await asyncio.sleep(pause)
+            pause = min(_LONGEST_PAUSE_S, 2 * pause)
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        timeout: aiohttp.ClientTimeout,
+        body: Json | None = None,
+        query: Mapping[str, str] | None = None,
+        form: str = JSON,
+        accept: str = JSON,
+    ) -> aiohttp.ClientResponse:
+        headers = {"Accept": accept, "Content-Type": form, "User-Agent": FIELD_MANAGER}
+        await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
+        url = f"{self.configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
+        answer = await self._client.rest_client.request(
+            method, url, headers=headers, body=body, _request_timeout=timeout
+        )
+        response: aiohttp.ClientResponse = answer.response
+        return response
+
+
+async def _lines(response: aiohttp.ClientResponse, idle_s: float) -> AsyncIterator[list[bytes]]:
+    rest = b""
+    async with response:
+        while True:
+            async with asyncio.timeout(idle_s):
+                chunk = await response.content.readany()
+            if not chunk:
+                return
+            *whole, rest = (rest + chunk).split(b"\n")
+            if whole:
+                yield whole
+
+
+def _changed(line: bytes, path: str) -> Json:
+    change = _decoded(line)
+    if change.get("type") == "ERROR":
+        status = change["object"]
+        raise refusal(int(status.get("code", 500)), status, where=f"watch {path}")
+    return change
+
+
+def _decoded(text: bytes) -> Json:
+    try:
+        answer = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return {"message": text[:1024].decode(errors="replace")}
+    return answer if isinstance(answer, dict) else {"message": str(answer)}
+
+
+def _seconds(header: str) -> float:
+    return min(float(header), DEADLINE_S) if header.isdigit() else 0.0
+
+
+def _words(error: Exception) -> str:
+    return str(error) or type(error).__name__

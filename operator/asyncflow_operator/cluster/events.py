@@ -1,0 +1,108 @@
+"""Kubernetes events: what happened to an object of ours, for ``kubectl describe``.
+
+Invariant: one event object per owner and words, however often they are said; the same again only counts it up, and
+counts at most every ``REPEAT_S``. An event that cannot be written stops nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final
+
+from asyncflow.api.base import API_VERSION
+from asyncflow.api.names import FIELD_MANAGER
+from asyncflow_operator.actions import Note
+from asyncflow_operator.cluster.client import Api, Json
+from asyncflow_operator.cluster.kinds import EVENT
+from asyncflow_operator.cluster.refusals import ApiError, Refusal
+from asyncflow_operator.observed import Owner
+
+REPEAT_S: Final = 10.0
+_REMEMBERED: Final = 4096
+_WORDS: Final = 1024
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Said:
+    count: int
+    at: float
+
+
+class Recorder:
+    """Writes events. reporter: who says it."""
+
+    def __init__(self, api: Api, *, reporter: str) -> None:
+        self._api = api
+        self._reporter = reporter
+        self._said: OrderedDict[str, _Said] = OrderedDict()
+
+    async def say(self, owner: Owner, note: Note) -> None:
+        """Write ``note`` about ``owner``, or count it up."""
+        name = name_of(owner, note)
+        said = self._said.get(name)
+        now = time.monotonic()
+        if said is not None:
+            said.count += 1
+            if now - said.at < REPEAT_S:
+                return
+        try:
+            count = await self._write(owner, note, name, said)
+        except ApiError as error:
+            _log.warning("event not written", extra={"object": f"{owner.namespace}/{owner.name}", "why": str(error)})
+            return
+        self._said[name] = _Said(count, now)
+        self._said.move_to_end(name)
+        if len(self._said) > _REMEMBERED:
+            self._said.popitem(last=False)
+
+    async def _write(self, owner: Owner, note: Note, name: str, said: _Said | None) -> int:
+        """Give the count as it stands after writing."""
+        stamp = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        if said is not None:
+            repeated = {"count": said.count, "lastTimestamp": stamp}
+            try:
+                await self._api.merge(EVENT, owner.namespace, name, repeated)
+            except Refusal as refused:
+                if not refused.absent:
+                    raise
+            else:
+                return said.count
+        try:
+            await self._api.create(EVENT, owner.namespace, self._event(owner, note, name, stamp))
+        except Refusal as refused:
+            if not refused.conflict:
+                raise
+            existing = await self._api.merge(EVENT, owner.namespace, name, {"lastTimestamp": stamp})
+            return int(existing.get("count") or 1)
+        return 1
+
+    def _event(self, owner: Owner, note: Note, name: str, stamp: str) -> Json:
+        about = {"apiVersion": API_VERSION, "kind": owner.kind, "namespace": owner.namespace, "name": owner.name}
+        return {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": name, "namespace": owner.namespace},
+            "involvedObject": about | {"uid": owner.uid},
+            "type": note.type,
+            "reason": note.reason,
+            "message": note.message[:_WORDS],
+            "count": 1,
+            "firstTimestamp": stamp,
+            "lastTimestamp": stamp,
+            "source": {"component": FIELD_MANAGER},
+            "reportingComponent": FIELD_MANAGER,
+            "reportingInstance": self._reporter,
+        }
+
+
+def name_of(owner: Owner, note: Note) -> str:
+    """Give the name of the one event that says this about this object."""
+    words = "\n".join((owner.uid, note.type, note.reason, note.message))
+    return f"{owner.name}.{hashlib.sha256(words.encode()).hexdigest()[:16]}"

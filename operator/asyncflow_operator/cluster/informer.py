@@ -1,0 +1,134 @@
+"""Keeps the store in step with the API server for one kind: list once, then follow every change.
+
+Invariant: after ``synced`` the store misses nothing older than the last line received. A stream that ends is continued
+where it ended; one that is silent, bookmarks included, for ``IDLE_S`` is dead; one that is too old begins with a list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import Any, Final, Never
+
+from asyncflow_operator.cluster.client import Api
+from asyncflow_operator.cluster.kinds import Kind
+from asyncflow_operator.cluster.refusals import ApiError, Expired, Refusal
+from asyncflow_operator.cluster.store import Store
+
+IDLE_S: Final = 70.0
+"""Bookmarks come every 60 s."""
+_FIRST_PAUSE_S: Final = 0.5
+_LONGEST_PAUSE_S: Final = 30.0
+_ABSENT_PAUSE_S: Final = 300.0
+"""Between two looks for a kind that the cluster does not have."""
+
+_log = logging.getLogger(__name__)
+
+
+class Informer:
+    """One kind in one namespace, or in all ("")."""
+
+    def __init__(
+        self,
+        api: Api,
+        store: Store,
+        kind: Kind,
+        *,
+        namespace: str = "",
+        labels: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.kind = kind
+        self.synced = asyncio.Event()
+        self.heard = clock()
+        self._api = api
+        self._store = store
+        self._namespace = namespace
+        self._labels = labels
+        self._clock = clock
+        self._pause = _FIRST_PAUSE_S
+
+    async def run(self) -> Never:
+        """Follow the kind until cancelled; failures of the server are waited out."""
+        version = ""
+        while True:
+            try:
+                if not version:
+                    version = await self._list()
+                    self.synced.set()
+                version = await self._follow(version)
+            except Expired:
+                version = ""
+            except Refusal as refused:
+                version = ""
+                await self._wait(refused)
+            except ApiError as error:
+                _log.warning("watch interrupted", extra={"resource": self.kind.plural, "why": str(error)})
+                await self._rest()
+
+    async def _list(self) -> str:
+        listed: set[str] = set()
+        version = ""
+        arguments: Any = {"namespace": self._namespace, "labels": self._labels, "metadata_only": self._metadata_only}
+        async for page in self._api.pages(self.kind, **arguments):
+            version = page["metadata"]["resourceVersion"]
+            for raw in page.get("items") or ():
+                listed.add(raw["metadata"]["uid"])
+                self._store.put(self.kind.name, raw)
+            self.heard = self._clock()
+            await asyncio.sleep(0)
+        self._store.retain(self.kind.name, self._namespace, listed, int(version))
+        return version
+
+    async def _follow(self, version: str) -> str:
+        """Take changes until the server ends the stream; give the last version seen. Raises as ``Api.watch``."""
+        stream = self._api.watch(
+            self.kind,
+            since=version,
+            namespace=self._namespace,
+            labels=self._labels,
+            metadata_only=self._metadata_only,
+            idle_s=IDLE_S,
+        )
+        try:
+            async for changes in stream:
+                self.heard = self._clock()
+                self._pause = _FIRST_PAUSE_S
+                for change in changes:
+                    version = self._take(change)
+        except ApiError as error:
+            if isinstance(error, (Expired, Refusal)):
+                raise
+            _log.info("watch continued", extra={"resource": self.kind.plural, "why": str(error)})
+            await self._rest()
+        return version
+
+    def _take(self, change: dict[str, Any]) -> str:
+        raw = change["object"]
+        meta = raw["metadata"]
+        if change["type"] == "DELETED":
+            self._store.remove(self.kind.name, meta.get("namespace", ""), meta["name"], meta["uid"])
+        elif change["type"] != "BOOKMARK":
+            self._store.put(self.kind.name, raw)
+        version: str = meta["resourceVersion"]
+        return version
+
+    @property
+    def _metadata_only(self) -> bool:
+        return self.kind.watched == "metadata"
+
+    async def _wait(self, refused: Refusal) -> None:
+        if refused.absent and self.kind.optional:
+            self.synced.set()
+            self.heard = self._clock() + _ABSENT_PAUSE_S
+            await asyncio.sleep(_ABSENT_PAUSE_S)
+        else:
+            _log.error("watch refused", extra={"resource": self.kind.plural, "why": str(refused)})
+            await self._rest()
+
+    async def _rest(self) -> None:
+        await asyncio.sleep(self._pause * random.uniform(0.7, 1.3))
+        self._pause = min(_LONGEST_PAUSE_S, 2 * self._pause)

@@ -1,0 +1,125 @@
+"""Our three kinds as the API server sends them, checked by the contract.
+
+Invariant: an object is parsed once per generation and set of labels, however often its status changes; one that the
+contract refuses is kept with the reason and what to do, and never stops the operator. The API server knows the newest
+fields: one that is unknown here is a newer version's, and what runs under an older one goes on without it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from asyncflow.api.base import COLLECT, Spec
+from asyncflow.api.check import inspect, legible
+from asyncflow.api.job import RLJob
+from asyncflow.api.later import planned
+from asyncflow.api.queue import QueueStatus, TransferQueue
+from asyncflow.api.status import JobStatus
+from asyncflow.api.weights import WeightsStatus, WeightSync
+from asyncflow_operator.cluster.views import controller_of, digest_of, scalers, seconds
+from asyncflow_operator.observed import Owner
+
+Json = Mapping[str, Any]
+
+INVALID: Final = "Invalid"
+NOT_YET: Final = "NotYet"
+_REPLICAS: Final = ("spec", "rollout", "replicas")
+_SHOWN: Final = 1024
+
+_MODELS: Final[dict[str, tuple[type[Spec], type[Spec]]]] = {
+    "RLJob": (RLJob, JobStatus),
+    "TransferQueue": (TransferQueue, QueueStatus),
+    "WeightSync": (WeightSync, WeightsStatus),
+}
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mine:
+    """One object of ours.
+
+    model: None where the contract refuses it, and problem says why; written: the status as it is stored; controller:
+    kind and name of what owns it, "" where a person made it.
+    """
+
+    owner: Owner
+    model: Any
+    problem: str
+    problem_reason: str
+    status: Any
+    written: Json
+    scaled_by: tuple[str, ...]
+    controller: tuple[str, str]
+    digest: str
+
+
+def mine(kind: str, raw: Json, before: Mine | None) -> Mine:
+    """Give the view of an object of ours; ``before`` is that of its last version."""
+    meta = raw["metadata"]
+    labels = dict(meta.get("labels") or {})
+    generation = int(meta.get("generation", 0))
+    if before is not None and before.owner.generation == generation and before.owner.labels == labels:
+        model, problem, reason = before.model, before.problem, before.problem_reason
+    else:
+        model, problem, reason = _parsed(kind, raw, labels)
+    written = raw.get("status") or {}
+    unchanged = before is not None and before.written == written
+    return Mine(
+        owner=Owner(
+            kind=kind,  # type: ignore[arg-type]
+            namespace=meta.get("namespace", ""),
+            name=meta["name"],
+            uid=meta["uid"],
+            generation=generation,
+            created=seconds(meta.get("creationTimestamp")) or 0.0,
+            deleting="deletionTimestamp" in meta,
+            labels=labels,
+        ),
+        model=model,
+        problem=problem,
+        problem_reason=reason,
+        status=before.status if before is not None and unchanged else _status(kind, raw, written),
+        written=written,
+        scaled_by=scalers(raw, _REPLICAS) if kind == "RLJob" else (),
+        controller=controller_of(raw)[:2],
+        digest=digest_of(raw),
+    )
+
+
+def _parsed(kind: str, raw: Json, labels: dict[str, str]) -> tuple[Any, str, str]:
+    meta = raw["metadata"]
+    known = {"name": meta["name"], "namespace": meta.get("namespace", ""), "labels": labels, "uid": meta["uid"]}
+    data = {"apiVersion": raw.get("apiVersion"), "kind": raw.get("kind"), "metadata": known, "spec": raw.get("spec")}
+    given = {key: value for key, value in data.items() if value is not None}
+    model, problems = inspect(_MODELS[kind][0], given)
+    if model is None:
+        model, problems = inspect(_MODELS[kind][0], legible(_MODELS[kind][0], given))
+    if model is not None and not problems:
+        problems = list(planned(kind, model.spec))  # type: ignore[attr-defined]
+    if not problems:
+        return model, "", ""
+    reason = NOT_YET if all(problem.later for problem in problems) else INVALID
+    return None, "; ".join(str(problem) for problem in problems)[:_SHOWN], reason
+
+
+def _status(kind: str, raw: Json, written: Json) -> Any:
+    """Give the status, without what only a newer version knows; one that cannot be read at all begins anew."""
+    model = _MODELS[kind][1]
+    try:
+        return model.model_validate(written, by_name=False, context=COLLECT)
+    except ValidationError as error:
+        meta = raw["metadata"]
+        _log.warning(
+            "status not understood",
+            extra={"object": f"{kind}/{meta.get('namespace', '')}/{meta['name']}", "why": str(error.errors()[:3])},
+        )
+    try:
+        return model.model_validate(legible(model, written), by_name=False, context=COLLECT)
+    except ValidationError:
+        return model()

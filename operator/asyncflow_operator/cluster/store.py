@@ -1,0 +1,136 @@
+"""The newest version of every object that concerns us, as views, grouped by the job they belong to.
+
+It is fed by watches, lists and the answers to our own writes, in whatever order these arrive. Invariant: a version is
+never replaced by an older one, and what was deleted does not come back; so a reconcile that follows a write sees it,
+and no write is repeated because a watch is late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+
+from asyncflow.api.names import LABEL_JOB, LABEL_QUEUE
+from asyncflow_operator.cluster.kinds import OURS, QUEUE, RLJOB
+from asyncflow_operator.cluster.views import controller_of
+
+Json = Mapping[str, Any]
+View = TypeVar("View")
+
+_OURS: Final = frozenset(kind.name for kind in OURS)
+_REMEMBERED: Final = 4096
+"""Deleted objects whose late news are still expected."""
+
+
+class Group(NamedTuple):
+    """What belongs together: an object of ours with all that is made for it. kind, name: of that object."""
+
+    namespace: str
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry(Generic[View]):
+    """One object. version: its resource version; owner: UID of its controller, "" without one."""
+
+    kind: str
+    uid: str
+    version: int
+    group: Group
+    owner: str
+    view: View
+
+
+Project = Callable[[str, Json, Any], Any]
+"""Makes the view of an object of a kind, given the view of its last version or None."""
+Changed = Callable[[Group, str, Any, Any], None]
+"""Told the group in which an object of a kind changed, its view before and after; None where there was or is none."""
+
+
+class Store:
+    """All objects by kind, namespace and name."""
+
+    def __init__(self, project: Project, changed: Changed) -> None:
+        self._project = project
+        self._changed = changed
+        self._kinds: dict[str, dict[tuple[str, str], Entry[Any]]] = {}
+        self._groups: dict[Group, dict[tuple[str, str], Entry[Any]]] = {}
+        self._gone: dict[str, None] = {}
+
+    def get(self, kind: str, namespace: str, name: str) -> Entry[Any] | None:
+        """Give an object, None where there is none."""
+        return self._kinds.get(kind, {}).get((namespace, name))
+
+    def of(self, group: Group) -> Collection[Entry[Any]]:
+        """Give all objects of a group."""
+        return self._groups.get(group, {}).values()
+
+    def all(self, kind: str) -> Iterator[tuple[str, str, Entry[Any]]]:
+        """Give namespace, name and entry of every object of a kind."""
+        for (namespace, name), entry in self._kinds.get(kind, {}).items():
+            yield namespace, name, entry
+
+    def count(self, kind: str) -> int:
+        """Give how many objects of a kind there are."""
+        return len(self._kinds.get(kind, {}))
+
+    def put(self, kind: str, raw: Json) -> None:
+        """Take an object as it is, or was, at its resource version."""
+        meta = raw["metadata"]
+        namespace, name, uid = meta.get("namespace", ""), meta["name"], meta.get("uid", "")
+        version = int(meta["resourceVersion"])
+        before = self.get(kind, namespace, name)
+        if uid in self._gone or (before is not None and version <= before.version):
+            return
+        same = before is not None and before.uid == uid
+        view = self._project(kind, raw, before.view if before is not None and same else None)
+        owner = controller_of(raw)[2]
+        group = group_of(kind, raw)
+        if before is not None and before.group != group:
+            self._drop(kind, namespace, name, before)
+        entry = Entry(kind, uid, version, group, owner, view)
+        self._kinds.setdefault(kind, {})[namespace, name] = entry
+        self._groups.setdefault(group, {})[kind, name] = entry
+        if before is None or not same or before.view != view or before.owner != owner:
+            self._changed(group, kind, before.view if before is not None and same else None, view)
+
+    def remove(self, kind: str, namespace: str, name: str, uid: str) -> None:
+        """Take that the object with this UID exists no more."""
+        self._gone[uid] = None
+        if len(self._gone) > _REMEMBERED:
+            del self._gone[next(iter(self._gone))]
+        entry = self.get(kind, namespace, name)
+        if entry is not None and entry.uid == uid:
+            self._drop(kind, namespace, name, entry)
+            self._changed(entry.group, kind, entry.view, None)
+
+    def retain(self, kind: str, namespace: str, listed: Collection[str], version: int) -> None:
+        """Take that at ``version`` the objects of a kind (in a namespace, or "" for all) had just these UIDs."""
+        lost = [
+            (where, name, entry.uid)
+            for where, name, entry in self.all(kind)
+            if entry.uid not in listed and entry.version <= version and namespace in ("", where)
+        ]
+        for where, name, uid in lost:
+            self.remove(kind, where, name, uid)
+
+    def _drop(self, kind: str, namespace: str, name: str, entry: Entry[Any]) -> None:
+        del self._kinds[kind][namespace, name]
+        members = self._groups[entry.group]
+        del members[kind, name]
+        if not members:
+            del self._groups[entry.group]
+
+
+def group_of(kind: str, raw: Json) -> Group:
+    """Give the group of an object, by its labels; an object of ours that nobody of ours owns has a group of its own."""
+    meta = raw["metadata"]
+    namespace, name, labels = meta.get("namespace", ""), meta["name"], meta.get("labels") or {}
+    owner_kind, owner_name, _ = controller_of(raw)
+    if kind in _OURS:
+        return Group(namespace, owner_kind, owner_name) if owner_kind in _OURS else Group(namespace, kind, name)
+    if LABEL_JOB in labels:
+        return Group(namespace, RLJOB.name, labels[LABEL_JOB])
+    return Group(namespace, QUEUE.name, labels.get(LABEL_QUEUE, ""))

@@ -1,0 +1,133 @@
+"""From an object as the API server sends it to the view that ``decide`` reads.
+
+Invariant: pure, and total over whatever a server may send: what is missing becomes the view's default, and no part of
+the object is kept alive by its view.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any, Final
+
+from asyncflow.api.names import CONTAINER, DIGEST, LABEL_ATTEMPT, LABEL_INDEX, LABEL_ROLE
+from asyncflow_operator.observed import ObjectView, PodView, Ref
+
+Json = Mapping[str, Any]
+
+_NOBODYS_FAILURE: Final = frozenset(
+    (
+        *("Evicted", "Preempting", "Preempted", "NodeLost", "NodeShutdown", "Shutdown", "Terminated"),
+        *("NodeAffinity", "OutOfcpu", "OutOfmemory", "OutOfpods", "UnexpectedAdmissionError"),
+    )
+)
+"""Reasons of a whole pod for which the cluster, and not the process in it, ended it or would not begin it."""
+_LAST_WORDS: Final = 1024
+_STAGES: Final = ("Finished", "Evicted", "Admitted")
+"""Conditions of a Workload, the one that counts most first."""
+
+
+def pod_view(raw: Json) -> PodView:
+    """Give the view of a pod."""
+    meta, spec, status = raw["metadata"], raw.get("spec") or {}, raw.get("status") or {}
+    labels = meta.get("labels") or {}
+    conditions = {each["type"]: each for each in status.get("conditions") or ()}
+    main: Json = next((each for each in status.get("containerStatuses") or () if each.get("name") == CONTAINER), {})
+    state = main.get("state") or {}
+    running, ended = state.get("running") or {}, state.get("terminated") or {}
+    waiting, waiting_message = _waiting(status)
+    scheduled = conditions.get("PodScheduled") or {}
+    reason = str(status.get("reason", ""))
+    return PodView(
+        name=meta["name"],
+        uid=meta.get("uid", ""),
+        role=sys.intern(str(labels.get(LABEL_ROLE, ""))),
+        index=_number(labels.get(LABEL_INDEX)),
+        attempt=_number(labels.get(LABEL_ATTEMPT)),
+        digest=digest_of(raw),
+        phase=status.get("phase", "Pending"),
+        ready=(conditions.get("Ready") or {}).get("status") == "True",
+        deleting="deletionTimestamp" in meta,
+        created=seconds(meta.get("creationTimestamp")) or 0.0,
+        started=seconds(running.get("startedAt") or ended.get("startedAt")),
+        finished=seconds(ended.get("finishedAt")),
+        node=sys.intern(str(spec.get("nodeName", ""))),
+        ip=status.get("podIP", ""),
+        scheduled=bool(spec.get("nodeName")),
+        gated=scheduled.get("reason") == "SchedulingGated",
+        unschedulable=str(scheduled.get("message", "")) if scheduled.get("reason") == "Unschedulable" else "",
+        waiting=waiting,
+        waiting_message=waiting_message,
+        exit_code=ended.get("exitCode"),
+        exit_reason=str(ended.get("reason") or reason),
+        last_words=str(ended.get("message") or status.get("message") or "")[-_LAST_WORDS:],
+        disrupted=(conditions.get("DisruptionTarget") or {}).get("status") == "True" or reason in _NOBODYS_FAILURE,
+    )
+
+
+def object_view(raw: Json, *, kind: str) -> ObjectView:
+    """Give the view of any other object, whole or its metadata only."""
+    meta, status = raw["metadata"], raw.get("status") or {}
+    phase, said = _stage_of(status) if kind == "Workload" else (str(status.get("phase", "")), "")
+    return ObjectView(
+        ref=Ref(sys.intern(kind), meta["name"]),
+        uid=meta.get("uid", ""),
+        digest=digest_of(raw),
+        phase=phase,
+        said=said,
+        deleting="deletionTimestamp" in meta,
+    )
+
+
+def _stage_of(status: Json) -> tuple[str, str]:
+    """Give how far a Workload of Kueue is, and its words about that."""
+    conditions = {str(each["type"]): each for each in status.get("conditions") or ()}
+    for stage in _STAGES:
+        if (conditions.get(stage) or {}).get("status") == "True":
+            return stage, str(conditions[stage].get("message", ""))
+    return "Pending", str((conditions.get("QuotaReserved") or {}).get("message", ""))
+
+
+def digest_of(raw: Json) -> str:
+    """Give the digest that an object carries, "" where it carries none."""
+    return str((raw["metadata"].get("annotations") or {}).get(DIGEST, ""))
+
+
+def controller_of(raw: Json) -> tuple[str, str, str]:
+    """Give kind, name and UID of the object that owns this one as its controller; empty where none does."""
+    for owner in raw["metadata"].get("ownerReferences") or ():
+        if owner.get("controller"):
+            return owner["kind"], owner["name"], owner["uid"]
+    return "", "", ""
+
+
+def scalers(raw: Json, path: Iterable[str]) -> tuple[str, ...]:
+    """Give the field managers that set the field at ``path`` through the scale subresource, sorted."""
+    keys = tuple(f"f:{step}" for step in path)
+    found = set()
+    for entry in raw["metadata"].get("managedFields") or ():
+        fields = entry.get("fieldsV1")
+        for key in keys:
+            fields = (fields or {}).get(key)
+        if fields is not None and entry.get("subresource") == "scale":
+            found.add(str(entry.get("manager", "")))
+    return tuple(sorted(found))
+
+
+def seconds(time: str | None) -> float | None:
+    """Give an RFC 3339 time as unix seconds."""
+    return datetime.fromisoformat(time).timestamp() if time else None
+
+
+def _waiting(status: Json) -> tuple[str, str]:
+    for group in ("initContainerStatuses", "containerStatuses"):
+        for each in status.get(group) or ():
+            waiting = (each.get("state") or {}).get("waiting")
+            if waiting:
+                return str(waiting.get("reason", "")), str(waiting.get("message", ""))
+    return "", ""
+
+
+def _number(label: object) -> int:
+    return int(label) if isinstance(label, str) and label.isdecimal() else 0

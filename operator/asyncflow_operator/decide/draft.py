@@ -1,0 +1,71 @@
+"""One decision while it is being made: the status as it will be, and what is to be done.
+
+Invariant: it is turned into a plan once, at the end; what it holds was given to it by pure functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from asyncflow.api.queue import QueueStatus
+from asyncflow.api.status import JobStatus
+from asyncflow.api.weights import WeightsStatus
+from asyncflow_operator.actions import Action, Note, Plan
+from asyncflow_operator.decide.conditions import Board
+from asyncflow_operator.decide.moments import Alarm
+from asyncflow_operator.decide.writing import to_write
+from asyncflow_operator.observed import Owner
+
+S = TypeVar("S", JobStatus, QueueStatus, WeightsStatus)
+
+
+@dataclass(slots=True, kw_only=True)
+class Draft(Generic[S]):
+    """before: the status as it was written; fields: what of it changes; first, then: the stages of the plan."""
+
+    owner: Owner
+    before: S
+    now: float
+    board: Board = field(init=False)
+    alarm: Alarm = field(init=False)
+    fields: dict[str, Any] = field(default_factory=dict)
+    first: list[Action] = field(default_factory=list)
+    then: list[Action] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.board = Board(self.before.conditions, self.owner.generation, self.now)
+        self.alarm = Alarm(self.now)
+
+    def after(self) -> S:
+        """Give the status as it will be."""
+        shown = {"conditions": self.board.shown, "observed_generation": self.owner.generation}
+        return self.before.model_copy(update={**self.fields, **shown})
+
+    def note(self, reason: str, message: str, *, warning: bool = False) -> None:
+        """Tell people of a transition."""
+        self.notes.append(Note(type="Warning" if warning else "Normal", reason=reason, message=message))
+
+    def do_first(self, actions: Iterable[Action]) -> None:
+        """Add what nothing has to wait for."""
+        self.first.extend(actions)
+
+    def do_then(self, actions: Iterable[Action]) -> None:
+        """Add what needs what comes first."""
+        self.then.extend(actions)
+
+    def plan(self, *, figures: Collection[str]) -> Plan:
+        """Give the plan. figures: the fields of the status that may wait."""
+        status = to_write(self.before, self.after(), figures=figures, alarm=self.alarm)
+        stages = tuple(tuple(stage) for stage in (self.first, self.then) if stage)
+        return Plan(status=status, stages=stages, notes=tuple(self.notes), again_in_s=self.alarm.again_in_s)
+
+
+def refuse(draft: Draft[Any], *, problem: str, reason: str) -> Plan:
+    """Say of an object that the contract refuses why, and what to do; what runs is left as it is."""
+    draft.board.say("Accepted", False, reason or "Invalid", problem)
+    if not draft.board.has("Ready"):
+        draft.board.say("Ready", False, "NotAccepted", "See the condition Accepted")
+    return draft.plan(figures=())

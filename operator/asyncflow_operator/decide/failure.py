@@ -1,0 +1,174 @@
+"""Ends of processes: what each one counts as, and what a role's ends add up to.
+
+Every end is entered into the role's record once: a pod of a gang by its attempt, which the entry leaves behind, any
+other by its UID. The record is on disk before the pod is deleted, so a crash in between enters nothing twice.
+
+Invariants: attempts only grow; no end of a pod that the cluster or a person took away uses budget; a window counts a
+failure once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from asyncflow.api.status import RoleRecord
+from asyncflow.plan.roles import RestartPolicy, Role
+from asyncflow_operator.actions import Note
+from asyncflow_operator.decide.moments import Alarm, read, spoken, written
+from asyncflow_operator.observed import PodView
+
+REFUSED: Final = 2
+"""Exit code of a role that refuses its input: another attempt would end in the same way."""
+SETTLED_S: Final = 20.0
+"""A process that ran for so many seconds can run: its next end is the first of a row."""
+LONGEST_S: Final = 60.0
+"""Most seconds that a restart is put off."""
+DISMISSED_S: Final = 15.0
+"""Seconds within which a driver that told the others to end has ended too; later than that they are made again."""
+COUNTED: Final = 256
+"""Most UIDs that a record holds; further ends wait until some of these pods are gone."""
+_MOST_DOUBLINGS: Final = 32
+_WORDS: Final = 600
+
+
+class End(StrEnum):
+    """What the end of a pod counts as."""
+
+    FAILED = "failed"
+    REFUSED = "refused its input"
+    TAKEN = "was taken away by the cluster"
+    DELETED = "was deleted"
+    DONE = "ended by itself"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why a job or a queue cannot go on: one word for machines and a sentence for people."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """A role's record with all ends entered, what they amount to, and what to tell."""
+
+    record: RoleRecord
+    verdict: Verdict | None
+    notes: tuple[Note, ...]
+
+
+def end_of(pod: PodView) -> End | None:
+    """Give what the end of ``pod`` counts as; None while it has not ended."""
+    if pod.deleting:
+        return End.DELETED
+    if pod.phase not in ("Succeeded", "Failed"):
+        return None
+    if pod.disrupted:
+        return End.TAKEN
+    if pod.exit_code == REFUSED:
+        return End.REFUSED
+    return End.DONE if pod.phase == "Succeeded" or pod.exit_code == 0 else End.FAILED
+
+
+def take_stock(role: Role, pods: Iterable[PodView], record: RoleRecord, alarm: Alarm) -> Stock:
+    """Enter the ends of ``pods``, all of one role, that are not in ``record`` yet."""
+    pods = sorted(pods, key=lambda pod: (pod.index, pod.uid))
+    there = {pod.uid for pod in pods}
+    verdict: Verdict | None = None
+    notes: list[Note] = []
+    for pod, end in _new_ends(role, pods, record, alarm):
+        if end is End.REFUSED:
+            verdict = verdict or Verdict("Refused", f"{_ended(pod)}, which no restart can mend. {_words(pod)}".strip())
+        elif not (role.gang and pod.attempt < record.attempt):
+            counted = tuple(uid for uid in record.counted if uid in there)
+            if len(counted) < COUNTED:
+                record = _enter(role, record.model_copy(update={"counted": counted}), pod, end, alarm.now)
+                notes.append(_told(role, pod, end))
+    return Stock(record, verdict or _exceeded(role, pods, record, alarm), tuple(notes))
+
+
+def delay(policy: RestartPolicy, ends: int) -> float:
+    """Give the seconds to wait after ``ends`` ends in a row; none after none."""
+    return float(min(policy.backoff_s * 2.0 ** min(ends - 1, _MOST_DOUBLINGS), LONGEST_S)) if ends else 0.0
+
+
+def begins_at(policy: RestartPolicy, record: RoleRecord) -> float:
+    """Give when a gang may begin again (unix seconds)."""
+    return (read(record.last_failure) or 0.0) + delay(policy, record.in_a_row)
+
+
+def cleared(policy: RestartPolicy, record: RoleRecord, pod: PodView, alarm: Alarm) -> bool:
+    """Say whether the remains of ``pod`` may go, so that its seat is filled again: entered, and the backoff is over."""
+    if pod.uid not in record.counted:
+        return False
+    ended = read(record.last_failure) or 0.0
+    return not alarm.until(min(ended, pod.finished or ended) + delay(policy, record.in_a_row))
+
+
+def _new_ends(role: Role, pods: Iterable[PodView], record: RoleRecord, alarm: Alarm) -> Iterator[tuple[PodView, End]]:
+    for pod in pods:
+        end = end_of(pod)
+        if end is None or pod.uid in record.counted or (role.gang and pod.attempt < record.attempt):
+            continue
+        if end is End.DONE and (role.leader or alarm.until((pod.finished or 0.0) + DISMISSED_S)):
+            continue
+        yield pod, end
+
+
+def _enter(role: Role, record: RoleRecord, pod: PodView, end: End, now: float) -> RoleRecord:
+    entered: dict[str, object] = {"attempt": max(record.attempt, pod.attempt + 1)}
+    entered |= {"begun": False, "whole": False} if role.gang else {"counted": (*record.counted, pod.uid)}
+    if end is not End.DELETED:
+        entered |= {"in_a_row": _row(record, pod, now), "last_failure": written(now)}
+    if end is End.FAILED:
+        since = read(record.window_start)
+        fresh = since is None or now - since >= role.restart.window_s
+        entered |= {"restarts": 1 if fresh else record.restarts + 1}
+        entered |= {"window_start": written(now)} if fresh else {}
+    return record.model_copy(update=entered)
+
+
+def _row(record: RoleRecord, pod: PodView, now: float) -> int:
+    """Give the length of the row that ends with ``pod``: only the successor of an end makes it longer."""
+    lived = pod.finished - pod.started if pod.started is not None and pod.finished is not None else 0.0
+    quiet = now - (read(record.last_failure) or 0.0)
+    if lived >= SETTLED_S or quiet >= LONGEST_S + SETTLED_S:
+        return 1
+    return record.in_a_row + 1 if pod.attempt >= record.attempt else max(record.in_a_row, 1)
+
+
+def _exceeded(role: Role, pods: list[PodView], record: RoleRecord, alarm: Alarm) -> Verdict | None:
+    policy = role.restart
+    over = record.restarts > policy.max_restarts
+    if not over or not alarm.until((read(record.window_start) or 0.0) + policy.window_s):
+        return None
+    failed = [pod for pod in pods if end_of(pod) is End.FAILED]
+    last = max(failed, key=lambda pod: (pod.finished or 0.0, pod.name), default=None)
+    who = _ended(last) if last is not None else f"{role.name} failed"
+    budget = f"{policy.max_restarts} restarts of {role.name} within {spoken(policy.window_s)} are used up"
+    words = f". {_words(last)}" if last is not None and last.last_words else ""
+    return Verdict("BudgetExceeded", f"{who}, and the {budget}{words}")
+
+
+def _told(role: Role, pod: PodView, end: End) -> Note:
+    who = _ended(pod) if end is End.FAILED else f"{pod.name} {end}"
+    then = "the gang starts again from its checkpoint" if role.gang else "it is replaced"
+    return Note(
+        type="Warning" if end is End.FAILED else "Normal",
+        reason=f"{role.name.capitalize()}{'Failed' if end is End.FAILED else 'Gone'}",
+        message=f"{who}: {then}",
+    )
+
+
+def _ended(pod: PodView) -> str:
+    code = f"exit code {pod.exit_code}" if pod.exit_code is not None else "no exit code"
+    return f"{pod.name} ended with {code}" + (f" ({pod.exit_reason})" if pod.exit_reason else "")
+
+
+def _words(pod: PodView) -> str:
+    words = " ".join(pod.last_words.split())
+    return f"Its last words: {words[-_WORDS:]}" if words else ""

@@ -1,0 +1,63 @@
+"""Moments and durations: as a status writes them, as people read them, and the next one that matters.
+
+Invariant: a moment that was written is never later than the one it was written from, by less than a second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+_SOON_S = 0.1
+"""Least seconds between two looks at the same object, so that a clock that stands still makes no hot loop."""
+
+
+def written(at: float) -> str:
+    """Give unix seconds as RFC 3339 in UTC."""
+    return datetime.fromtimestamp(int(at), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def read(time: str | None) -> float | None:
+    """Give unix seconds for RFC 3339; None for what is no time."""
+    if not time:
+        return None
+    try:
+        return datetime.fromisoformat(time).timestamp()
+    except ValueError:
+        return None
+
+
+def spoken(seconds: float) -> str:
+    """Give a duration with its two largest units: ``42s``, ``12m``, ``2h13m``, ``3d4h``."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    minutes = whole // 60
+    if minutes < 60:
+        return f"{minutes}m"
+    hours = minutes // 60
+    if hours < 24:
+        return f"{hours}h{minutes % 60}m"
+    return f"{hours // 24}d{hours % 24}h"
+
+
+@dataclass(slots=True)
+class Alarm:
+    """The earliest of the moments at which to look again, though nothing is seen to change."""
+
+    now: float
+    at: float | None = None
+
+    def until(self, moment: float | None) -> bool:
+        """Say whether ``moment`` (unix seconds; None: never) is still to come; where it is, look again then."""
+        if moment is None:
+            return True
+        if moment <= self.now:
+            return False
+        self.at = moment if self.at is None else min(self.at, moment)
+        return True
+
+    @property
+    def again_in_s(self) -> float | None:
+        """Seconds from now to the earliest moment."""
+        return None if self.at is None else max(self.at - self.now, _SOON_S)

@@ -1,0 +1,170 @@
+"""WhyPending: why something that is wanted does not run, in one sentence, with the arithmetic.
+
+Invariant: what is said is what was observed; the sentence names one object, what it needs or lacks, and what to do
+where that is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from asyncflow.plan.roles import Resources, Role
+from asyncflow_operator.decide.admission import admitted, waits_for
+from asyncflow_operator.observed import NodeFree, ObjectView, PodView, Ref
+
+_MIB: Final = 1 << 20
+_GIB: Final = 1 << 30
+_WORDS: Final = 400
+_IMAGE: Final = frozenset(("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"))
+_CONFIG: Final = frozenset(("CreateContainerConfigError", "CreateContainerError", "RunContainerError"))
+
+_REMEDIES: Final = {
+    "quota": "Raise the quota or ask for less",
+    "already exists": "It belongs to somebody else: delete it, or give this job another name",
+    "could not find the requested resource": "Install what defines that kind, or do without it in spec.scheduling",
+}
+_USUAL_REMEDY: Final = "The object, or who may make it, must change"
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """One obstacle: a word for machines, a sentence for people."""
+
+    reason: str
+    message: str
+
+
+def why_pending(
+    roles: Sequence[Role],
+    pods: Collection[PodView],
+    *,
+    objects: Mapping[Ref, ObjectView],
+    nodes: Sequence[NodeFree] | None,
+    denied: str,
+    ending: bool,
+    gang: str,
+) -> Why | None:
+    """Give the first obstacle on the way of ``roles``, None where there is none.
+
+    denied: why the API server refused an object; ending: whether the namespace is; gang: who places the gang, or none.
+    """
+    if ending:
+        return Why("NamespaceTerminating", "The namespace is being deleted, so nothing can be made in it")
+    if denied:
+        return Why("Denied", f"The API server refused {_short(denied)}. {_remedy(denied)}")
+    if not admitted(objects, gang=gang):
+        return Why("Gang", f"Kueue has not admitted the job's Workload: {_short(waits_for(objects))}")
+    waiting = [pod for role in roles for pod in _of(role, pods) if _stands_still(pod)]
+    claims = [each for ref, each in objects.items() if ref.kind == "PersistentVolumeClaim" and each.phase == "Pending"]
+    for pod in waiting:
+        role = next(role for role in roles if role.name == pod.role)
+        if why := _of_pod(pod, role.resources, nodes, claims, gang):
+            others = len(waiting) - 1
+            more = f" ({others} more {'pod waits' if others == 1 else 'pods wait'})" if others else ""
+            return Why(why.reason, why.message + more)
+    return None
+
+
+def why_lacking(lacks: Sequence[str], pods: Collection[PodView], *, ran: bool) -> Why:
+    """Say what is the matter where nothing stands in the way and yet roles lack ready processes.
+
+    lacks: as ``phases.lacking`` says it; ran: whether the job ran already, so that it does not merely start.
+    """
+    short = {words.partition(" ")[0] for words in lacks}
+    affected = sorted((pod for pod in pods if pod.role in short and pod.node), key=lambda pod: pod.name)
+    said = f"{', '.join(lacks)} ready"
+    if leaving := [pod for pod in affected if pod.deleting]:
+        pod = leaving[0]
+        remedy = f"If that node is gone for good, delete the Node, or the pod: kubectl delete pod {pod.name} --force"
+        return Why("Terminating", f"{said}: {pod.name} has yet to go from {pod.node} and then comes again. {remedy}")
+    if ran and (unready := [pod for pod in affected if pod.phase == "Running" and not pod.ready]):
+        pod = unready[0]
+        return Why("NotReady", f"{said}: {pod.name} on {pod.node} is not. See its log, and whether that node is Ready")
+    return Why("Starting", f"{said}; {'it is being replaced' if ran else 'the rest starts after them'}")
+
+
+def _remedy(denied: str) -> str:
+    """Say what to do about what the API server refused, by its words."""
+    return next((remedy for words, remedy in _REMEDIES.items() if words in denied), _USUAL_REMEDY)
+
+
+def _of(role: Role, pods: Iterable[PodView]) -> list[PodView]:
+    return sorted((pod for pod in pods if pod.role == role.name), key=lambda pod: pod.index)
+
+
+def _stands_still(pod: PodView) -> bool:
+    held = pod.gated or pod.unschedulable or pod.waiting in _IMAGE or pod.waiting in _CONFIG
+    return pod.phase == "Pending" and not pod.deleting and bool(held or pod.waiting_message)
+
+
+def _of_pod(
+    pod: PodView, needs: Resources, nodes: Sequence[NodeFree] | None, claims: Sequence[ObjectView], gang: str
+) -> Why | None:
+    if pod.gated:
+        return Why("Gated", f"{pod.name} is held by a scheduling gate until {_placer(gang)} admits it")
+    if pod.unschedulable:
+        return _unschedulable(pod, needs, nodes, claims, gang)
+    if pod.waiting in _IMAGE:
+        return Why(
+            "ImagePull",
+            f"{pod.name} cannot have its image: {pod.waiting}{_because(pod)}. Check its name and imagePullSecrets",
+        )
+    if pod.waiting in _CONFIG:
+        return Why(
+            "ContainerConfig",
+            f"{pod.name} cannot be started: {pod.waiting}{_because(pod)}. Make what it lacks, or do without",
+        )
+    return Why("Waiting", f"{pod.name} waits: {pod.waiting or 'Pending'}{_because(pod)}")
+
+
+def _unschedulable(
+    pod: PodView, needs: Resources, nodes: Sequence[NodeFree] | None, claims: Sequence[ObjectView], gang: str
+) -> Why:
+    if claims and "PersistentVolumeClaim" in pod.unschedulable:
+        names = ", ".join(sorted(claim.ref.name for claim in claims))
+        return Why("ClaimPending", f"{pod.name} needs a volume, and no volume is bound to {names}")
+    if short := _shortage(needs, nodes or ()):
+        return Why("Unschedulable", f"{pod.name} needs {short}")
+    if "persistentvolumeclaim" in pod.unschedulable and "not found" in pod.unschedulable:
+        return Why("ClaimMissing", f"{pod.name} needs a claim: {_short(pod.unschedulable)}. Make it, or name another")
+    if gang != "none" and "gang" in pod.unschedulable.lower():
+        return Why("Gang", f"{pod.name} waits until {_placer(gang)} has room for all: {_short(pod.unschedulable)}")
+    return Why("Unschedulable", f"{pod.name} finds no node: {_short(pod.unschedulable)}")
+
+
+def _shortage(needs: Resources, nodes: Sequence[NodeFree]) -> str:
+    """Say which resource no node has enough of, and how much the best one has; "" where each is to be had somewhere."""
+    wanted = {needs.resource: float(needs.accelerators)} if needs.accelerators else {}
+    wanted |= {"memory": float(needs.memory)} if needs.memory else {}
+    wanted |= {"cpu": needs.cpu}
+    for resource, amount in wanted.items():
+        best = max(nodes, key=lambda node: (node.free.get(resource, 0.0), node.name), default=None)
+        if best is not None and best.free.get(resource, 0.0) < amount:
+            free = best.free.get(resource, 0.0)
+            largest = f"the largest free is {_amount(resource, free)} on {best.name}" if free > 0 else "none is free"
+            return f"{_amount(resource, amount)} {_called(resource)} on one node; {largest}"
+    return ""
+
+
+def _amount(resource: str, amount: float) -> str:
+    if resource != "memory":
+        return f"{amount:.3g}" if amount != int(amount) else f"{int(amount)}"
+    return f"{amount / _GIB:.4g}Gi" if amount >= _GIB else f"{amount / _MIB:.4g}Mi"
+
+
+def _called(resource: str) -> str:
+    return {"cpu": "CPU"}.get(resource, resource)
+
+
+def _placer(gang: str) -> str:
+    return {"volcano": "Volcano", "kueue": "Kueue"}.get(gang, "whoever set the gate")
+
+
+def _because(pod: PodView) -> str:
+    return f": {_short(pod.waiting_message)}" if pod.waiting_message else ""
+
+
+def _short(words: str) -> str:
+    return " ".join(words.split())[:_WORDS].rstrip(". ")

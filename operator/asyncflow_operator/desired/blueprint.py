@@ -1,0 +1,164 @@
+"""What tells the pods of one role from those of another: a role of the plan, with all that only the cluster knows.
+
+Invariant: two pods of one role differ by index and attempt alone. What the user said about a role (``wish``) is kept
+apart from what this operator makes of it, so that an operator of another version finds that nothing has changed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from asyncflow.api.accelerators import PROFILES
+from asyncflow.api.base import Spec
+from asyncflow.api.job import RLJob
+from asyncflow.api.names import LABEL_QUEUE, RPC_PORT, RoleName, service
+from asyncflow.api.placement import SchedulingSpec, TemplateSpec
+from asyncflow.api.queue import TransferQueue
+from asyncflow.plan import plan
+from asyncflow.plan.roles import Role
+from asyncflow_operator.desired.images import Registry, image_of
+from asyncflow_operator.desired.objects import Family
+from asyncflow_operator.desired.queues import queue_role, queue_roles
+from asyncflow_operator.desired.storage import Mounted, job_mounts, queue_mounts
+
+_GRACE_S: Final = 10.0
+_DRAIN_MARGIN_S: Final = 5.0
+_SHAPE: Final = {"accelerator", "threads", "resources", "template"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """What distinguishes the pods of a role.
+
+    templates: the user's, the later wins; wish: what the user said of the role, as JSON values; leader: the address
+    that others dial, where process 0 of the role listens if ``leads``; world: ranks that meet, 1 for none; first_seat,
+    first_slot: number of process 0 among all of the family, and among those that have devices; grace_s: seconds from
+    SIGTERM to SIGKILL; readers: roles that read from this one.
+    """
+
+    family: Family
+    role: Role
+    templates: tuple[TemplateSpec, ...]
+    wish: Mapping[str, object]
+    image: str
+    leader: str
+    leads: bool
+    labels: Mapping[str, str]
+    mounts: tuple[Mounted, ...]
+    scheduling: SchedulingSpec
+    grace_s: float = _GRACE_S
+    world: int = 1
+    first_seat: int = 0
+    first_slot: int = 0
+    readers: tuple[RoleName, ...] = ()
+
+    def said(self, field: str, *, otherwise: Any) -> Any:
+        """Give what the templates say about a field of the pod's spec, the last word where several do."""
+        said = [template.pod_spec[field] for template in self.templates if field in template.pod_spec]
+        return said[-1] if said else otherwise
+
+    @property
+    def host_network(self) -> bool:
+        """Whether the pods are on the network of their nodes."""
+        return bool(self.said("hostNetwork", otherwise=False))
+
+    @property
+    def runtime_class(self) -> str:
+        """The container runtime that brings what the devices need; "" where none does, or a template says ``""``."""
+        return str(self.said("runtimeClassName", otherwise=PROFILES[self.role.resources.profile].runtime_class) or "")
+
+
+def job_blueprint(
+    job: RLJob, name: RoleName, *, family: Family, pinned: Mapping[str, str], registry: Registry
+) -> Blueprint:
+    """Give the blueprint of a role of a job. pinned: images by role. Raises KeyError where the job has no such role."""
+    spec = job.spec
+    planned = plan(job)
+    role = planned.role(name)
+    used = templates_of(job, name)
+    grace_s = {"rollout": spec.rollout.drain_seconds + _DRAIN_MARGIN_S, "trainer": spec.limits.stop_seconds + _GRACE_S}
+    return Blueprint(
+        family=family,
+        role=role,
+        templates=used,
+        wish=wish_of(job, name),
+        image=image_of(role, templates=used, pinned=pinned, registry=registry),
+        leader=f"tcp://{service(family.name, 'driver')}.{family.namespace}.svc:{RPC_PORT}",
+        leads=name == "driver",
+        labels={LABEL_QUEUE: family.name} if name in ("controller", "storage") else {},
+        mounts=job_mounts(job, role),
+        grace_s=grace_s.get(name, _GRACE_S),
+        world=role.replicas if role.gang else 1,
+        first_seat=_before(role, planned.roles),
+        first_slot=_before(role, [other for other in planned.roles if other.resources.accelerators]),
+        scheduling=spec.scheduling,
+        readers=("trainer", "rollout") if name == "storage" else (),
+    )
+
+
+def queue_blueprint(queue: TransferQueue, name: RoleName, *, family: Family, registry: Registry) -> Blueprint:
+    """Give the blueprint of a role of a queue that stands alone. Raises KeyError where a queue has no such role."""
+    spec = queue.spec
+    role = queue_role(queue, name)
+    return Blueprint(
+        family=family,
+        role=role,
+        templates=(spec.template,),
+        wish=queue_wish(queue),
+        image=image_of(role, templates=(spec.template,), pinned={}, registry=registry),
+        leader=f"tcp://{service(family.name, 'controller')}.{family.namespace}.svc:{RPC_PORT}",
+        leads=name == "controller",
+        labels={},
+        mounts=queue_mounts(queue, role),
+        scheduling=SchedulingSpec(),
+        first_seat=_before(role, queue_roles(queue)),
+    )
+
+
+def templates_of(job: RLJob, name: RoleName) -> tuple[TemplateSpec, ...]:
+    """Give the user's templates for a role; the later wins."""
+    spec = job.spec
+    of_role = {"trainer": (spec.trainer.template,), "rollout": (spec.rollout.template,)}
+    return (spec.template, *of_role.get(name, ()))
+
+
+def _before(role: Role, roles: Sequence[Role]) -> int:
+    """Count the processes of the roles that stand before ``role``; the elastic one stands last."""
+    return sum(other.replicas for other in itertools.takewhile(lambda other: other.name != role.name, roles))
+
+
+def wish_of(job: RLJob, name: RoleName) -> dict[str, object]:
+    """Give what shapes a pod of the role; not what its processes read from the manifest, nor how many there are."""
+    spec = job.spec
+    of_role: dict[str, dict[str, object]] = {
+        "driver": {"resources": spec.driver.resources},
+        "controller": {"cpu": spec.transfer_queue.resources.cpu, "ledger": spec.storage.ledger.claim},
+        "storage": {"resources": spec.transfer_queue.resources, "bytes": spec.transfer_queue.bytes_per_unit},
+        "trainer": {
+            "ranks": spec.trainer.replicas,
+            "trainer": spec.trainer.model_dump(mode="json", include=_SHAPE, exclude_defaults=True),
+            "checkpoints": spec.storage.checkpoints.claim,
+            "access": spec.storage.checkpoints.access_mode,
+        },
+        "rollout": {"rollout": spec.rollout.model_dump(mode="json", include=_SHAPE, exclude_defaults=True)},
+    }
+    return _said(template=spec.template, scheduling=spec.scheduling, **of_role[name])
+
+
+def queue_wish(queue: TransferQueue) -> dict[str, object]:
+    """Give what shapes the pods of a queue that stands alone."""
+    spec = queue.spec
+    held, ledger = spec.bytes_per_unit, spec.ledger.claim
+    return _said(template=spec.template, resources=spec.resources, bytes=held, ledger=ledger)
+
+
+def _said(**wishes: object) -> dict[str, object]:
+    """Give wishes as JSON values without what is left open, which may get another default one day."""
+    values = (
+        (name, wish.model_dump(mode="json", exclude_defaults=True) if isinstance(wish, Spec) else wish)
+        for name, wish in wishes.items()
+    )
+    return {name: value for name, value in values if value not in (None, {})}

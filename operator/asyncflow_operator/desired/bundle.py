@@ -1,0 +1,154 @@
+"""Everything that should exist for a job or a queue, as one bundle of pure functions.
+
+Invariant: same state, same bytes. What is returned depends on the spec, the owner's identity, the pinned images and the
+settings; on nothing that was observed, so that it need not be applied again because something happened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from asyncflow.api.job import RLJob
+from asyncflow.api.names import RoleName
+from asyncflow.api.queue import TransferQueue
+from asyncflow.plan import plan
+from asyncflow.plan.roles import Role
+from asyncflow_operator.desired.blueprint import (
+    Blueprint,
+    job_blueprint,
+    queue_blueprint,
+    queue_wish,
+    templates_of,
+    wish_of,
+)
+from asyncflow_operator.desired.children import make_children
+from asyncflow_operator.desired.config import make_config
+from asyncflow_operator.desired.gang import make_gang
+from asyncflow_operator.desired.images import Registry, image_of
+from asyncflow_operator.desired.keys import make_keys, token
+from asyncflow_operator.desired.objects import digest, job_family, queue_family
+from asyncflow_operator.desired.pods import make_pod
+from asyncflow_operator.desired.policy import make_account, make_budget, make_network_policy
+from asyncflow_operator.desired.queues import queue_roles
+from asyncflow_operator.desired.services import make_gang_service, make_leader_service
+from asyncflow_operator.desired.storage import job_claims, queue_claims
+from asyncflow_operator.observed import JobState, Manifest, Owner, QueueState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DesiredSettings:
+    """What the operator's own settings contribute.
+
+    registry: where its images are; master: the secret that all keys are derived from; watchers: namespaces that may
+    read metrics and status, the operator's own among them.
+    """
+
+    registry: Registry
+    master: bytes = field(repr=False)
+    watchers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Desired:
+    """What should exist. Every method raises ValueError for a state without a legal job or queue."""
+
+    settings: DesiredSettings
+
+    def supporting(self, state: JobState) -> tuple[Manifest, ...]:
+        """Give all that a job's pods need, in the order to apply: everything but pods and children."""
+        job, family = _job(state), job_family(state.owner)
+        roles = plan(job).roles
+        core = [role for role in roles if role.core and role.name != "rollout"]
+        gangs = [role for role in roles if role.gang and role.replicas > 1]
+        return (
+            make_account(family),
+            make_config(job, family),
+            make_keys(family, master=self.settings.master),
+            make_network_policy(family, watchers=self.settings.watchers),
+            make_leader_service(family, "driver"),
+            *(make_gang_service(family, role.name) for role in gangs),
+            *job_claims(job, family),
+            make_budget(family, roles=[role.name for role in core], pods=sum(role.core for role in core)),
+            *self._gang(state, roles),
+        )
+
+    def children(self, state: JobState) -> tuple[Manifest, ...]:
+        """Give the TransferQueue and the WeightSync that the job makes for itself."""
+        return make_children(_job(state), job_family(state.owner))
+
+    def pod(self, state: JobState, role: RoleName, index: int, attempt: int) -> Manifest:
+        """Give a pod of the job. Raises KeyError for a role that it has not."""
+        return make_pod(self._of_job(state, role, owner=state.owner), index=index, attempt=attempt)
+
+    def queue_supporting(self, state: QueueState) -> tuple[Manifest, ...]:
+        """Give all that the pods of a queue need that stands alone; those of a job's queue have what the job has."""
+        if state.job is not None:
+            return ()
+        queue, family = _queue(state), queue_family(state.owner)
+        roles = queue_roles(queue)
+        return (
+            make_account(family),
+            make_config(queue, family),
+            make_keys(family, master=self.settings.master),
+            make_network_policy(family, watchers=self.settings.watchers, open_to_namespace=True),
+            make_leader_service(family, "controller"),
+            *queue_claims(queue, family),
+            make_budget(family, roles=[role.name for role in roles], pods=sum(role.core for role in roles)),
+        )
+
+    def queue_pod(self, state: QueueState, role: RoleName, index: int, attempt: int) -> Manifest:
+        """Give a pod of a queue. Raises KeyError for a role that it has not."""
+        if state.job is not None:
+            blueprint = self._of_job(state.job, role, owner=state.owner)
+        else:
+            family = queue_family(state.owner)
+            blueprint = queue_blueprint(_queue(state), role, family=family, registry=self.settings.registry)
+        return make_pod(blueprint, index=index, attempt=attempt)
+
+    def images(self, job: RLJob) -> dict[str, str]:
+        """Give the image of each role as a job begins with it; its status pins them."""
+        registry = self.settings.registry
+        return {
+            role.name: image_of(role, templates=templates_of(job, role.name), pinned={}, registry=registry)
+            for role in plan(job).roles
+        }
+
+    def pod_digest(self, state: JobState, role: RoleName) -> str:
+        """Give the digest of the pods of a role of the job, without making one."""
+        return digest(wish_of(_job(state), role))
+
+    def queue_pod_digest(self, state: QueueState, role: RoleName) -> str:
+        """Give the digest of the pods of a role of the queue, without making one."""
+        return digest(queue_wish(_queue(state))) if state.job is None else self.pod_digest(state.job, role)
+
+    def token(self, owner: Owner) -> str:
+        """Give the bearer token of the POST routes of a job's driver."""
+        return token(self.settings.master, owner)
+
+    def _of_job(self, state: JobState, role: RoleName, *, owner: Owner) -> Blueprint:
+        return job_blueprint(
+            _job(state),
+            role,
+            family=job_family(state.owner).of(owner),
+            pinned=state.status.images,
+            registry=self.settings.registry,
+        )
+
+    def _gang(self, state: JobState, roles: tuple[Role, ...]) -> tuple[Manifest, ...]:
+        spec = _job(state).spec
+        if spec.scheduling.gang == "none":
+            return ()
+        core = [(role, self.pod(state, role.name, 0, 0)) for role in roles if role.core]
+        return make_gang(spec.scheduling, job_family(state.owner), core=core, active=not spec.suspend)
+
+
+def _job(state: JobState) -> RLJob:
+    if state.job is None:
+        raise ValueError(f"{state.owner.name} is no legal job: {state.problem}")
+    return state.job
+
+
+def _queue(state: QueueState) -> TransferQueue:
+    if state.queue is None:
+        raise ValueError(f"{state.owner.name} is no legal queue: {state.problem}")
+    return state.queue

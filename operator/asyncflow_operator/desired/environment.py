@@ -1,0 +1,101 @@
+"""The environment of a role's process: where it is, who it is in its gang, and what the vendor's libraries are told.
+
+Invariant: what the user's templates say wins over everything but ASYNCFLOW_*; no address of a peer is in here but that
+of a gang's rank 0, which torch wants: all others dial in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from asyncflow.api.accelerators import PROFILES, ports
+from asyncflow.api.names import (
+    GANG_PORT,
+    HOST_ENV,
+    KEY_FILE,
+    KEY_FILE_ENV,
+    TOKEN_FILE,
+    TOKEN_FILE_ENV,
+    instance,
+    service,
+)
+from asyncflow_operator.desired.blueprint import Blueprint
+from asyncflow_operator.observed import Manifest
+
+_INTERFACE: Final = "eth0"
+"""What the container runtimes call the one interface of a pod."""
+_HOME: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "HOME": "/tmp",  # noqa: S108 — the pod's own volume
+        "USER": "asyncflow",
+        "XDG_CACHE_HOME": "/tmp/cache",  # noqa: S108
+        "TRITON_CACHE_DIR": "/tmp/cache/triton",  # noqa: S108
+        "TORCHINDUCTOR_CACHE_DIR": "/tmp/cache/inductor",  # noqa: S108
+        "PYTHONSAFEPATH": "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+)
+"""The root file system cannot be written, and the user has no entry in /etc/passwd."""
+
+
+def make_environment(blueprint: Blueprint, index: int) -> list[Manifest]:
+    """Give the variables of process ``index``, as a container's ``env``."""
+    plain = {**_HOME, **_rank(blueprint, index), **_devices(blueprint, index), **blueprint.role.env}
+    referred = {**_assigned(blueprint), **_host_ip(blueprint)}
+    theirs = {variable.name for template in blueprint.templates for variable in template.env}
+    return [
+        {"name": HOST_ENV, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": KEY_FILE_ENV, "value": KEY_FILE},
+        {"name": TOKEN_FILE_ENV, "value": TOKEN_FILE},
+        *(
+            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+            for name, path in referred.items()
+            if name not in theirs
+        ),
+        *({"name": name, "value": value} for name, value in plain.items()),
+    ]
+
+
+def _rank(blueprint: Blueprint, index: int) -> dict[str, str]:
+    """What torchrun would say; one process a pod."""
+    if blueprint.world == 1:
+        return {}
+    family, role = blueprint.family, blueprint.role.name
+    first = f"{instance(family.name, role, 0)}.{service(family.name, role)}.{family.namespace}.svc"
+    return {
+        "MASTER_ADDR": first,
+        "MASTER_PORT": str(GANG_PORT),
+        "WORLD_SIZE": str(blueprint.world),
+        "RANK": str(index),
+        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+    }
+
+
+def _devices(blueprint: Blueprint, index: int) -> dict[str, str]:
+    resources = blueprint.role.resources
+    facts = PROFILES[resources.profile]
+    if not resources.accelerators:
+        return {}
+    host_network = blueprint.host_network
+    return {
+        **({facts.visible: ",".join(map(str, range(resources.accelerators)))} if facts.visible else {}),
+        **({} if host_network else dict.fromkeys(facts.interfaces, _INTERFACE)),
+        **ports(facts, blueprint.first_slot + index, host_network=host_network),
+    }
+
+
+def _assigned(blueprint: Blueprint) -> dict[str, str]:
+    """Under Volcano the vendor's plug-in chooses the devices, and says which in an annotation."""
+    facts = PROFILES[blueprint.role.resources.profile]
+    if not facts.assigned or blueprint.scheduling.gang != "volcano":
+        return {}
+    return {facts.assigned: f"metadata.annotations['{facts.resource}']"}
+
+
+def _host_ip(blueprint: Blueprint) -> dict[str, str]:
+    facts = PROFILES[blueprint.role.resources.profile]
+    return {facts.host_ip: "status.hostIP"} if facts.host_ip and blueprint.host_network else {}

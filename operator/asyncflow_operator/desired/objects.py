@@ -1,0 +1,111 @@
+"""The frame that all objects of a family share: name, labels, owner, digest.
+
+A family is what is made for one job, or for one TransferQueue that stands alone: its objects carry one label by which
+they find each other and are found.
+
+Invariant: every object has exactly one owner, a controller, so that garbage collection alone takes everything away;
+ours are the labels that ours are called, whatever the user says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from asyncflow.api.base import API_VERSION
+from asyncflow.api.names import DIGEST, LABEL_JOB, LABEL_QUEUE, MANAGED
+from asyncflow_operator.observed import Manifest, Owner
+
+DIGEST_DIGITS: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Objects that belong together.
+
+    name: that of the job or queue, with which their names begin; selector: labels that all of them have and nobody
+    else; labels: more labels, of the user; owner: whom the object at hand is made for.
+    """
+
+    name: str
+    namespace: str
+    owner: Owner
+    selector: Mapping[str, str]
+    labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def of(self, owner: Owner) -> Family:
+        """Give the same family with another owner: a job's queue owns pods of the job's family."""
+        return replace(self, owner=owner)
+
+
+def job_family(owner: Owner) -> Family:
+    """Give the family of a job."""
+    return Family(
+        name=owner.name,
+        namespace=owner.namespace,
+        owner=owner,
+        selector={LABEL_JOB: owner.name},
+        labels=owner.labels,
+    )
+
+
+def queue_family(owner: Owner) -> Family:
+    """Give the family of a queue that stands alone."""
+    return Family(
+        name=owner.name,
+        namespace=owner.namespace,
+        owner=owner,
+        selector={LABEL_QUEUE: owner.name},
+        labels=owner.labels,
+    )
+
+
+def make_object(
+    api_version: str,
+    kind: str,
+    family: Family,
+    *,
+    name: str,
+    labels: Mapping[str, str] = MappingProxyType({}),
+    annotations: Mapping[str, str] = MappingProxyType({}),
+    body: Mapping[str, Any],
+) -> Manifest:
+    """Give an object of ``family`` without a digest; ``labels`` come on top of the family's."""
+    metadata: Manifest = {
+        "name": name,
+        "namespace": family.namespace,
+        "labels": {**family.labels, **labels, **family.selector, **MANAGED},
+        "ownerReferences": [make_owner_reference(family.owner)],
+    }
+    if annotations:
+        metadata["annotations"] = dict(annotations)
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **body}
+
+
+def make_owner_reference(owner: Owner) -> Manifest:
+    """Give the reference by which garbage collection finds an object when its owner is gone."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": owner.kind,
+        "name": owner.name,
+        "uid": owner.uid,
+        "controller": True,
+        "blockOwnerDeletion": False,
+    }
+
+
+def digest(value: object) -> str:
+    """Give a short hash of JSON values, the same for equal values in whatever order their keys are."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_DIGITS]
+
+
+def stamped(manifest: Manifest, *, made_from: object = None) -> Manifest:
+    """Give ``manifest`` with its digest as an annotation: that of ``made_from``, or of all that it says."""
+    metadata = manifest["metadata"]
+    annotations = {**metadata.get("annotations", {}), DIGEST: digest(manifest if made_from is None else made_from)}
+    return {**manifest, "metadata": {**metadata, "annotations": annotations}}

@@ -1,0 +1,173 @@
+"""The pod of one process of a role.
+
+It keeps Pod Security ``restricted`` unless a template says otherwise or a device needs paths of its host. It never
+restarts by itself: the operator makes it again, under the next attempt. There is no preStop hook, because SIGTERM is
+the order to hand back what is unfinished, and the grace period is the time for it. On a host's network each process of
+a family has an HTTP port of its own, so that several find room on one node.
+
+Invariant: a pod is a function of (blueprint, index, attempt); its name of role and index alone, so that the API server
+lets no two processes have one seat.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import reduce
+from types import MappingProxyType
+from typing import Final
+
+from asyncflow.api.accelerators import PROFILES
+from asyncflow.api.names import (
+    CONTAINER,
+    HTTP_PORT,
+    JOB_FILE,
+    LABEL_ATTEMPT,
+    LABEL_INDEX,
+    LABEL_ROLE,
+    RPC_PORT,
+    WORKDIR,
+    instance,
+    service,
+)
+from asyncflow_operator.desired.blueprint import Blueprint
+from asyncflow_operator.desired.environment import make_environment
+from asyncflow_operator.desired.gang import Membership, membership
+from asyncflow_operator.desired.merge import merge
+from asyncflow_operator.desired.objects import make_object, stamped
+from asyncflow_operator.desired.placement import make_placement
+from asyncflow_operator.desired.volumes import make_volumes
+from asyncflow_operator.observed import Manifest
+
+USER: Final = 65532
+"""User and group of the runtime images."""
+_EVERYWHERE: Final = f"tcp://0.0.0.0:{RPC_PORT}"
+_DEFAULT_CONTAINER: Final = MappingProxyType({"kubectl.kubernetes.io/default-container": CONTAINER})
+_START_PERIOD_S: Final = 1
+_READY_PERIOD_S: Final = 2
+_LIVE_PERIOD_S: Final = 10
+_LIVE_FAILURES: Final = 18
+"""A process that says nothing for three minutes hangs: its event loop never computes."""
+
+
+def make_pod(blueprint: Blueprint, *, index: int, attempt: int) -> Manifest:
+    """Give the pod of process ``index`` as its ``attempt``-th try. Its digest is that of the user's wishes."""
+    family, role = blueprint.family, blueprint.role
+    member = membership(blueprint, index)
+    labels = {
+        **_theirs(blueprint, "labels"),
+        **member.labels,
+        **blueprint.labels,
+        LABEL_ROLE: role.name,
+        LABEL_INDEX: str(index),
+        LABEL_ATTEMPT: str(attempt),
+    }
+    pod = make_object(
+        "v1",
+        "Pod",
+        family,
+        name=instance(family.name, role.name, index),
+        labels=labels,
+        annotations={**_DEFAULT_CONTAINER, **_theirs(blueprint, "annotations"), **member.annotations},
+        body={"spec": _spec(blueprint, member, index=index, attempt=attempt)},
+    )
+    return stamped(pod, made_from=blueprint.wish)
+
+
+def _theirs(blueprint: Blueprint, field: str) -> dict[str, str]:
+    return {key: value for template in blueprint.templates for key, value in getattr(template, field).items()}
+
+
+def _spec(blueprint: Blueprint, member: Membership, *, index: int, attempt: int) -> Manifest:
+    family = blueprint.family
+    http_port = HTTP_PORT + (blueprint.first_seat + index if blueprint.host_network else 0)
+    volumes = make_volumes(blueprint, index)
+    container = _container(blueprint, index=index, attempt=attempt, http_port=http_port)
+    ours: Manifest = {
+        "restartPolicy": "Never",
+        "serviceAccountName": family.name,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": math.ceil(blueprint.grace_s),
+        "securityContext": _pod_security(blueprint),
+        **make_placement(blueprint),
+        **member.spec,
+        "containers": [{**container, "volumeMounts": volumes.mounts}],
+        "volumes": volumes.volumes,
+    }
+    if blueprint.world > 1:
+        ours |= {"hostname": instance(family.name, blueprint.role.name, index)}
+        ours |= {"subdomain": service(family.name, blueprint.role.name)}
+    if blueprint.host_network:
+        ours["dnsPolicy"] = "ClusterFirstWithHostNet"
+    patches: list[Mapping[str, object]] = [template.pod_spec for template in blueprint.templates]
+    spec = reduce(merge, patches, ours)
+    if not spec.get("runtimeClassName"):
+        spec.pop("runtimeClassName", None)
+    return spec
+
+
+def _container(blueprint: Blueprint, *, index: int, attempt: int, http_port: int) -> Manifest:
+    role = blueprint.role
+    driver = _EVERYWHERE if blueprint.leads and index == 0 else blueprint.leader
+    numbers = {port.name: http_port if port.name == "http" else port.number for port in role.ports}
+    listens = numbers if blueprint.leads else {"http": http_port}
+    return {
+        "name": CONTAINER,
+        "image": blueprint.image,
+        "command": role.command(
+            index=index, attempt=attempt, driver=driver, job=JOB_FILE, workdir=WORKDIR, http_port=http_port
+        ),
+        "workingDir": WORKDIR,
+        "env": make_environment(blueprint, index),
+        "ports": [{"name": name, "containerPort": number} for name, number in listens.items()],
+        "resources": _resources(blueprint),
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "startupProbe": {
+            "httpGet": {"path": "/healthz", "port": "http"},
+            "periodSeconds": _START_PERIOD_S,
+            "timeoutSeconds": _START_PERIOD_S,
+            "failureThreshold": math.ceil(role.readiness.within_s / _START_PERIOD_S),
+        },
+        "readinessProbe": {
+            "httpGet": {"path": role.readiness.path, "port": role.readiness.port},
+            "periodSeconds": _READY_PERIOD_S,
+            "timeoutSeconds": _READY_PERIOD_S,
+        },
+        "livenessProbe": {
+            "httpGet": {"path": "/healthz", "port": "http"},
+            "periodSeconds": _LIVE_PERIOD_S,
+            "timeoutSeconds": _LIVE_PERIOD_S,
+            "failureThreshold": _LIVE_FAILURES,
+        },
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+
+
+def _resources(blueprint: Blueprint) -> Manifest:
+    """Memory and devices are limits too: what goes beyond takes the node down, or belongs to another."""
+    resources = blueprint.role.resources
+    hard: dict[str, str] = {}
+    if resources.memory is not None:
+        hard["memory"] = str(resources.memory)
+    if resources.accelerators:
+        hard[resources.resource] = str(resources.accelerators)
+    requests = {"cpu": f"{math.ceil(resources.cpu * 1000)}m", **hard}
+    return {"requests": requests, "limits": hard} if hard else {"requests": requests}
+
+
+def _pod_security(blueprint: Blueprint) -> Manifest:
+    groups = PROFILES[blueprint.role.resources.profile].groups
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": USER,
+        "runAsGroup": USER,
+        "fsGroup": USER,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+        **({"supplementalGroups": list(groups)} if groups else {}),
+    }

@@ -1,0 +1,97 @@
+"""What pods keep beyond their lives: claims, and where they are mounted.
+
+The folder of a claim is the whole folder of the run, not parts of it: a process replaces what is in there as a whole,
+by renaming, and what is mounted cannot be renamed.
+
+Invariants: a claim that is made for a job goes with the job, one that is named stays; two jobs that name the same claim
+see different folders of it, because each has one of its own name. A claim for one writer is mounted by one pod only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from asyncflow.api.durability import ClaimSpec
+from asyncflow.api.job import RLJob
+from asyncflow.api.names import CLAIMS_DIR, WORKDIR, RoleName, claim
+from asyncflow.api.queue import TransferQueue
+from asyncflow.plan.roles import Durable, Role
+from asyncflow_operator.desired.objects import Family, make_object, stamped
+from asyncflow_operator.observed import Manifest
+
+_READS_MODEL: Final[tuple[RoleName, ...]] = ("driver", "trainer", "rollout")
+_MODEL_CLAIM: Final = "pvc://"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mounted:
+    """A folder of a claim in a pod. within: the folder, "" for all; first: whether only process 0 has it."""
+
+    volume: str
+    claim: str
+    path: str
+    within: str = ""
+    read_only: bool = False
+    first: bool = False
+
+
+def make_claim(family: Family, volume: Durable, spec: ClaimSpec, *, access_mode: str = "ReadWriteOnce") -> Manifest:
+    """Give the claim for ``volume``; ``spec`` has a size."""
+    body: Manifest = {"accessModes": [access_mode], "resources": {"requests": {"storage": str(spec.size)}}}
+    if spec.storage_class is not None:
+        body["storageClassName"] = spec.storage_class
+    name = claim(family.name, volume)
+    return stamped(make_object("v1", "PersistentVolumeClaim", family, name=name, body={"spec": body}))
+
+
+def job_claims(job: RLJob, family: Family) -> tuple[Manifest, ...]:
+    """Give the claims that are made for a job."""
+    storage = job.spec.storage
+    made: list[Manifest] = []
+    if storage.ledger.claim is not None and storage.ledger.claim.size is not None:
+        made.append(make_claim(family, "ledger", storage.ledger.claim))
+    if storage.checkpoints.claim is not None and storage.checkpoints.claim.size is not None:
+        mode = storage.checkpoints.access_mode
+        made.append(make_claim(family, "checkpoints", storage.checkpoints.claim, access_mode=mode))
+    return tuple(made)
+
+
+def queue_claims(queue: TransferQueue, family: Family) -> tuple[Manifest, ...]:
+    """Give the claims that are made for a queue that stands alone."""
+    spec = queue.spec.ledger.claim
+    return (make_claim(family, "ledger", spec),) if spec is not None and spec.size is not None else ()
+
+
+def job_mounts(job: RLJob, role: Role) -> tuple[Mounted, ...]:
+    """Give what a role of a job mounts: its durable folders, and the claim with the model where the source is one."""
+    storage = job.spec.storage
+    specs: dict[Durable, ClaimSpec | None] = {"ledger": storage.ledger.claim, "checkpoints": storage.checkpoints.claim}
+    shared = storage.checkpoints.access_mode == "ReadWriteMany"
+    durable = (
+        mounted
+        for volume in role.durable
+        for mounted in _folder(volume, specs[volume], job.name, first=role.gang and not shared)
+    )
+    return (*durable, *(_model(job.spec.model.source) if role.name in _READS_MODEL else ()))
+
+
+def queue_mounts(queue: TransferQueue, role: Role) -> tuple[Mounted, ...]:
+    """Give what a role of a queue that stands alone mounts."""
+    return tuple(
+        mounted for volume in role.durable for mounted in _folder(volume, queue.spec.ledger.claim, queue.metadata.name)
+    )
+
+
+def _folder(volume: Durable, spec: ClaimSpec | None, owner: str, *, first: bool = False) -> tuple[Mounted, ...]:
+    if spec is None:
+        return ()
+    name = spec.name or claim(owner, volume)
+    return (Mounted(volume=volume, claim=name, path=WORKDIR, within=owner, first=first),)
+
+
+def _model(source: str) -> tuple[Mounted, ...]:
+    if not source.startswith(_MODEL_CLAIM):
+        return ()
+    name = source.removeprefix(_MODEL_CLAIM).partition("/")[0]
+    return (Mounted(volume="model", claim=name, path=f"{CLAIMS_DIR}/{name}", read_only=True),)

@@ -1,0 +1,96 @@
+"""The volumes of a pod, and where its container sees them.
+
+Invariant: /tmp, /dev/shm and the folder of the run are the pod's own, but for the folder of a run that must outlive it,
+which lies on a claim; everything else is read-only. What a vendor's container runtime does not bring is mounted from
+the host, which Pod Security ``restricted`` and ``baseline`` refuse: such pods need a namespace that allows it
+(``accelerators.host_paths``).
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from asyncflow.api.accelerators import PROFILES, host_paths
+from asyncflow.api.names import CONFIG_DIR, JOB_FILE, KEY_FILE, TOKEN_FILE, WORKDIR, keys_secret
+from asyncflow_operator.desired.blueprint import Blueprint
+from asyncflow_operator.observed import Manifest
+
+_READ_BY_GROUP: Final = 0o440
+
+
+class Volumes(NamedTuple):
+    """A pod's ``volumes`` and its container's ``volumeMounts``."""
+
+    volumes: list[Manifest]
+    mounts: list[Manifest]
+
+
+def make_volumes(blueprint: Blueprint, index: int) -> Volumes:
+    """Give the volumes of process ``index``."""
+    volumes = [
+        {"name": "config", "projected": {"defaultMode": _READ_BY_GROUP, "sources": _config(blueprint.family.name)}},
+        {"name": "tmp", "emptyDir": {}},
+    ]
+    mounts: list[Manifest] = [
+        {"name": "config", "mountPath": CONFIG_DIR, "readOnly": True},
+        {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 — the pod's own volume
+    ]
+    claims = _claims(blueprint, index)
+    for part in (_run(claims), claims, _shared_memory(blueprint), _host(blueprint)):
+        volumes += part.volumes
+        mounts += part.mounts
+    return Volumes(volumes, mounts)
+
+
+def _config(family: str) -> list[Manifest]:
+    def items(*paths: str) -> list[Manifest]:
+        return [{"key": path.rpartition("/")[2], "path": path.rpartition("/")[2]} for path in paths]
+
+    return [
+        {"configMap": {"name": family, "items": items(JOB_FILE)}},
+        {"secret": {"name": keys_secret(family), "items": items(KEY_FILE, TOKEN_FILE)}},
+    ]
+
+
+def _run(claims: Volumes) -> Volumes:
+    if any(mount["mountPath"] == WORKDIR for mount in claims.mounts):
+        return Volumes([], [])
+    return Volumes([{"name": "run", "emptyDir": {}}], [{"name": "run", "mountPath": WORKDIR}])
+
+
+def _shared_memory(blueprint: Blueprint) -> Volumes:
+    size = blueprint.role.resources.shared_memory
+    if size is None:
+        return Volumes([], [])
+    return Volumes(
+        [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(size)}}],
+        [{"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108 — the pod's own volume
+    )
+
+
+def _claims(blueprint: Blueprint, index: int) -> Volumes:
+    seen = [mounted for mounted in blueprint.mounts if index == 0 or not mounted.first]
+    claims = {mounted.volume: mounted.claim for mounted in seen}
+    mounts = [
+        {
+            "name": mounted.volume,
+            "mountPath": mounted.path,
+            **({"subPath": mounted.within} if mounted.within else {}),
+            **({"readOnly": True} if mounted.read_only else {}),
+        }
+        for mounted in seen
+    ]
+    return Volumes(
+        [{"name": volume, "persistentVolumeClaim": {"claimName": name}} for volume, name in claims.items()], mounts
+    )
+
+
+def _host(blueprint: Blueprint) -> Volumes:
+    resources = blueprint.role.resources
+    facts = PROFILES[resources.profile]
+    paths = host_paths(facts, runtime=bool(blueprint.runtime_class), gang=blueprint.world > 1)
+    named = [(f"host-{number}", path) for number, path in enumerate(paths)]
+    return Volumes(
+        [{"name": name, "hostPath": {"path": path}} for name, path in named],
+        [{"name": name, "mountPath": path, "readOnly": True} for name, path in named],
+    )

@@ -1,0 +1,191 @@
+"""From the store to the state that ``decide`` reads.
+
+Invariant: pure reading of what is known now; nothing is asked of the server. What an object of ours of the same name
+left behind is seen as ending: its seat is not free, and it is nobody's failure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+from asyncflow_operator.cluster.kinds import OURS, POD, QUEUE, RLJOB
+from asyncflow_operator.cluster.owners import Mine
+from asyncflow_operator.cluster.store import Entry, Group, Store
+from asyncflow_operator.observed import (
+    JobState,
+    NodeFree,
+    ObjectView,
+    Owner,
+    PodView,
+    Probe,
+    QueueState,
+    Ref,
+    SyncState,
+)
+
+ENDING_S: Final = 30.0
+_OURS: Final = frozenset(kind.name for kind in OURS)
+
+
+class Key(NamedTuple):
+    """One object of ours."""
+
+    kind: str
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return "/".join(self)
+
+
+class Refused:
+    """What the server refused: objects, and namespaces in which nothing can be made any more.
+
+    A namespace may be made again under its name, so that it ends is believed for ``ENDING_S`` only.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._denied: dict[Key, str] = {}
+        self._ending: dict[str, float] = {}
+
+    def note(self, key: Key, *, denied: str, ends: bool) -> None:
+        """Take how the last plan for an object ended; ``denied`` is "" where nothing was refused."""
+        if denied:
+            self._denied[key] = denied
+        else:
+            self._denied.pop(key, None)
+        if ends:
+            self._ending[key.namespace] = self._clock() + ENDING_S
+
+    def denied(self, key: Key) -> str:
+        """Give why an object's parts were last refused."""
+        return self._denied.get(key, "")
+
+    def ends(self, namespace: str) -> bool:
+        """Say whether nothing can be made in a namespace."""
+        until = self._ending.get(namespace)
+        if until is not None and self._clock() >= until:
+            del self._ending[namespace]
+            until = None
+        return until is not None
+
+    def forget(self, key: Key) -> None:
+        """Drop what is known of an object that is gone."""
+        self._denied.pop(key, None)
+
+
+class Observer:
+    """Reads the store. probe: gives a driver's last answer by the job's UID; nodes: what the nodes have left."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        probe: Callable[[str], Probe],
+        nodes: Callable[[], tuple[NodeFree, ...] | None],
+        refused: Refused,
+    ) -> None:
+        self._store = store
+        self._probe = probe
+        self._nodes = nodes
+        self._refused = refused
+
+    def mine(self, key: Key) -> Mine | None:
+        """Give an object of ours, None where there is none."""
+        entry = self._store.get(*key)
+        return None if entry is None else entry.view
+
+    def job(self, mine: Mine) -> JobState:
+        """Give the state of a job."""
+        owner = mine.owner
+        entries = self._store.of(Group(owner.namespace, owner.kind, owner.name))
+        queues = {entry.uid: entry.view for entry in entries if entry.kind == QUEUE.name and entry.owner == owner.uid}
+        pods, objects = _members(entries, {owner.uid} | queues.keys())
+        return JobState(
+            owner=owner,
+            job=mine.model,
+            problem=mine.problem,
+            problem_reason=mine.problem_reason,
+            status=mine.status,
+            queue=next((queue.status for queue in queues.values()), None),
+            pods=pods,
+            objects=objects,
+            probe=self._probe(owner.uid),
+            scaled_by=mine.scaled_by,
+            namespace_ending=self._refused.ends(owner.namespace),
+            denied=next(filter(None, (self._refused.denied(_key(each)) for each in (mine, *queues.values()))), ""),
+            nodes=self._nodes() if any(pod.unschedulable for pod in pods) else None,
+        )
+
+    def queue(self, mine: Mine) -> QueueState:
+        """Give the state of a queue."""
+        owner, job = self._standing(mine)
+        group = Group(owner.namespace, *(mine.controller if mine.controller[0] in _OURS else (owner.kind, owner.name)))
+        pods, objects = _members(self._store.of(group), {owner.uid})
+        return QueueState(
+            owner=owner,
+            queue=mine.model,
+            problem=mine.problem,
+            problem_reason=mine.problem_reason,
+            status=mine.status,
+            job=job,
+            pods=pods,
+            objects=objects,
+            namespace_ending=self._refused.ends(owner.namespace),
+            denied=self._refused.denied(_key(mine)),
+        )
+
+    def sync(self, mine: Mine) -> SyncState:
+        """Give the state of the weight versions of a job."""
+        owner, job = self._standing(mine)
+        return SyncState(
+            owner=owner,
+            sync=mine.model,
+            problem=mine.problem,
+            problem_reason=mine.problem_reason,
+            status=mine.status,
+            job=job,
+        )
+
+    def _standing(self, mine: Mine) -> tuple[Owner, JobState | None]:
+        """Give an object as it stands, and the job that it belongs to; what belongs to a job that is gone goes, too."""
+        owner, (kind, name) = mine.owner, mine.controller
+        if kind != RLJOB.name:
+            return owner, None
+        entry = self._store.get(owner.kind, owner.namespace, owner.name)
+        job = self._store.get(kind, owner.namespace, name)
+        if entry is None or job is None or entry.owner != job.uid:
+            return replace(owner, deleting=True), None
+        return owner, self.job(job.view)
+
+
+def _key(mine: Mine) -> Key:
+    return Key(mine.owner.kind, mine.owner.namespace, mine.owner.name)
+
+
+def _members(entries: Collection[Entry[Any]], owners: set[str]) -> tuple[tuple[PodView, ...], dict[Ref, ObjectView]]:
+    """Give the pods, by name, and the other objects that are made for ``owners``, or for an object that is no more."""
+    others = {entry.uid for entry in entries if entry.kind in _OURS} - owners
+    pods: list[PodView] = []
+    objects: dict[Ref, ObjectView] = {}
+    for entry in entries:
+        if entry.kind == RLJOB.name or entry.owner in others:
+            continue
+        left_behind = entry.owner not in owners
+        if entry.kind == POD.name:
+            pod: PodView = entry.view
+            pods.append(replace(pod, deleting=True) if left_behind else pod)
+        else:
+            view = _as_object(entry.view) if entry.kind in _OURS else entry.view
+            objects[view.ref] = replace(view, deleting=True) if left_behind else view
+    return tuple(sorted(pods, key=lambda pod: pod.name)), objects
+
+
+def _as_object(mine: Mine) -> ObjectView:
+    owner = mine.owner
+    ref = Ref(owner.kind, owner.name)
+    return ObjectView(ref=ref, uid=owner.uid, digest=mine.digest, phase="", deleting=owner.deleting)

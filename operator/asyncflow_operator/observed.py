@@ -1,0 +1,174 @@
+"""What the operator sees of the cluster: small frozen views, made from whole objects as they arrive.
+
+Invariant: a view holds only what ``decide`` and ``desired`` read, so an index of thousands of pods stays small; two
+equal views never lead to different decisions. Times are unix seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from asyncflow.api.job import RLJob
+from asyncflow.api.queue import QueueStatus, TransferQueue
+from asyncflow.api.status import DriverStatus, JobStatus
+from asyncflow.api.weights import WeightsStatus, WeightSync
+
+PodPhase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Ref:
+    """Names one object within a namespace, e.g. ``Ref("Pod", "quickstart-rollout-2")``."""
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """The object of ours that something is made for."""
+
+    kind: Literal["RLJob", "TransferQueue", "WeightSync"]
+    namespace: str
+    name: str
+    uid: str
+    generation: int = 0
+    created: float = 0.0
+    deleting: bool = False
+    labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodView:
+    """One pod of ours.
+
+    digest: of the pod as it was applied; scheduled: whether it has a node; unschedulable: the scheduler's words;
+    waiting: the kubelet's reason why the container does not start (ImagePullBackOff ...); waiting_message: its words;
+    exit_code, exit_reason, last_words: how the container ended, None and "" while it has not; started: when it ran;
+    disrupted: whether the cluster took it away (eviction, preemption, a lost node), which is nobody's failure.
+    """
+
+    name: str
+    uid: str
+    role: str
+    index: int
+    attempt: int
+    digest: str = ""
+    phase: PodPhase = "Pending"
+    ready: bool = False
+    deleting: bool = False
+    created: float = 0.0
+    started: float | None = None
+    finished: float | None = None
+    node: str = ""
+    ip: str = ""
+    scheduled: bool = False
+    gated: bool = False
+    unschedulable: str = ""
+    waiting: str = ""
+    waiting_message: str = ""
+    exit_code: int | None = None
+    exit_reason: str = ""
+    last_words: str = ""
+    disrupted: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectView:
+    """Another object of ours: a Service, a claim, a PodGroup.
+
+    digest: as applied; phase: where the kind has one, and of a Workload the latest that happened to it; said: why a
+    Workload is where it is.
+    """
+
+    ref: Ref
+    uid: str
+    digest: str = ""
+    phase: str = ""
+    said: str = ""
+    deleting: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What the driver last said. status: its last good answer, taken at ``at``; error: why there is no newer one."""
+
+    status: DriverStatus | None = None
+    at: float = 0.0
+    error: str = ""
+    failing_since: float | None = None
+
+    @property
+    def asked(self) -> bool:
+        """Whether this process has asked the driver at all: until then what was said of it before still holds."""
+        return self.status is not None or self.failing_since is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFree:
+    """What one node has left, by resource name (``cpu`` in cores, ``memory`` in bytes, devices in pieces)."""
+
+    name: str
+    free: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """Everything that decides what happens to one RLJob.
+
+    job: None where the object is no legal job, and ``problem`` says why and what to do; status: as last written;
+    queue: the status of the job's own TransferQueue as last written, None where there is none yet; pods: of all roles,
+    those of the job's own TransferQueue too; objects: all else that carries the job's label; scaled_by: foreign field
+    managers of spec.rollout.replicas; namespace_ending: nothing can be made there any more;
+    denied: why the API server last refused an object of this job (a quota ...), "" if it did not; nodes: None if nobody
+    has looked; images: by image name (``runtime-cpu`` ...), what the operator would use now.
+    """
+
+    owner: Owner
+    job: RLJob | None
+    problem: str = ""
+    problem_reason: str = ""
+    status: JobStatus = field(default_factory=JobStatus)
+    queue: QueueStatus | None = None
+    pods: tuple[PodView, ...] = ()
+    objects: Mapping[Ref, ObjectView] = field(default_factory=lambda: MappingProxyType({}))
+    probe: Probe = Probe()
+    scaled_by: tuple[str, ...] = ()
+    namespace_ending: bool = False
+    denied: str = ""
+    nodes: tuple[NodeFree, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueState:
+    """Everything that decides what happens to one TransferQueue. job: its owner, where it belongs to a job."""
+
+    owner: Owner
+    queue: TransferQueue | None
+    problem: str = ""
+    problem_reason: str = ""
+    status: QueueStatus = field(default_factory=QueueStatus)
+    job: JobState | None = None
+    pods: tuple[PodView, ...] = ()
+    objects: Mapping[Ref, ObjectView] = field(default_factory=lambda: MappingProxyType({}))
+    namespace_ending: bool = False
+    denied: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncState:
+    """Everything that decides the status of one WeightSync."""
+
+    owner: Owner
+    sync: WeightSync | None
+    problem: str = ""
+    problem_reason: str = ""
+    status: WeightsStatus = field(default_factory=WeightsStatus)
+    job: JobState | None = None
+
+
+Manifest = dict[str, Any]
+"""A Kubernetes object as JSON values."""

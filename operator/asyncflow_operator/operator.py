@@ -1,0 +1,253 @@
+"""One operator process: all parts put together, from the first list to the last write.
+
+Invariant: nothing is written before everything has been listed and this process leads; and nothing after it has lost
+the lead. Asked to stop, it takes nothing new, lets what is under way end within ``FINISH_S``, and gives the lead away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Final
+
+from asyncflow_operator import fleet, ours
+from asyncflow_operator.capacity import Capacity
+from asyncflow_operator.cluster.apply import Hands
+from asyncflow_operator.cluster.client import Api
+from asyncflow_operator.cluster.events import Recorder
+from asyncflow_operator.cluster.kinds import OURS, POD, RLJOB
+from asyncflow_operator.cluster.store import Group
+from asyncflow_operator.decide.job import decide_job
+from asyncflow_operator.decide.queue import decide_queue
+from asyncflow_operator.decide.weights import decide_sync
+from asyncflow_operator.desired import Desired, DesiredSettings, Registry
+from asyncflow_operator.health import Http, Vitals
+from asyncflow_operator.leader import Leader
+from asyncflow_operator.observe import Key, Observer, Refused
+from asyncflow_operator.observed import Owner
+from asyncflow_operator.probe import Drivers
+from asyncflow_operator.reconcile import Outcome, Reconciler
+from asyncflow_operator.remember import Remembered
+from asyncflow_operator.settings import Settings
+from asyncflow_operator.telemetry import Metrics
+from asyncflow_operator.watch import Watch
+from asyncflow_operator.worklist import Worklist
+
+FINISH_S: Final = 20.0
+_END_S: Final = 5.0
+_OURS: Final = frozenset(kind.name for kind in OURS)
+
+_log = logging.getLogger(__name__)
+
+
+class LeadershipLost(Exception):
+    """Another operator may work now: this one must end at once."""
+
+
+class Operator:
+    """Everything that one process does.
+
+    leases: connections for the Lease alone, so that no write of ours holds up its renewal.
+    """
+
+    def __init__(self, settings: Settings, api: Api, *, leases: Api, master: bytes, metrics: Metrics) -> None:
+        self._settings = settings
+        self._api = api
+        self._metrics = metrics
+        self._stop = asyncio.Event()
+        self._looks: set[asyncio.Task[None]] = set()
+        self._slots = asyncio.Semaphore(settings.workers)
+        self._worklist: Worklist[Key] = Worklist(waited=metrics.wait_seconds.observe)
+        self._leader = Leader(leases, namespace=settings.namespace, name=settings.lease, identity=settings.identity)
+        self._prepared = False
+        api.may_write = self._leads
+        self._watch = Watch(
+            api,
+            namespaces=settings.namespaces,
+            mark=self._worklist.mark,
+            renew=self._worklist.renew,
+            resync_s=settings.resync_seconds,
+        )
+        desired = Desired(
+            DesiredSettings(
+                registry=Registry(prefix=settings.images, tag=settings.tag),
+                master=master,
+                watchers=(settings.namespace, *settings.watchers),
+            )
+        )
+        remembered = Remembered(desired)
+        self._drivers = Drivers(
+            url=settings.probe_url,
+            every_s=settings.probe_seconds,
+            token=desired.token,
+            running=self._running_drivers,
+            news=self._mark_job,
+            asked=metrics.probed,
+        )
+        self._capacity = Capacity(api, wanted=lambda: any(self._waiting()), news=self._mark_waiting)
+        refused = Refused()
+        self._reconciler = Reconciler(
+            observer=Observer(
+                self._watch.store, probe=self._drivers.probe, nodes=lambda: self._capacity.nodes, refused=refused
+            ),
+            decide={
+                "RLJob": lambda state, now: decide_job(state, now=now, desired=remembered),
+                "TransferQueue": lambda state, now: decide_queue(state, now=now, desired=remembered),
+                "WeightSync": lambda state, now: decide_sync(state, now=now),
+            },
+            hands=Hands(api, self._watch.store, self._drivers, acted=metrics.acted),
+            recorder=Recorder(api, reporter=settings.identity),
+            refused=refused,
+            metrics=metrics,
+        )
+        self._vitals = Vitals(oldest_s=self._oldest_s, silent_s=self._watch.silent_s, metrics=metrics)
+        metrics.worklist.set_function(lambda: len(self._worklist))
+        metrics.leads.set_function(lambda: float(self._leads()))
+
+    def stop(self) -> None:
+        """End in order."""
+        self._stop.set()
+
+    async def run(self, *, take_signals: Callable[[], None]) -> None:
+        """Work until stopped. Raises LeadershipLost, and whatever made a part of it fail.
+
+        take_signals: makes SIGTERM call ``stop``; called once kopf has taken the signals for itself.
+        """
+        http = Http(
+            metrics=self._metrics,
+            vitals=self._vitals,
+            ready=self._watch.missing,
+            refresh=lambda: fleet.show(self._watch.store, self._metrics),
+        )
+        port = await http.start(self._settings.http_host, self._settings.http_port)
+        _log.info("started", extra={"identity": self._settings.identity, "http_port": port})
+        kopf_stop, kopf_ready = asyncio.Event(), asyncio.Event()
+        following = ours.follow(
+            self._api,
+            self._watch.store,
+            namespaces=self._settings.namespaces,
+            stop=kopf_stop,
+            ready=kopf_ready,
+        )
+        kopf = asyncio.create_task(following, name="kopf")
+        tasks = {kopf, asyncio.create_task(self._stop.wait())}
+        try:
+            await _first(tasks, until=kopf_ready.wait())
+            take_signals()
+            tasks |= {asyncio.create_task(each) for each in (self._vitals.run(), self._watch.run())}
+            if await _first(tasks, until=self._prepare()):
+                work = (self._drivers.run(), self._capacity.run(), self._dispatch(), self._keep())
+                tasks |= {asyncio.create_task(each) for each in work}
+                await _first(tasks)
+            await self._finish()
+        finally:
+            for task in (*(tasks - {kopf}), *self._looks):
+                task.cancel()
+            kopf_stop.set()
+            await asyncio.wait(tasks | self._looks, timeout=_END_S)
+            await self._drivers.close()
+            await http.close()
+        for task in tasks:
+            if task.done() and not task.cancelled():
+                task.result()
+
+    async def _prepare(self) -> None:
+        """Wait until everything is listed and this process leads."""
+        await self._watch.synced()
+        _log.info("synced", extra={kind.name: self._watch.store.count(kind.name) for kind in (*OURS, POD)})
+        if self._settings.leader_election:
+            await self._leader.acquire()
+        self._prepared = True
+
+    async def _keep(self) -> None:
+        """Keep leading. Raises LeadershipLost."""
+        if self._settings.leader_election:
+            await self._leader.keep()
+            raise LeadershipLost
+        await self._stop.wait()
+
+    async def _dispatch(self) -> None:
+        while True:
+            await self._slots.acquire()
+            key = await self._worklist.take()
+            if self._stop.is_set():
+                return
+            task = asyncio.create_task(self._look(key))
+            self._looks.add(task)
+            task.add_done_callback(self._looked)
+
+    def _looked(self, task: asyncio.Task[None]) -> None:
+        self._looks.discard(task)
+        self._slots.release()
+
+    async def _look(self, key: Key) -> None:
+        begun = time.perf_counter()
+        try:
+            outcome = await self._reconciler.look(key)
+        except Exception:  # noqa: BLE001 - a bug that one object meets must not stop the others
+            _log.exception("reconcile failed", extra={"object": str(key)})
+            outcome = Outcome(failed=True)
+        backoff = self._worklist.finish(key, again_in_s=outcome.again_in_s, failed=outcome.failed)
+        if outcome.gone:
+            self._worklist.forget(key)
+        word = "failed" if outcome.failed else "gone" if outcome.gone else "ok"
+        self._metrics.reconciled(key.kind, word, time.perf_counter() - begun)
+        if outcome.failed:
+            _log.warning("reconcile put off", extra={"object": str(key), "backoff_s": round(backoff, 1)})
+
+    async def _finish(self) -> None:
+        """Let what is under way end, then let another one lead."""
+        _log.info("stopping", extra={"under_way": len(self._looks)})
+        if self._looks:
+            await asyncio.wait(self._looks, timeout=FINISH_S)
+        await self._leader.release()
+
+    def _running_drivers(self) -> Iterator[Owner]:
+        """Give the jobs whose driver runs."""
+        for namespace, _, entry in self._watch.store.all(POD.name):
+            pod, group = entry.view, entry.group
+            if pod.role == "driver" and pod.phase == "Running" and not pod.deleting and group.kind == RLJOB.name:
+                job = self._watch.store.get(RLJOB.name, namespace, group.name)
+                if job is not None and job.uid == entry.owner:
+                    yield job.view.owner
+
+    def _mark_job(self, owner: Owner) -> None:
+        group = Group(owner.namespace, owner.kind, owner.name)
+        for entry in self._watch.store.of(group):
+            if entry.kind in _OURS:
+                self._worklist.mark(Key(entry.kind, owner.namespace, entry.view.owner.name))
+
+    def _waiting(self) -> Iterator[Key]:
+        """Give the jobs and queues with a pod that finds no place."""
+        for _, _, entry in self._watch.store.all(POD.name):
+            if entry.view.unschedulable:
+                yield Key(entry.group.kind, entry.group.namespace, entry.group.name)
+
+    def _mark_waiting(self) -> None:
+        for key in set(self._waiting()):
+            self._worklist.mark(key)
+
+    def _oldest_s(self) -> float:
+        return self._worklist.oldest_s() if self._leads() else 0.0
+
+    def _leads(self) -> bool:
+        return self._leader.leads if self._settings.leader_election else self._prepared
+
+
+async def _first(tasks: set[asyncio.Task[Any]], *, until: Coroutine[Any, Any, Any] | None = None) -> bool:
+    """Wait until one of ``tasks`` ends, or ``until`` does: whether it was that. Raises what made a task fail.
+
+    kopf, when it fails, cancels whatever it finds in the loop: a cancelled task is an end, kopf's error comes later.
+    """
+    waited = None if until is None else asyncio.create_task(until)
+    try:
+        done, _ = await asyncio.wait(tasks | ({waited} if waited else set()), return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            if not task.cancelled():
+                task.result()
+        return waited in done
+    finally:
+        if waited is not None:
+            waited.cancel()

@@ -1,0 +1,125 @@
+"""What an operator can be told: options of ``asyncflow-operator run``, and environment variables of the same names.
+
+Invariant: one table, this model; option ``--probe-url`` is variable ``ASYNCFLOW_OPERATOR_PROBE_URL`` is field
+``probe_url``. Nothing else is read from the environment, and a wrong value ends the process before it begins.
+"""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeVar
+
+import click
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from asyncflow import __version__
+from asyncflow.errors import ManifestError
+
+PREFIX: Final = "ASYNCFLOW_OPERATOR_"
+_LEAST_KEY_BYTES: Final = 16
+_LISTS: Final = frozenset(("namespaces", "watchers"))
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _identity() -> str:
+    return f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
+
+
+class Settings(BaseModel):
+    """All settings of one operator process."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    namespaces: tuple[str, ...] = ()
+    """Namespaces to serve, separated by commas; all if empty."""
+    namespace: str = "asyncflow-system"
+    """Namespace of the operator itself, where its Lease lies."""
+    identity: str = Field(default_factory=_identity)
+    """Name of this process, among several operators; made up by default."""
+    watchers: tuple[str, ...] = ()
+    """More namespaces that may read metrics and status, beside the operator's own; separated by commas."""
+    leader_election: bool = True
+    """Whether to work only while holding the Lease."""
+    lease: Annotated[str, Field(min_length=1, max_length=63)] = "asyncflow-operator"
+    """Name of the Lease."""
+    workers: Annotated[int, Field(ge=1, le=256)] = 16
+    """Objects reconciled at a time."""
+    connections: Annotated[int, Field(ge=8, le=1024)] = 64
+    """Connections to the API server at most, beside one for each watch."""
+    images: str = "asyncflow"
+    """Registry and prefix of the images."""
+    tag: str = __version__
+    """Version of the images of new jobs; those of running jobs stay as they are."""
+    key_file: Path
+    """File with the master secret, from which every job's keys are derived."""
+    probe_url: str = "http://{service}.{namespace}.svc:9571"
+    """Where a job's driver is asked; {service}, {namespace} and {name} stand for the job's."""
+    probe_seconds: Annotated[float, Field(gt=0, le=3600)] = 5.0
+    """Seconds between two questions to one driver."""
+    resync_seconds: Annotated[float, Field(ge=10, le=86_400)] = 600.0
+    """Seconds between two looks at everything, changed or not."""
+    http_host: str = "0.0.0.0"  # noqa: S104 - a pod's probes come from the node
+    """Address of /healthz, /readyz and /metrics."""
+    http_port: Annotated[int, Field(ge=0, le=65_535)] = 8080
+    """Port of /healthz, /readyz and /metrics; 0 takes any free one."""
+    kubeconfig: Path | None = None
+    """Way to the API server; the pod's service account by default."""
+    log_level: str = "INFO"
+    """Least level of the operator's own log lines."""
+
+    def master_secret(self) -> bytes:
+        """Read the master secret. Raises ManifestError where it is missing or too short."""
+        try:
+            secret = self.key_file.read_bytes().strip()
+        except OSError as error:
+            hint = "Mount the Secret of the operator there"
+            raise ManifestError(f"cannot be read: {error.strerror}", where=str(self.key_file), hint=hint) from error
+        if len(secret) < _LEAST_KEY_BYTES:
+            hint = f"Give at least {_LEAST_KEY_BYTES} random bytes"
+            raise ManifestError(f"a master secret of {len(secret)} bytes", where=str(self.key_file), hint=hint)
+        return secret
+
+
+def options(command: Command) -> Command:
+    """Give ``command`` one option for each setting, which also reads the variable of that name."""
+    for name, field in reversed(Settings.model_fields.items()):
+        flag = f"--{name.replace('_', '-')}"
+        switch = field.annotation is bool
+        option = click.option(
+            f"{flag}/--no-{flag.removeprefix('--')}" if switch else flag,
+            name,
+            envvar=f"{PREFIX}{name.upper()}",
+            default=None,
+            type=None if switch else click.STRING,
+            required=field.is_required(),
+            metavar=None if switch else name.upper(),
+            help=_help(name),
+        )
+        command = option(command)
+    return command
+
+
+def settings(given: dict[str, Any]) -> Settings:
+    """Make settings of what was given on the command line or in the environment. Raises ManifestError."""
+    values = {name: value for name, value in given.items() if value is not None}
+    for name in _LISTS & values.keys():
+        values[name] = tuple(part.strip() for part in values[name].split(",") if part.strip())
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        name = str(wrong["loc"][0]) if wrong["loc"] else ""
+        hint = f"See asyncflow-operator run --help, or the variable {PREFIX}{name.upper()}"
+        option = f"--{name.replace('_', '-')}"
+        raise ManifestError(f"{wrong['input']!r}: {wrong['msg']}", where=option, hint=hint) from error
+
+
+def _help(name: str) -> str:
+    field = Settings.model_fields[name]
+    default = field.get_default()
+    shown = "" if field.is_required() or default in (None, (), "") or field.default_factory else f" [{default}]"
+    return f"{field.description}{shown}"

@@ -1,0 +1,121 @@
+"""Which object is reconciled next: a set of keys, each with the time from which it is due.
+
+Invariants: a key is in work at most once at a time and waits at most once, however often it is marked; whatever is due
+longest goes first, so none starves; a key that failed is left alone for its backoff, whatever marks it meanwhile,
+unless it is ``renewed``: then somebody has changed what failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+import time
+from collections.abc import Callable, Hashable
+from typing import Final, Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+FIRST_BACKOFF_S: Final = 1.0
+LONGEST_BACKOFF_S: Final = 60.0
+COOLDOWN_S: Final = 0.1
+"""Between the end of one reconcile and the start of the next of the same key, so that a burst of changes is one."""
+
+
+class Worklist(Generic[K]):
+    """Keys to work on. clock: seconds; wait: told how long a key that was due waited; rng: of the jitter."""
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        waited: Callable[[float], None] = lambda _: None,
+        rng: random.Random | None = None,
+        cooldown_s: float = COOLDOWN_S,
+    ) -> None:
+        self._clock = clock
+        self._waited = waited
+        self._rng = rng or random.Random()
+        self._cooldown_s = cooldown_s
+        self._due: dict[K, float] = {}
+        self._order: list[tuple[float, int, K]] = []
+        self._count = 0
+        self._working: set[K] = set()
+        self._not_before: dict[K, float] = {}
+        self._failures: dict[K, int] = {}
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._due)
+
+    def mark(self, key: K, *, after_s: float = 0.0) -> None:
+        """Have ``key`` worked on, ``after_s`` seconds from now at the latest."""
+        due = max(self._clock() + after_s, self._not_before.get(key, 0.0))
+        if due < self._due.get(key, float("inf")):
+            self._due[key] = due
+            self._count += 1
+            heapq.heappush(self._order, (due, self._count, key))
+            self._changed.set()
+
+    def renew(self, key: K) -> None:
+        """Have ``key`` worked on now: what it failed on has changed."""
+        self._failures.pop(key, None)
+        self._not_before.pop(key, None)
+        self.mark(key)
+
+    def forget(self, key: K) -> None:
+        """Drop all that is known of a key whose object is gone."""
+        for known in (self._due, self._not_before, self._failures):
+            known.pop(key, None)
+
+    async def take(self) -> K:
+        """Wait for the next key that is due and give it; it must be handed to ``finish``."""
+        while True:
+            key = self.next()
+            if key is not None:
+                return key
+            self._changed.clear()
+            wake = self._order[0][0] - self._clock() if self._order else None
+            try:
+                async with asyncio.timeout(wake):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    def next(self) -> K | None:
+        """Give the key that has been due longest, None if none is."""
+        now = self._clock()
+        while self._order and self._order[0][0] <= now:
+            due, _, key = heapq.heappop(self._order)
+            if self._due.get(key) != due or key in self._working:
+                continue
+            del self._due[key]
+            self._working.add(key)
+            self._waited(now - due)
+            return key
+        return None
+
+    def finish(self, key: K, *, again_in_s: float | None = None, failed: bool = False) -> float:
+        """End the work on ``key``. Gives the seconds of backoff, 0 where it did not fail."""
+        self._working.discard(key)
+        backoff = 0.0
+        if failed:
+            failures = self._failures[key] = self._failures.get(key, 0) + 1
+            longest = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(failures - 1, 16))
+            backoff = longest * self._rng.uniform(0.75, 1.0)
+            again_in_s = backoff
+        else:
+            self._failures.pop(key, None)
+        self._not_before[key] = self._clock() + max(self._cooldown_s, backoff)
+        marked = self._due.pop(key, None)
+        if marked is not None:
+            self.mark(key, after_s=max(0.0, marked - self._clock()))
+        if again_in_s is not None:
+            self.mark(key, after_s=again_in_s)
+        return backoff
+
+    def oldest_s(self) -> float:
+        """Give for how many seconds the key that has been due longest waits."""
+        while self._order and self._due.get(self._order[0][2]) != self._order[0][0]:
+            heapq.heappop(self._order)
+        return max(0.0, self._clock() - self._order[0][0]) if self._order else 0.0

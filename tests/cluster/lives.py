@@ -1,0 +1,210 @@
+"""An operator's reconciler on the API server in memory, with clock, kubelets and drivers of the test.
+
+What runs is the operator's own: client, store, observer, decisions, hands, recorder. Invariant: time passes only when
+there is nothing left to do, so a life takes as long as its requests.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import kmock
+from kubernetes.aio.client.configuration import Configuration
+from memory import Json, MemoryServer, copied
+
+from asyncflow.api.status import DriverStatus
+from asyncflow_operator.cluster.apply import Hands
+from asyncflow_operator.cluster.client import Api
+from asyncflow_operator.cluster.events import Recorder
+from asyncflow_operator.cluster.kinds import BY_NAME, OURS
+from asyncflow_operator.decide.job import decide_job
+from asyncflow_operator.decide.queue import decide_queue
+from asyncflow_operator.decide.weights import decide_sync
+from asyncflow_operator.desired import Desired, DesiredSettings, Registry
+from asyncflow_operator.observe import Key, Observer, Refused
+from asyncflow_operator.observed import Owner, Probe
+from asyncflow_operator.reconcile import Reconciler
+from asyncflow_operator.telemetry import Metrics
+from asyncflow_operator.watch import Watch
+
+START = 1_800_000_000.0
+PATIENCE = 2000
+_DESIRED = Desired(DesiredSettings(registry=Registry(prefix="registry.example", tag="1"), master=b"m" * 32))
+_METRICS = Metrics()
+
+
+class Drivers:
+    """The jobs' drivers: amid the run until they are told to suspend, or have told the others that it is over."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self.suspended: set[str] = set()
+
+    def probe(self, uid: str) -> Probe:
+        phase: Any = "Suspended" if uid in self.suspended else "Running"
+        return Probe(status=DriverStatus(phase=phase, step=3, steps=60), at=self._now())
+
+    async def ask(self, owner: Owner, path: str) -> None:
+        assert path == "/v1/suspend"
+        self.suspended.add(owner.uid)
+
+
+class Cluster:
+    """The server, and one operator after another."""
+
+    def __init__(self, server: MemoryServer, host: str) -> None:
+        self.server = server
+        self.now = START
+        server.now = lambda: self.now
+        self.drivers = Drivers(lambda: self.now)
+        self.deaths = 0
+        configuration = Configuration(host=host.rstrip("/"))
+        configuration.client_session_kwargs = {"trust_env": False}
+        self._api = Api(configuration)
+        self._due: dict[Key, float] = {}
+
+    async def close(self) -> None:
+        await self._api.close()
+
+    async def begin(self) -> None:
+        """Start an operator: nothing is remembered, everything is listed."""
+        self._due = {}
+        self.server.news.clear()
+        self._watch = Watch(self._api, namespaces=(), mark=self._mark, renew=self._mark, resync_s=600.0)
+        refused = Refused()
+        observer = Observer(self._watch.store, probe=self.drivers.probe, nodes=lambda: None, refused=refused)
+        self._reconciler = Reconciler(
+            observer=observer,
+            decide={
+                "RLJob": lambda state, now: decide_job(state, now=now, desired=_DESIRED),
+                "TransferQueue": lambda state, now: decide_queue(state, now=now, desired=_DESIRED),
+                "WeightSync": lambda state, now: decide_sync(state, now=now),
+            },
+            hands=Hands(self._api, self._watch.store, self.drivers),
+            recorder=Recorder(self._api, reporter="test"),
+            refused=refused,
+            metrics=_METRICS,
+            now=lambda: self.now,
+        )
+        for kind in BY_NAME.values():
+            if kind.watched != "never":
+                async for page in self._api.pages(kind):
+                    for raw in page["items"]:
+                        self._watch.store.put(kind.name, raw)
+        for kind in OURS:
+            for namespace, name, _ in self._watch.store.all(kind.name):
+                self._mark(Key(kind.name, namespace, name))
+
+    async def until(self, goal: Callable[[], object], what: str) -> None:
+        """Let everything happen until nothing is left to do and ``goal`` is reached."""
+        for _ in range(PATIENCE):
+            await self._work()
+            if self._kubelets():
+                continue
+            if goal():
+                return
+            self.now = min((due for due in self._due.values() if due > self.now), default=self.now + 1.0)
+        raise AssertionError(f"waited for {what}: {[*self.server.of('pods')]}, {self.server.of('rljobs')}")
+
+    async def rest(self, until: float) -> int:
+        """Let time pass, with a look at everything now and then; give the writes."""
+        before = self.server.writes
+        while self.now < until:
+            await self._work()
+            self.now = min(until, *(due for due in self._due.values() if due > self.now), self.now + 600.0)
+            for kind in OURS:
+                for namespace, name, _ in self._watch.store.all(kind.name):
+                    self._mark(Key(kind.name, namespace, name))
+        return self.server.writes - before
+
+    async def _work(self) -> None:
+        """Do what is due now; where the operator dies of it, start the next one."""
+        self._hear()
+        while due := [key for key, at in self._due.items() if at <= self.now]:
+            for key in due:
+                del self._due[key]
+                await self._look(key)
+                if self.server.dead.is_set():
+                    self.deaths += 1
+                    self.server.revive()
+                    await self.begin()
+                    break
+            self._hear()
+
+    async def _look(self, key: Key) -> None:
+        look = asyncio.ensure_future(self._reconciler.look(key))
+        death = asyncio.ensure_future(self.server.dead.wait())
+        await asyncio.wait({look, death}, return_when=asyncio.FIRST_COMPLETED)
+        death.cancel()
+        if self.server.dead.is_set():
+            look.cancel()
+            await asyncio.wait({look})
+            return
+        outcome = await look
+        again = 1.0 if outcome.failed else outcome.again_in_s
+        if again is not None:
+            self._mark(key, at=self.now + again)
+
+    def _mark(self, key: Key, *, at: float | None = None) -> None:
+        self._due[key] = min(self.now if at is None else at, self._due.get(key, float("inf")))
+
+    def _hear(self) -> None:
+        """Take what the watches tell."""
+        news, self.server.news = self.server.news, []
+        for kind, after, raw in news:
+            meta = raw["metadata"]
+            if kind == "Event" or (kind in BY_NAME and BY_NAME[kind].watched == "never"):
+                continue
+            if after is None:
+                self._watch.store.remove(kind, meta["namespace"], meta["name"], meta["uid"])
+            else:
+                self._watch.store.put(kind, after)
+
+    def _kubelets(self) -> bool:
+        """Let every pod take its next step; whether one did."""
+        moved = False
+        for raw in list(self.server.of("pods").values()):
+            if "deletionTimestamp" in raw["metadata"]:
+                self.server.remove("pods", raw)
+            elif "phase" not in raw.setdefault("status", {}):
+                self._set(raw, phase="Running", state={"running": {"startedAt": self.server.stamp()}}, ready="True")
+            else:
+                continue
+            moved = True
+        return moved
+
+    def end(self, pod: str, code: int) -> None:
+        """Have a pod's process end."""
+        state = {"terminated": {"exitCode": code, "finishedAt": self.server.stamp()}}
+        self._set(self.server.of("pods")[pod], phase="Failed" if code else "Succeeded", state=state, ready="False")
+
+    def _set(self, raw: Json, *, phase: str, state: Json, ready: str) -> None:
+        after = copied(raw)
+        after["spec"]["nodeName"] = "node-1"
+        after["status"] = {
+            "phase": phase,
+            "conditions": [{"type": "Ready", "status": ready}],
+            "containerStatuses": [{"name": "asyncflow", "state": state}],
+        }
+        self.server.put("pods", after)
+
+    def edit(self, job: str, **spec: Any) -> None:
+        """Have a person change parts of a job's spec."""
+        after = copied(self.server.of("rljobs")[job])
+        for part, value in spec.items():
+            after["spec"][part] = after["spec"].get(part, {}) | value if isinstance(value, dict) else value
+        self.server.put("rljobs", after)
+
+
+@asynccontextmanager
+async def cluster(create: Callable[[MemoryServer], object], *, deadly: int | None = None) -> AsyncIterator[Cluster]:
+    """Give a cluster in which ``create`` has made what a person makes; see ``MemoryServer`` for ``deadly``."""
+    async with MemoryServer(deadly=deadly) as server, kmock.Server(server) as listening:
+        running = Cluster(server, str(listening.url))
+        create(server)
+        try:
+            await running.begin()
+            yield running
+        finally:
+            await running.close()

@@ -1,0 +1,115 @@
+"""Stands between an operator and the API server, counts what is written, and kills the operator at a chosen write.
+
+Invariant: the operator is killed by SIGKILL from outside, and nothing that it sends after that reaches the server; up
+to then it cannot tell this from the server itself. A Lease is no write.
+"""
+
+import asyncio
+import os
+import signal
+import ssl
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import aiohttp
+import yaml
+from aiohttp import web
+
+WRITES = ("POST", "PUT", "PATCH", "DELETE")
+HOP_BY_HOP = frozenset(("connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "host"))
+
+
+class KillingProxy:
+    """Passes on to the server of ``kubeconfig`` what is asked, as the user of ``kubeconfig``.
+
+    writes: so far; deadly: the number of the write that kills, 0 for none; answered: whether the operator may learn of
+    that write, and dies as it asks for the next one, or dies before it has the answer; victim: gives its process id.
+    """
+
+    def __init__(self, kubeconfig: Path, folder: Path) -> None:
+        self._given = yaml.safe_load(kubeconfig.read_text())
+        self._folder = folder
+        self._loop = asyncio.new_event_loop()
+        self._listens = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._dead = True
+        self.writes = 0
+        self.deadly = 0
+        self.answered = True
+        self.victim: Callable[[], int] = lambda: 0
+        self.kubeconfig = folder / f"{kubeconfig.name}.proxied"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._listens.wait(10), "waited 10 s for the proxy to listen"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    def arm(self, deadly: int, *, answered: bool, victim: Callable[[], int]) -> None:
+        """Kill the process ``victim`` at write ``deadly``, counted over all operators; 0: let it live."""
+        self.deadly, self.answered, self.victim, self._dead = deadly, answered, victim, False
+
+    async def _pass(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        write = request.method in WRITES and "/leases" not in request.path
+        if self._dead or (write and self.deadly and self.writes >= self.deadly):
+            return self._kill()
+        number = self.writes = self.writes + write
+        headers = {key: value for key, value in request.headers.items() if key.lower() not in HOP_BY_HOP}
+        async with self._session.request(
+            request.method, self._server + request.raw_path, data=body or None, headers=headers
+        ) as got:
+            if write and number == self.deadly and not self.answered:
+                await got.read()
+                return self._kill()
+            answer = web.StreamResponse(status=got.status)
+            answer.headers.update({key: value for key, value in got.headers.items() if key.lower() not in HOP_BY_HOP})
+            await answer.prepare(request)
+            async for chunk in got.content.iter_any():
+                await answer.write(chunk)
+            return answer
+
+    def _kill(self) -> web.Response:
+        """End the operator; the answer finds nobody."""
+        if not self._dead:
+            self._dead = True
+            os.kill(self.victim(), signal.SIGKILL)
+        return web.Response(status=503)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        end = self._loop.run_until_complete(self._listen())
+        self._loop.run_forever()
+        self._loop.run_until_complete(end())
+
+    async def _listen(self) -> Callable[[], Any]:
+        (cluster,), (user,) = self._given["clusters"], self._given["users"]
+        self._server = cluster["cluster"]["server"]
+        tls = ssl.create_default_context(cafile=cluster["cluster"]["certificate-authority"])
+        tls.load_cert_chain(user["user"]["client-certificate"], user["user"]["client-key"])
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=tls, limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),
+            auto_decompress=False,
+        )
+        app = web.Application(client_max_size=1 << 26)
+        app.router.add_route("*", "/{path:.*}", self._pass)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        address: Any = runner.addresses[0]
+        cluster["cluster"] = {"server": f"http://127.0.0.1:{address[1]}"}
+        user["user"] = {}
+        self.kubeconfig.write_text(yaml.safe_dump(self._given))
+        self._listens.set()
+
+        async def end() -> None:
+            await self._session.close()
+            await runner.cleanup()
+
+        return end

@@ -1,0 +1,238 @@
+"""What cannot work says why and what to do, costs next to nothing while it cannot, and works once it is mended."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from one_job import OneJob
+from scripted_driver import ScriptedDrivers
+from world import OURS
+
+from kube import nodes
+from kube.plane import ControlPlane, KubectlError
+from operator_process import OperatorProcess
+
+HELD = {"annotations": {"kwok.test/hold": "true"}}
+WINDOW_S = 9.0
+MOST_A_MINUTE = 10
+"""Reconciles of one broken object."""
+
+JOBS: dict[str, dict[str, Any]] = {
+    "later": {"rollout": {"engine": {"name": "vllm"}}},
+    "misspelt": {"template": {"podSpec": {"nodeSelectr": {"disk": "fast"}}}},
+    "unimportant": {"template": {"podSpec": {"priorityClassName": "no-such-class"}}},
+    "unpulled": {"template": HELD | {"podSpec": {"imagePullSecrets": [{"name": "no-such-secret"}]}}},
+    "secretless": {"template": HELD},
+    "claimless": {"storage": {"ledger": {"claim": {"name": "no-such-claim"}}}},
+    "greedy": {"trainer": {"resources": {"cpu": "600"}}},
+    "configured": {},
+    "served": {},
+    "queued": {},
+    "accounted": {},
+}
+SAYS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "later": ("Accepted", "NotYet", ("spec.rollout.engine.name", "What works is transformers")),
+    "misspelt": ("WhyPending", "Denied", ("Pod/misspelt-driver-0", 'unknown field "spec.nodeSelectr"')),
+    "unimportant": ("WhyPending", "Denied", ("no PriorityClass with name no-such-class", "must change")),
+    "unpulled": ("WhyPending", "ImagePull", ("unpulled-driver-0", "ImagePullBackOff", "imagePullSecrets")),
+    "secretless": ("WhyPending", "ContainerConfig", ('secret "no-such" not found', "Make what it lacks")),
+    "claimless": (
+        "WhyPending",
+        "ClaimMissing",
+        ("claimless-controller-0", "no-such-claim", "Make it, or"),
+    ),
+    "greedy": ("WhyPending", "Unschedulable", ("greedy-trainer-0 needs 600 CPU on one node; the largest free is 19",)),
+    "configured": ("WhyPending", "Denied", ('configmaps "configured" already exists', "give this job another name")),
+    "served": ("WhyPending", "Denied", ('services "served-driver" already exists', "give this job another name")),
+    "queued": ("WhyPending", "Denied", ('"queued" already exists', "delete it")),
+    "accounted": ("WhyPending", "Denied", ('serviceaccounts "accounted" already exists', "delete it")),
+}
+FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
+    "/api/v1/namespaces/jobs/configmaps": ("configured", {"data": {"theirs": "1"}}),
+    "/api/v1/namespaces/jobs/services": ("served-driver", {"spec": {"ports": [{"port": 80}]}}),
+    "/api/v1/namespaces/jobs/serviceaccounts": ("accounted", {}),
+    f"{OURS}/namespaces/jobs/transferqueues": (
+        "queued",
+        {"apiVersion": "asyncflow.dev/v1alpha1", "kind": "TransferQueue", "spec": {"storageUnits": 1}},
+    ),
+}
+"""What somebody else has made under names that our jobs need."""
+
+
+@pytest.fixture(scope="module")
+def foreign(kwok_plane: ControlPlane, shared_operator: OperatorProcess) -> dict[str, str]:
+    """Their objects as they were, by path."""
+    for collection, (name, body) in FOREIGN.items():
+        kwok_plane.api.create(collection, {"metadata": {"name": name}} | body)
+    paths = [f"{collection}/{name}" for collection, (name, _) in FOREIGN.items()]
+    return {path: identity(kwok_plane, path) for path in paths}
+
+
+def identity(plane: ControlPlane, path: str) -> str:
+    """Give what of an object another manager could have changed; its status is its own controller's."""
+    raw = plane.api.get(path)
+    meta = {key: raw["metadata"].get(key) for key in ("uid", "labels", "annotations", "ownerReferences", "generation")}
+    return json.dumps(meta | {key: raw[key] for key in ("spec", "data") if key in raw}, sort_keys=True)
+
+
+@pytest.fixture(scope="module")
+def jobs(
+    kwok_plane: ControlPlane, shared_operator: OperatorProcess, drivers: ScriptedDrivers, foreign: dict[str, str]
+) -> Iterator[dict[str, OneJob]]:
+    """All broken jobs, begun together."""
+    begun = {
+        name: OneJob(kwok_plane, "jobs", name, drivers.of("jobs", name), **spec).create() for name, spec in JOBS.items()
+    }
+    pulled, configured = begun["unpulled"], begun["secretless"]
+    for job, waiting in (
+        (pulled, {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "asyncflow/runtime-cpu:0.1.0"'}),
+        (configured, {"reason": "CreateContainerConfigError", "message": 'secret "no-such" not found'}),
+    ):
+        job.until(lambda job=job: job.pods("driver")["driver-0"]["spec"].get("nodeName"), "the driver to have a node")
+        state = {"name": "asyncflow", "image": "x", "imageID": "", "ready": False, "restartCount": 0}
+        job.set_status("driver-0", containerStatuses=[state | {"state": {"waiting": waiting}}])
+    yield begun
+    for job in begun.values():
+        job.delete()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda spec: spec.update(trainr={}), 'unknown field "spec.trainr"'),
+        (lambda spec: spec["algorithm"].update(steps="many"), "spec.algorithm.steps"),
+        (lambda spec: spec["rollout"].update(replicas=9, maxReplicas=4), "spec.rollout"),
+        (lambda spec: spec["trainer"].update(accelerator={"profile": "ascend-a3", "count": 3}), "spec.trainer"),
+    ],
+    ids=["unknown field", "wrong type", "impossible", "illegal count"],
+)
+def test_what_the_api_server_can_tell_is_refused_at_once(
+    kwok_plane: ControlPlane, drivers: ScriptedDrivers, change: Callable[[dict[str, Any]], None], said: str
+) -> None:
+    manifest = OneJob(kwok_plane, "default", "never", drivers.of("default", "never")).manifest()
+    change(manifest["spec"])
+    with pytest.raises(KubectlError) as refused:
+        kwok_plane.kubectl("apply", "-f", "-", manifest=manifest)
+    assert said in refused.value.said
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_what_cannot_work_says_why_and_what_to_do(jobs: dict[str, OneJob], name: str) -> None:
+    kind, reason, words = SAYS[name]
+    jobs[name].until_says(kind, reason, *words)
+
+
+def test_what_is_broken_is_hardly_looked_at(jobs: dict[str, OneJob], shared_operator: OperatorProcess) -> None:
+    def looks() -> float:
+        return shared_operator.total("asyncflow_operator_reconciles_total")
+
+    before = looks()
+    time.sleep(WINDOW_S)
+    assert looks() - before <= MOST_A_MINUTE * WINDOW_S / 60 * len(jobs)
+
+
+def test_what_others_have_made_is_not_touched(
+    jobs: dict[str, OneJob], kwok_plane: ControlPlane, foreign: dict[str, str]
+) -> None:
+    assert {path: identity(kwok_plane, path) for path in foreign} == foreign
+
+
+def test_each_runs_once_it_is_mended(
+    jobs: dict[str, OneJob], kwok_plane: ControlPlane, foreign: dict[str, str]
+) -> None:
+    for path in foreign:
+        kwok_plane.api.delete(path)
+    for name in ("configured", "served", "queued", "accounted"):
+        jobs[name].edit(rollout={"maxReplicas": 5})
+    jobs["later"].edit(rollout={"engine": {"name": "transformers"}})
+    for name in ("misspelt", "unimportant"):
+        jobs[name].edit(template={"podSpec": None})
+    for name in ("unpulled", "secretless"):
+        jobs[name].edit(template={"annotations": None})
+        jobs[name].annotate("driver-0", hold=None)
+    make_claim(kwok_plane, "no-such-claim")
+    larger = nodes.fake_node("larger", 0, resource="", count=0, labels={})
+    for field in ("capacity", "allocatable"):
+        larger["status"][field]["cpu"] = "700"
+    kwok_plane.api.create(nodes.NODES, larger)
+    for job in jobs.values():
+        job.until(job.is_whole, f"{job.name} to be whole, not {dict(job.crew())}: {job.condition('WhyPending')}")
+        job.until_phase("Running")
+        job.until_says("WhyPending", "NothingPending")
+
+
+def make_claim(plane: ControlPlane, name: str) -> None:
+    size, modes = {"storage": "1Gi"}, ["ReadWriteOnce"]
+    reference = {"namespace": "jobs", "name": name}
+    volume = {"capacity": size, "accessModes": modes, "hostPath": {"path": "/tmp"}, "claimRef": reference}
+    claim = {"resources": {"requests": size}, "accessModes": modes, "volumeName": name, "storageClassName": ""}
+    plane.api.create("/api/v1/persistentvolumes", {"metadata": {"name": name}, "spec": volume})
+    plane.api.create("/api/v1/namespaces/jobs/persistentvolumeclaims", {"metadata": {"name": name}, "spec": claim})
+
+
+def test_a_quota_that_runs_out_is_said_until_there_is_room_or_nobody_asks_any_more(
+    kwok_plane: ControlPlane, shared_operator: OperatorProcess, drivers: ScriptedDrivers
+) -> None:
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "pods"}, "spec": {"hard": {"pods": "5"}}}
+    path = "/api/v1/namespaces/jobs-quota/resourcequotas"
+    kwok_plane.api.create(path, quota)
+    kwok_plane.wait_until(lambda: kwok_plane.api.get(f"{path}/pods")["status"].get("used"), "the quota to be counted")
+    job = OneJob(kwok_plane, "jobs-quota", "tight", drivers.of("jobs-quota", "tight"), rollout={"minReplicas": 0})
+    job.create()
+    job.until_says("WhyPending", "Denied", "exceeded quota: pods", "Raise the quota or ask for less")
+    kwok_plane.api.patch(f"{path}/pods", {"spec": {"hard": {"pods": "7"}}})
+    job.until(job.is_whole, "all pods")
+    job.until_says("WhyPending", "NothingPending")
+    job.scale(3)
+    job.until_says("WhyPending", "Denied", "exceeded quota: pods")
+    job.scale(2)
+    job.until_says("WhyPending", "NothingPending")
+    job.delete()
+
+
+def test_a_node_that_vanishes_is_named_and_what_ran_there_comes_again(
+    kwok_plane: ControlPlane, shared_operator: OperatorProcess, drivers: ScriptedDrivers
+) -> None:
+    job = OneJob(kwok_plane, "jobs", "stranded", drivers.of("jobs", "stranded")).create()
+    job.until_phase("Running")
+    job.until(job.is_whole, "all pods")
+    pod = job.pods("trainer")["trainer-0"]
+    node = pod["spec"]["nodeName"]
+    kwok_plane.lose_node(node)
+    assert "whether that node is Ready" in job.until_says("WhyPending", "NotReady", f"on {node} is not")
+    job.kubectl("delete", "pod", "stranded-trainer-0", "--wait=false")
+    said = job.until_says("WhyPending", "Terminating", f"stranded-trainer-0 has yet to go from {node}")
+    assert "delete the Node, or the pod: kubectl delete pod stranded-trainer-0 --force" in said
+    job.kubectl("delete", "pod", "stranded-trainer-0", "--force", "--grace-period=0")
+    job.until(lambda: job.attempts("trainer") == {"trainer-0": "1"}, "the next attempt")
+    kwok_plane.return_node(node)
+    job.until(lambda: job.condition("Ready")["status"] == "True", "the job to be whole again")
+    job.delete()
+
+
+def test_a_namespace_that_is_deleted_goes_with_all_its_jobs(
+    kwok_plane: ControlPlane, shared_operator: OperatorProcess, drivers: ScriptedDrivers
+) -> None:
+    names = [f"doomed-{number}" for number in range(3)]
+    jobs = [OneJob(kwok_plane, "jobs-doomed", name, drivers.of("jobs-doomed", name)).create() for name in names]
+    jobs[0].until(jobs[0].is_whole, "the first to be whole")
+    before = shared_operator.total("asyncflow_operator_reconciles_total", outcome="failed")
+    kwok_plane.api.delete("/api/v1/namespaces/jobs-doomed")
+    kwok_plane.wait_until(lambda: not kwok_plane.api.exists("/api/v1/namespaces/jobs-doomed"), "the namespace to go")
+    failed = shared_operator.total("asyncflow_operator_reconciles_total", outcome="failed") - before
+    assert failed <= MOST_A_MINUTE * len(jobs)
+
+
+def test_a_deleted_jobs_queue_is_not_taken_for_one_that_stands_alone(
+    kwok_plane: ControlPlane, shared_operator: OperatorProcess, drivers: ScriptedDrivers
+) -> None:
+    job = OneJob(kwok_plane, "jobs", "deleted", drivers.of("jobs", "deleted")).create()
+    job.until(job.is_whole, "all pods")
+    job.delete()
+    job.until(lambda: not job.pods(), "the pods to go")
+    applied = [line for line in shared_operator.log.splitlines() if "TransferQueue/jobs/deleted" in line]
+    assert not [line for line in applied if '"target": "Pod' not in line and '"what": "apply"' in line]
+    assert not kwok_plane.api.exists("/api/v1/namespaces/jobs/services/deleted-controller")
+    assert "Traceback" not in shared_operator.log

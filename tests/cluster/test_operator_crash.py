@@ -1,0 +1,218 @@
+"""An operator that is killed after any of its writes leaves nothing that the next one could not go on from."""
+
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lives import Cluster, cluster
+from memory import MemoryServer
+from proxy import KillingProxy
+from scripted_driver import ScriptedDrivers
+from world import World, quickstart
+
+import operator_rights
+from kube.plane import ControlPlane
+from operator_process import OperatorProcess
+
+SAMPLES = 10
+Stage = dict[str, Any]
+
+
+async def live(cluster: Cluster) -> AsyncGenerator[Stage, None]:
+    """Let a job live as ``Life`` does, in memory, to its very end; give how things stand after each stage."""
+    server = cluster.server
+
+    def attempts(role: str = "") -> dict[str, str]:
+        return {
+            name: pod["metadata"]["labels"]["asyncflow.dev/attempt"]
+            for name, pod in server.of("pods").items()
+            if role in name
+        }
+
+    def status() -> dict[str, Any]:
+        return dict(server.of("rljobs")["quickstart"].get("status", {}))
+
+    async def reached(what: str, goal: Callable[[], object]) -> Stage:
+        await cluster.until(goal, f"a job that {what}")
+        there = {key for key in server.objects if key[0] != "events"}
+        made = {what: times for what, times in server.made.items() if what[0] != "events"}
+        return {"stage": what, "objects": there, "attempts": attempts(), "restarts": status()["restarts"], "made": made}
+
+    yield await reached("begins", lambda: status()["phase"] == "Running")
+    cluster.end("quickstart-rollout-1", 1)
+    yield await reached("loses a rollout", lambda: attempts().get("quickstart-rollout-1") == "1")
+    cluster.end("quickstart-storage-0", 1)
+    cluster.end("quickstart-trainer-0", 137)
+    yield await reached("loses its trainer and a unit", lambda: attempts("trainer") == {"quickstart-trainer-0": "1"})
+    cluster.edit("quickstart", rollout={"replicas": 4})
+    yield await reached("grows", lambda: len(attempts("rollout")) == 4)
+    cluster.edit("quickstart", rollout={"replicas": 1})
+    yield await reached("shrinks", lambda: len(attempts("rollout")) == 1)
+    cluster.edit("quickstart", suspend=True)
+    yield await reached("is suspended", lambda: status()["phase"] == "Suspended" and not attempts())
+    cluster.drivers.suspended.clear()
+    cluster.edit("quickstart", suspend=False)
+    yield await reached("is resumed", lambda: status()["phase"] == "Running" and len(attempts()) == 6)
+    cluster.end("quickstart-driver-0", 0)
+    yield await reached("succeeds", lambda: status()["phase"] == "Succeeded" and len(attempts()) == 1)
+    await cluster.until(lambda: not server.of("rljobs"), "a job that is deleted")
+    assert {kind for kind, _, _ in server.objects} == {"events"}
+
+
+def begin_life(server: MemoryServer) -> None:
+    manifest = quickstart("team")
+    manifest["spec"]["limits"] = {"ttlSecondsAfterFinished": 60}
+    server.put("rljobs", manifest)
+
+
+@pytest.mark.timeout(240)
+async def test_killed_after_any_write_of_a_jobs_life_it_makes_the_same_objects_as_often() -> None:
+    """A life for every write: the operator dies with it, and so do the requests that were under way beside it.
+
+    A life ends where it has been the undisturbed one again, to the last object, for a whole stage.
+    """
+    async with cluster(begin_life) as undisturbed:
+        reference = [stage async for stage in live(undisturbed)]
+        writes = undisturbed.server.writes
+    for deadly in range(1, writes + 1):
+        async with cluster(begin_life, deadly=deadly) as killed, aclosing(live(killed)) as stages:
+            number = survived = 0
+            async for stage in stages:
+                assert stage == reference[number], f"killed at write {deadly}"
+                number, survived = number + 1, survived + killed.deaths
+                if survived > 1:
+                    break
+            assert killed.deaths == 1, f"killed at write {deadly}"
+
+
+class Life:
+    """A job's whole life in a namespace of its own, under an operator that may be killed again and again."""
+
+    def __init__(self, plane: ControlPlane, drivers: ScriptedDrivers, proxy: KillingProxy, name: str) -> None:
+        self.world = World.new(plane, name)
+        self.name = name
+        self.proxy = proxy
+        self._driver = drivers.of(name, "quickstart")
+        self._deadly: list[int] = []
+        self.deaths = 0
+        operator_rights.grant(plane, self.world.namespace)
+        self.operator = OperatorProcess(
+            plane,
+            name,
+            kubeconfig=proxy.kubeconfig,
+            namespace=self.world.namespace,
+            namespaces=self.world.namespace,
+            probe_url=drivers.url,
+            probe_seconds=1,
+        )
+
+    def run(self, deadly: list[int]) -> list[Stage]:
+        """Live, the operator being killed at each of these writes; give how things stood after each stage."""
+        self._deadly = sorted(deadly)
+        self._start()
+        return list(self._stages())
+
+    def made(self) -> Counter[tuple[str, str]]:
+        """How often each object was made, events aside."""
+        return Counter(
+            (each.resource, each.name)
+            for each in operator_rights.of(self.world.plane, self.name)
+            if each.code == 201 and each.resource not in ("events", "leases")
+        )
+
+    def _stages(self) -> Iterator[Stage]:
+        world = self.world
+
+        def short_lived(spec: dict[str, Any]) -> None:
+            spec["limits"] = {"ttlSecondsAfterFinished": 2}
+
+        world.apply(short_lived)
+        yield self._after("begins", lambda: world.is_whole() and world.phase() == "Running")
+        world.annotate("quickstart-rollout-1", exit="1")
+        yield self._after(
+            "loses a rollout", lambda: world.is_whole() and world.attempts()["quickstart-rollout-1"] == "1"
+        )
+        world.annotate("quickstart-storage-0", exit="1")
+        world.annotate("quickstart-trainer-0", exit="137", exit_reason="OOMKilled")
+        yield self._after(
+            "loses its trainer and a unit",
+            lambda: world.is_whole() and set(world.attempts("trainer").values()) == {"1"},
+        )
+        world.kubectl("scale", "rlj/quickstart", "--replicas=4")
+        yield self._after("grows", lambda: world.is_whole(rollout=4))
+        world.kubectl("scale", "rlj/quickstart", "--replicas=1")
+        yield self._after("shrinks", lambda: world.is_whole(rollout=1))
+        world.edit(suspend=True)
+        self._until("has its driver told", lambda: "/v1/suspend" in self._driver.asked_for())
+        self._driver.say(phase="Suspended")
+        yield self._after("is suspended", lambda: world.phase() == "Suspended" and not world.pods())
+        self._driver.say(phase="Running")
+        world.edit(suspend=False)
+        yield self._after("is resumed", lambda: world.is_whole(rollout=1) and world.phase() == "Running")
+        world.annotate("quickstart-driver-0", exit="0")
+        self._until("has ended and is gone", lambda: not world.exists() and not world.objects())
+
+    def _after(self, what: str, goal: Callable[[], object]) -> Stage:
+        self._until(what, goal)
+        world = self.world
+        return {
+            "stage": what,
+            "objects": world.objects(),
+            "attempts": world.attempts(),
+            "restarts": world.restarts(),
+        }
+
+    def _until(self, what: str, goal: Callable[[], object]) -> None:
+        self.world.until(lambda: self._alive() and goal(), f"a job that {what}")
+
+    def _alive(self) -> bool:
+        """Start the operator again where it was killed."""
+        if self.operator.process.died():
+            assert self.operator.process.died().startswith(f"{self.name} ended with -9")
+            self.operator.process.end()
+            self.deaths += 1
+            self._start()
+        return True
+
+    def _start(self) -> None:
+        deadly = self._deadly.pop(0) if self._deadly else 0
+        answered = len(self._deadly) % 2 == 0
+        self.proxy.arm(deadly, answered=answered, victim=lambda: self.operator.process.pid)
+        self.operator.process.start()
+
+
+@pytest.fixture
+def life(kwok_plane: ControlPlane, drivers: ScriptedDrivers, tmp_path: Path) -> Iterator[Callable[[str], Life]]:
+    """Makes lives; their operators and namespaces are gone afterwards."""
+    begun: list[Life] = []
+    proxies: list[KillingProxy] = []
+
+    def begin(name: str) -> Life:
+        proxy = KillingProxy(operator_rights.account(kwok_plane, name), tmp_path)
+        proxies.append(proxy.__enter__())
+        begun.append(Life(kwok_plane, drivers, proxy, name))
+        return begun[-1]
+
+    yield begin
+    for each in begun:
+        each.operator.process.end()
+        kwok_plane.api.delete(f"/api/v1/namespaces/{each.world.namespace}")
+    for proxy in proxies:
+        proxy.__exit__()
+
+
+@pytest.mark.timeout(300)
+def test_killed_at_ten_writes_of_a_jobs_life_it_makes_the_same_objects_as_often(life: Callable[[str], Life]) -> None:
+    """The writes are drawn with a fixed seed; after half of them the operator dies before it has the answer."""
+    undisturbed = life("undisturbed")
+    reference = undisturbed.run([])
+    writes = undisturbed.proxy.writes
+    killed = life("killed")
+    stages = killed.run(random.Random(4).sample(range(1, writes), SAMPLES))
+    assert killed.deaths == SAMPLES
+    assert stages == reference
+    assert killed.made() == undisturbed.made()

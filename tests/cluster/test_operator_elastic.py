@@ -1,0 +1,156 @@
+"""Rollouts and storage units come and go: asked for by a person, by an autoscaler, or by the built-in policy."""
+
+from collections.abc import Iterator
+
+import pytest
+from one_job import OneJob
+from scripted_driver import ScriptedDrivers
+from world import OURS
+
+from kube.plane import ControlPlane
+from operator_process import OperatorProcess
+
+AT_ONCE = {"stabilizationSeconds": 0, "targetTrainerWaitShare": 0.1}
+JOBS = {
+    "drained": {"rollout": {"replicas": 3}},
+    "eager": {"rollout": {"replicas": 1, "maxReplicas": 3}, "elasticity": {"enabled": True} | AT_ONCE},
+    "watched": {"elasticity": {"dryRun": True} | AT_ONCE},
+    "owned": {"elasticity": {"enabled": True} | AT_ONCE},
+}
+WAITS = {"step": 3, "trainer_wait_share": 0.9, "queue": {"ready": 0}}
+WAITS_FOR_NOBODY = {"step": 9, "trainer_wait_share": 0.0, "queue": {"ready": 1000}}
+ALONE = f"{OURS}/namespaces/jobs/transferqueues"
+
+
+@pytest.fixture(scope="module")
+def jobs(
+    kwok_plane: ControlPlane, shared_operator: OperatorProcess, drivers: ScriptedDrivers
+) -> Iterator[dict[str, OneJob]]:
+    begun = {
+        name: OneJob(kwok_plane, "jobs", name, drivers.of("jobs", name), **spec).create() for name, spec in JOBS.items()
+    }
+    yield begun
+    for job in begun.values():
+        job.delete()
+
+
+def until_there(job: OneJob, *rollouts: str) -> None:
+    job.until(
+        lambda: set(job.pods("rollout")) == set(rollouts) and job.crew()["rollout"] == len(rollouts),
+        f"the rollouts {rollouts}",
+    )
+
+
+def test_who_has_least_to_hand_back_is_drained_and_then_deleted(jobs: dict[str, OneJob]) -> None:
+    job = jobs["drained"]
+    job.until_phase("Running")
+    before = job.uids()
+    known = {0: 5, 1: 2, 2: 5}
+    job.driver.say(rollouts=[{"id": f"w{i}", "index": i, "state": "ready", "inflight": n} for i, n in known.items()])
+    job.until(lambda: job.driver.heard > 1, "the rollouts to be known")
+    job.scale(2)
+    job.until(lambda: job.driver.asked, "a drain to be asked for")
+    assert job.driver.asked == [("/v1/rollouts/w1/drain", job.token())]
+    job.driver.say_rollouts((0, "ready"), (1, "draining"), (2, "ready"))
+    job.until(lambda: job.driver.heard > 3, "the drain to be seen")
+    assert job.uids() == before
+    assert [each["name"] for each in job.status()["draining"]] == ["drained-rollout-1"]
+    job.driver.say_rollouts((0, "ready"), (2, "ready"))
+    until_there(job, "rollout-0", "rollout-2")
+    assert job.uids().items() <= before.items()
+    job.until(lambda: not job.status()["draining"], "nobody to be on the way out")
+    job.scale(3)
+    until_there(job, "rollout-0", "rollout-1", "rollout-2")
+
+
+def test_a_trainer_that_waits_gets_more_and_one_that_is_flooded_fewer(jobs: dict[str, OneJob]) -> None:
+    job = jobs["eager"]
+    job.until_phase("Running")
+    trainer = job.uids("trainer")
+    job.driver.say_rollouts((0, "ready"))
+    job.driver.say(**WAITS)
+    until_there(job, "rollout-0", "rollout-1")
+    job.driver.say_rollouts((0, "ready"), (1, "ready"))
+    until_there(job, "rollout-0", "rollout-1", "rollout-2")
+    job.until(lambda: job.status()["desiredReplicas"] == 3, "the most that it may have")
+    assert job.condition("ElasticityActive")["status"] == "True"
+    assert job.job()["spec"]["rollout"]["replicas"] == 1, "the spec is the user's"
+    job.driver.say_rollouts()
+    job.driver.say(**WAITS_FOR_NOBODY)
+    job.until(lambda: job.status()["desiredReplicas"] == 1, "the least that it may have", timeout_s=30)
+    job.until(lambda: len(job.pods("rollout")) == 1, "the others to be gone")
+    assert job.uids("trainer") == trainer
+
+
+def test_a_dry_run_shows_what_it_would_do_and_does_nothing(jobs: dict[str, OneJob]) -> None:
+    job = jobs["watched"]
+    job.until_phase("Running")
+    before = job.uids()
+    job.driver.say_rollouts((0, "ready"), (1, "ready"))
+    job.driver.say(**WAITS)
+    job.until(lambda: job.status().get("desiredReplicas") == 4, "the wish to be shown", timeout_s=30)
+    job.until_says("ElasticityActive", "DryRun")
+    assert job.uids() == before
+
+
+def test_whoever_else_scales_switches_the_policy_off(jobs: dict[str, OneJob]) -> None:
+    job = jobs["owned"]
+    job.until_phase("Running")
+    job.driver.say_rollouts((0, "ready"), (1, "ready"))
+    job.scale(3)
+    assert "kubectl" in job.until_says("ElasticityActive", "ForeignOwner")
+    job.driver.say(**WAITS)
+    until_there(job, "rollout-0", "rollout-1", "rollout-2")
+    job.until(lambda: job.driver.heard > 3, "the wish to be heard")
+    assert "desiredReplicas" not in job.status()
+    assert len(job.pods("rollout")) == 3
+
+
+def test_the_units_of_a_jobs_queue_follow_the_job_and_whoever_scales_the_queue(jobs: dict[str, OneJob]) -> None:
+    job = jobs["watched"]
+    job.until_phase("Running")
+    before = job.uids()
+    job.edit(transferQueue={"storageUnits": 3})
+    job.until(lambda: set(job.pods("storage")) == {"storage-0", "storage-1", "storage-2"}, "a third unit")
+    job.kubectl("scale", f"tq/{job.name}", "--replicas=1")
+    job.until(lambda: set(job.pods("storage")) == {"storage-0"}, "the upper units to be gone")
+    assert job.uids().items() <= before.items()
+    job.edit(transferQueue={"storageUnits": 2, "bytesPerUnit": "300Mi"})
+    job.until(lambda: job.child("transferqueues")["spec"]["bytesPerUnit"] == "300Mi", "the rest to follow the job")
+    assert job.child("transferqueues")["spec"]["storageUnits"] == 1, "a person's number stays"
+
+
+def test_a_queue_that_stands_alone_starts_in_order_heals_scales_and_goes(
+    kwok_plane: ControlPlane, shared_operator: OperatorProcess
+) -> None:
+    queue = {"apiVersion": "asyncflow.dev/v1alpha1", "kind": "TransferQueue"}
+    kwok_plane.api.create(ALONE, queue | {"metadata": {"name": "alone"}, "spec": {"storageUnits": 2}})
+
+    def pods() -> dict[str, str]:
+        label = "asyncflow.dev/queue=alone"
+        found = kwok_plane.api.get("/api/v1/namespaces/jobs/pods", labelSelector=label)["items"]
+        return {pod["metadata"]["name"].removeprefix("alone-"): pod["metadata"]["uid"] for pod in found}
+
+    def until(*wanted: str) -> None:
+        kwok_plane.wait_until(lambda: set(pods()) == set(wanted), f"the pods {wanted}")
+
+    until("controller-0", "storage-0", "storage-1")
+    kwok_plane.wait_until(lambda: ready(kwok_plane), "the queue to be ready")
+    before = pods()
+    assert kwok_plane.api.get(f"{ALONE}/alone")["status"]["address"] == "tcp://alone-controller.jobs.svc:5571"
+    kwok_plane.api.patch(
+        "/api/v1/namespaces/jobs/pods/alone-storage-0", {"metadata": {"annotations": {"kwok.test/exit": "1"}}}
+    )
+    kwok_plane.wait_until(lambda: pods().get("storage-0", before["storage-0"]) != before["storage-0"], "a new unit")
+    kwok_plane.kubectl("-n", "jobs", "scale", "tq/alone", "--replicas=3")
+    until("controller-0", "storage-0", "storage-1", "storage-2")
+    kwok_plane.kubectl("-n", "jobs", "scale", "tq/alone", "--replicas=1")
+    until("controller-0", "storage-0")
+    assert pods()["controller-0"] == before["controller-0"]
+    kwok_plane.api.delete(f"{ALONE}/alone")
+    until()
+
+
+def ready(plane: ControlPlane) -> bool:
+    conditions = plane.api.get(f"{ALONE}/alone").get("status", {}).get("conditions", ())
+    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)

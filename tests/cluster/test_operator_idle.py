@@ -1,0 +1,103 @@
+"""Jobs of which nothing new is seen cost no write, and jobs that only make progress cost few."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from lives import START, cluster
+from memory import MemoryServer
+from scripted_driver import ScriptedDrivers
+from world import OURS, World, quickstart
+
+import operator_rights
+from asyncflow_operator.decide.writing import FIGURES_S
+from kube.audit import Request
+from kube.plane import ControlPlane
+from operator_process import OperatorProcess
+
+JOBS = 100
+HOUR = 3600.0
+STEADY = ("steady-0", "steady-1", "steady-2")
+STEPPING = ("stepping-0", "stepping-1")
+
+
+def begin_jobs(server: MemoryServer) -> None:
+    for number in range(JOBS):
+        manifest = quickstart("team", f"job-{number}")
+        manifest["spec"]["rollout"]["replicas"] = 1
+        manifest["spec"]["transferQueue"]["storageUnits"] = 1
+        manifest["spec"]["limits"] = {"stallSeconds": 3 * HOUR}
+        server.put("rljobs", manifest)
+
+
+async def test_a_hundred_jobs_that_do_not_change_cost_no_write_in_an_hour_nor_when_the_operator_starts_again() -> None:
+    async with cluster(begin_jobs) as idle:
+        jobs = idle.server.of("rljobs")
+        await idle.until(
+            lambda: all(job.get("status", {}).get("phase") == "Running" for job in idle.server.of("rljobs").values()),
+            f"{len(jobs)} jobs to run",
+        )
+        assert await idle.rest(START + HOUR) == 0
+        await idle.begin()
+        assert await idle.rest(START + 2 * HOUR) == 0
+
+
+@pytest.fixture
+def operator(kwok_plane: ControlPlane, drivers: ScriptedDrivers) -> Iterator[OperatorProcess]:
+    world = World.new(kwok_plane, "idle")
+    operator_rights.grant(kwok_plane, "idle")
+    running = OperatorProcess(
+        kwok_plane,
+        "idle",
+        kubeconfig=operator_rights.account(kwok_plane, "idle"),
+        namespace="idle",
+        namespaces="idle",
+        probe_url=drivers.url,
+        probe_seconds=0.5,
+        resync_seconds=10,
+    )
+    running.start()
+    running.lead()
+    yield running
+    running.process.end()
+    world.plane.api.delete("/api/v1/namespaces/idle")
+
+
+def test_steady_jobs_cost_no_write_and_stepping_ones_one_in_fifteen_seconds(
+    kwok_plane: ControlPlane, operator: OperatorProcess, drivers: ScriptedDrivers
+) -> None:
+    """The stepping ones step until that is told; meanwhile the operator looks at everything, changed or not."""
+    world, jobs, steps = World(kwok_plane, "idle"), STEADY + STEPPING, itertools.count(1)
+    for name in jobs:
+        kwok_plane.api.create(f"{OURS}/namespaces/idle/rljobs", quickstart("idle", name))
+    world.until(lambda: all(world.job(name)["status"].get("phase") == "Running" for name in jobs), "the jobs to run")
+    world.until(lambda: all("step" in world.job(name)["status"] for name in jobs), "the drivers to be heard")
+    looked, told = censuses(operator), len(writes(kwok_plane))
+    seen = {name: world.job(name)["status"]["step"] for name in STEPPING}
+
+    def step() -> bool:
+        for name in STEPPING:
+            drivers.of("idle", name).say(step=next(steps))
+        told_more = all(world.job(name)["status"]["step"] > seen[name] for name in STEPPING)
+        return told_more and censuses(operator) > looked
+
+    world.until(step, "more steps, and a look at everything")
+    every = writes(kwok_plane)
+    latest = {(each.resource, each.name): each.at for each in every[:told]}
+    for each in every[told:]:
+        assert (each.subresource, each.name in STEPPING) == ("status", True), each
+        assert (each.at - latest[each.resource, each.name]).total_seconds() >= FIGURES_S
+        latest[each.resource, each.name] = each.at
+
+
+def censuses(operator: OperatorProcess) -> float:
+    return operator.total("asyncflow_operator_api_requests_total", verb="list", resource="rljobs")
+
+
+def writes(plane: ControlPlane) -> list[Request]:
+    """What the operator has written, its Lease and events for people aside."""
+    return [
+        each
+        for each in operator_rights.of(plane, "idle")
+        if each.is_write and each.resource not in ("leases", "events")
+    ]

@@ -1,0 +1,256 @@
+"""The operator as it is installed, one process or two, on a control plane where pods live."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import operator_rights
+from asyncflow.api.document import parse
+from kube.plane import ControlPlane
+from operator_process import OperatorProcess
+
+ROOT = Path(__file__).parents[2]
+OURS = "/apis/asyncflow.dev/v1alpha1"
+WHOLE = {"driver": 1, "controller": 1, "storage": 2, "trainer": 1, "rollout": 2}
+"""Pods of the quickstart."""
+Start = Callable[..., OperatorProcess]
+
+
+@pytest.fixture
+def start(kwok_plane: ControlPlane, kwok_namespace: str) -> Iterator[Start]:
+    """Starts operators of the test's namespace alone, with the chart's rights; all have ended afterwards."""
+    operator_rights.grant(kwok_plane, kwok_namespace)
+    begun: list[OperatorProcess] = []
+
+    def begin(name: str = "", *, lead: bool = True, **options: object) -> OperatorProcess:
+        own = {"namespaces": kwok_namespace, "namespace": kwok_namespace, "probe_seconds": 1} | options
+        name = name or f"operator-{kwok_namespace}"
+        operator = OperatorProcess(kwok_plane, name, kubeconfig=operator_rights.account(kwok_plane, name), **own)
+        begun.append(operator)
+        operator.start()
+        if lead:
+            operator.lead()
+        return operator
+
+    yield begin
+    for operator in begun:
+        operator.process.end()
+
+
+class World:
+    """A namespace as its user sees it."""
+
+    def __init__(self, plane: ControlPlane, namespace: str) -> None:
+        self.plane = plane
+        self.namespace = namespace
+
+    def apply(self, change: Callable[[dict[str, Any]], object] = lambda _: None) -> None:
+        manifest = parse((ROOT / "examples/quickstart.yaml").read_text(), source="quickstart").data
+        manifest["metadata"]["namespace"] = self.namespace
+        change(manifest)
+        self.plane.kubectl("apply", "-f", "-", manifest=manifest)
+
+    def job(self, name: str = "quickstart") -> dict[str, Any]:
+        return self.plane.api.get(f"{OURS}/namespaces/{self.namespace}/rljobs/{name}")
+
+    def condition(self, kind: str) -> dict[str, str]:
+        conditions = self.job().get("status", {}).get("conditions", ())
+        return next((each for each in conditions if each["type"] == kind), {})
+
+    def pods(self, role: str = "") -> dict[str, dict[str, Any]]:
+        pods = self.plane.api.get(f"/api/v1/namespaces/{self.namespace}/pods")["items"]
+        return {
+            pod["metadata"]["name"]: pod
+            for pod in pods
+            if role in ("", pod["metadata"]["labels"]["asyncflow.dev/role"])
+        }
+
+    def crew(self) -> Counter[str]:
+        """The pods that run and are not on their way out, by role."""
+        return Counter(
+            pod["metadata"]["labels"]["asyncflow.dev/role"]
+            for pod in self.pods().values()
+            if pod["status"]["phase"] == "Running" and "deletionTimestamp" not in pod["metadata"]
+        )
+
+    def annotate(self, pod: str, **annotations: str) -> None:
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{pod}"
+        named = {f"kwok.test/{key.replace('_', '-')}": value for key, value in annotations.items()}
+        self.plane.api.patch(path, {"metadata": {"annotations": named}})
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        self.plane.wait_until(condition, what, timeout_s=60)
+
+    def until_whole(self, **others: int) -> None:
+        wanted = Counter(WHOLE | others)
+        self.until(lambda: self.crew() == wanted, f"the pods {dict(wanted)}")
+
+
+@pytest.fixture
+def world(kwok_plane: ControlPlane, kwok_namespace: str) -> World:
+    return World(kwok_plane, kwok_namespace)
+
+
+def attempts(pods: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {name: pod["metadata"]["labels"]["asyncflow.dev/attempt"] for name, pod in pods.items()}
+
+
+def test_a_job_runs_scales_heals_and_leaves_nothing_behind(start: Start, world: World) -> None:
+    operator = start()
+    world.apply()
+    world.until_whole()
+    world.until(lambda: world.job()["status"]["phase"] == "Running", "the job to run")
+    trainer = world.pods("trainer")["quickstart-trainer-0"]["metadata"]["uid"]
+
+    world.plane.kubectl("-n", world.namespace, "scale", "rlj/quickstart", "--replicas=4")
+    world.until_whole(rollout=4)
+    world.annotate("quickstart-rollout-1", exit="1")
+    world.until(
+        lambda: attempts(world.pods("rollout")).get("quickstart-rollout-1") == "1", "the rollout's next attempt"
+    )
+    world.plane.kubectl("-n", world.namespace, "scale", "rlj/quickstart", "--replicas=1")
+    world.until_whole(rollout=1)
+    assert world.pods("trainer")["quickstart-trainer-0"]["metadata"]["uid"] == trainer
+
+    world.annotate("quickstart-trainer-0", exit="137", exit_reason="OOMKilled")
+    world.until(lambda: attempts(world.pods("trainer")) == {"quickstart-trainer-0": "1"}, "the trainer's next attempt")
+    world.until_whole(rollout=1)
+
+    meta = world.job()["metadata"]
+    assert "finalizers" not in meta
+    assert not any("kopf" in key for key in meta.get("annotations", {}))
+    world.plane.kubectl("-n", world.namespace, "delete", "rlj/quickstart")
+    world.until(lambda: not world.pods(), "the pods to go")
+    assert operator.stop() == 0
+    assert "Traceback" not in operator.log
+
+
+def test_a_job_that_does_not_change_costs_no_write_however_often_it_is_looked_at(start: Start, world: World) -> None:
+    operator = start(resync_seconds=10)
+    world.apply()
+    world.until_whole()
+    world.until(lambda: world.condition("Ready").get("status") == "True", "the job to be ready")
+    before, seen = _writes(operator), _censuses(operator)
+    world.until(lambda: _censuses(operator) > seen, "a census")
+    settled, seen = _writes(operator), _censuses(operator)
+    world.until(lambda: _censuses(operator) > seen, "another census")
+    assert _writes(operator) == settled
+    assert settled - before <= 2
+
+
+def _censuses(operator: OperatorProcess) -> float:
+    return operator.total("asyncflow_operator_api_requests_total", verb="list", resource="rljobs")
+
+
+def _writes(operator: OperatorProcess) -> float:
+    """Give how many writes there were but for the Lease's."""
+    verbs = ("create", "patch", "delete")
+    return sum(operator.total("asyncflow_operator_api_requests_total", verb=verb) for verb in verbs)
+
+
+def test_the_jobs_queue_follows_the_job_until_a_person_scales_it(start: Start, world: World) -> None:
+    operator = start()
+    world.apply()
+    world.until_whole()
+
+    ours = f"{OURS}/namespaces/{world.namespace}"
+
+    def units(count: int) -> None:
+        world.plane.api.patch(f"{ours}/rljobs/quickstart", {"spec": {"transferQueue": {"storageUnits": count}}})
+
+    def queue() -> dict[str, Any]:
+        return world.plane.api.get(f"{ours}/transferqueues/quickstart")
+
+    units(3)
+    world.until_whole(storage=3)
+    world.plane.kubectl("-n", world.namespace, "scale", "tq/quickstart", "--replicas=4")
+    world.until_whole(storage=4)
+    before = queue()["metadata"]["annotations"]
+    units(2)
+    world.until(lambda: queue()["metadata"]["annotations"] != before, "the operator to have written the queue")
+    world.plane.kubectl("-n", world.namespace, "scale", "rlj/quickstart", "--replicas=3")
+    world.until_whole(storage=4, rollout=3)
+    assert queue()["spec"]["storageUnits"] == 4
+    assert operator.total("asyncflow_operator_reconciles_total", outcome="failed") == 0
+
+
+def test_a_second_operator_takes_over_and_makes_nothing_twice(start: Start, world: World) -> None:
+    first = start("first")
+    second = start("second", lead=False)
+    world.apply()
+    world.until_whole()
+    made = {name: pod["metadata"]["uid"] for name, pod in world.pods().items()}
+    first.process.end()
+    world.annotate("quickstart-storage-1", exit="1")
+    second.lead()
+    world.until(lambda: attempts(world.pods("storage")).get("quickstart-storage-1") == "1", "the unit to come back")
+    world.until_whole()
+    kept = {name: pod["metadata"]["uid"] for name, pod in world.pods().items()}
+    assert {name for name in made if made[name] != kept[name]} == {"quickstart-storage-1"}
+
+
+def test_an_operator_that_loses_its_lease_ends_with_its_own_status(start: Start, world: World) -> None:
+    operator = start()
+    path = f"/apis/coordination.k8s.io/v1/namespaces/{world.namespace}/leases/asyncflow-operator"
+    lease = world.plane.api.get(path)
+    lease["spec"] |= {"holderIdentity": "somebody-else", "renewTime": "2099-01-01T00:00:00.000000Z"}
+    world.plane.api.replace(path, lease)
+    assert operator.wait() == 3
+    assert world.plane.api.get(path)["spec"]["holderIdentity"] == "somebody-else"
+
+
+def test_a_quota_that_runs_out_is_said_and_is_no_hot_loop(start: Start, world: World) -> None:
+    operator = start()
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "q", "namespace": world.namespace}}
+    world.plane.kubectl("apply", "-f", "-", manifest=quota | {"spec": {"hard": {"pods": "3"}}})
+    path = f"/api/v1/namespaces/{world.namespace}/resourcequotas/q"
+    world.until(lambda: world.plane.api.get(path)["status"].get("used"), "the quota to be counted")
+    world.apply()
+    world.until(lambda: "exceeded quota" in world.condition("WhyPending").get("message", ""), "the quota to be said")
+    failed = operator.total("asyncflow_operator_reconciles_total", outcome="failed")
+    assert failed <= 2 * 10
+    world.plane.kubectl("-n", world.namespace, "delete", "resourcequota/q")
+    world.until_whole()
+
+
+def test_a_job_that_this_version_does_not_do_says_so(start: Start, world: World) -> None:
+    start()
+    world.apply(lambda manifest: manifest["spec"]["rollout"].update(engine={"name": "vllm"}))
+    world.until(lambda: world.condition("Accepted"), "the job to be judged")
+    accepted = world.condition("Accepted")
+    assert (accepted["status"], accepted["reason"]) == ("False", "NotYet")
+    assert "spec.rollout.engine.name" in accepted["message"]
+    assert not world.pods()
+
+
+def test_a_job_that_another_controller_manages_is_left_alone(start: Start, world: World) -> None:
+    operator = start()
+    world.apply(lambda manifest: manifest["spec"].update(managedBy="example.org/mine"))
+    world.until(lambda: operator.total("asyncflow_operator_reconciles_total", kind="RLJob"), "a look at the job")
+    assert "status" not in world.job()
+    assert not world.pods()
+
+
+def test_the_log_has_one_line_of_json_for_every_action_and_no_secret(start: Start, world: World) -> None:
+    operator = start()
+    world.apply()
+    world.until_whole()
+    operator.stop()
+    lines = [json.loads(line) for line in operator.log.splitlines()]
+    done = Counter(line["target"] for line in lines if line["what"] == "apply")
+    assert {"Pod/quickstart-driver-0", "ConfigMap/quickstart", "Secret/quickstart-keys"} <= done.keys()
+    assert max(done.values()) == 1
+    secret = world.plane.api.get(f"/api/v1/namespaces/{world.namespace}/secrets/quickstart-keys")
+    assert not any(value in operator.log for value in secret["data"].values())
+
+
+@pytest.mark.parametrize("wrong", [{"workers": "many"}, {"key-file": "/nowhere"}, {"kubeconfig": "/nowhere"}])
+def test_a_wrong_setting_ends_it_before_it_begins(kwok_plane: ControlPlane, wrong: dict[str, str]) -> None:
+    operator = OperatorProcess(kwok_plane, "wrong", **wrong)
+    operator.process.start()
+    assert operator.wait() == 2
+    assert operator.log.startswith("Error: ")

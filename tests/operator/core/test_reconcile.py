@@ -1,0 +1,158 @@
+"""Looking at objects: with a real store and observer, and decisions that the test makes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kubernetes.aio.client.configuration import Configuration
+
+from asyncflow.api.document import parse
+from asyncflow_operator.actions import Plan
+from asyncflow_operator.cluster.apply import Hands
+from asyncflow_operator.cluster.client import Api
+from asyncflow_operator.cluster.events import Recorder
+from asyncflow_operator.cluster.store import Store
+from asyncflow_operator.desired import Desired, DesiredSettings, Registry
+from asyncflow_operator.observe import ENDING_S, Key, Observer, Refused
+from asyncflow_operator.observed import Owner, Probe
+from asyncflow_operator.reconcile import Reconciler
+from asyncflow_operator.remember import Remembered
+from asyncflow_operator.telemetry import Metrics
+from asyncflow_operator.watch import project
+
+JOB = Key("RLJob", "ns", "quickstart")
+CHILD = {"kind": "RLJob", "name": "quickstart", "uid": "uj", "controller": True}
+
+
+class NoDriver:
+    async def ask(self, owner: Owner, path: str) -> None:
+        raise AssertionError(path)
+
+
+class World:
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.plan = Plan()
+        self.decided: list[Any] = []
+        self.refused = Refused(lambda: self.now)
+        self.probe = Probe()
+        self.store = Store(project, lambda *_: None)
+        self.observer = Observer(self.store, probe=lambda _: self.probe, nodes=lambda: None, refused=self.refused)
+        api = Api(Configuration(host="http://127.0.0.1:1"))
+        self.reconciler = Reconciler(
+            observer=self.observer,
+            decide=dict.fromkeys(("RLJob", "TransferQueue", "WeightSync"), self._decide),
+            hands=Hands(api, self.store, NoDriver()),
+            recorder=Recorder(api, reporter="test"),
+            refused=self.refused,
+            metrics=Metrics(),
+            now=lambda: self.now,
+        )
+
+    def _decide(self, state: Any, _: float) -> Plan:
+        self.decided.append(state)
+        return self.plan
+
+    def put(self, kind: str, name: str, *, uid: str, version: int, owner: Any = None, **more: Any) -> None:
+        meta = {"name": name, "namespace": "ns", "uid": uid, "resourceVersion": str(version), "generation": 1}
+        meta |= {"labels": {"asyncflow.dev/job": "quickstart"}, "ownerReferences": [owner] if owner else []}
+        raw = {"apiVersion": "asyncflow.dev/v1alpha1", "kind": kind, "metadata": meta} | more
+        self.store.put(kind, raw)
+
+    def put_job(self, *, uid: str = "uj", version: int = 1) -> None:
+        file = Path(__file__).parents[3] / "examples/quickstart.yaml"
+        self.put("RLJob", "quickstart", uid=uid, version=version, spec=parse(file.read_text(), source="q").data["spec"])
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+async def test_what_has_not_changed_is_not_decided_again(world: World) -> None:
+    world.put_job()
+    for _ in range(3):
+        assert not (await world.reconciler.look(JOB)).failed
+    assert len(world.decided) == 1
+    world.put("Pod", "quickstart-driver-0", uid="p", version=2, owner=CHILD)
+    await world.reconciler.look(JOB)
+    assert len(world.decided) == 2
+
+
+async def test_when_its_time_has_come_it_is_decided_again_though_nothing_changed(world: World) -> None:
+    world.put_job()
+    world.plan = Plan(again_in_s=30.0)
+    assert (await world.reconciler.look(JOB)).again_in_s == 30.0
+    world.now += 10
+    assert (await world.reconciler.look(JOB)).again_in_s == 20.0
+    world.now += 20
+    await world.reconciler.look(JOB)
+    assert len(world.decided) == 2
+
+
+async def test_an_object_that_is_not_there_is_gone(world: World) -> None:
+    assert (await world.reconciler.look(JOB)).gone
+    assert world.decided == []
+
+
+def test_a_job_sees_its_pods_its_queues_pods_and_its_other_objects(world: World) -> None:
+    world.put_job()
+    world.put("TransferQueue", "quickstart", uid="uq", version=2, owner=CHILD, spec={"storageUnits": 2})
+    queue = {"kind": "TransferQueue", "name": "quickstart", "uid": "uq", "controller": True}
+    world.put("Pod", "quickstart-driver-0", uid="p1", version=3, owner=CHILD)
+    world.put("Pod", "quickstart-storage-0", uid="p2", version=4, owner=queue)
+    world.put("Service", "quickstart-driver", uid="s", version=5, owner=CHILD)
+    job = world.observer.mine(JOB)
+    assert job is not None
+    state = world.observer.job(job)
+    assert [pod.name for pod in state.pods] == ["quickstart-driver-0", "quickstart-storage-0"]
+    assert sorted(ref.kind for ref in state.objects) == ["Service", "TransferQueue"]
+    own = world.observer.mine(Key("TransferQueue", "ns", "quickstart"))
+    assert own is not None
+    queue_state = world.observer.queue(own)
+    assert [pod.name for pod in queue_state.pods] == ["quickstart-storage-0"]
+    assert queue_state.job is not None
+    assert not queue_state.owner.deleting
+
+
+def test_what_an_earlier_job_of_the_name_left_behind_is_seen_as_ending(world: World) -> None:
+    world.put_job(uid="new")
+    world.put("Pod", "quickstart-driver-0", uid="p", version=2, owner=CHILD)
+    world.put("TransferQueue", "quickstart", uid="uq", version=3, owner=CHILD, spec={"storageUnits": 2})
+    job = world.observer.mine(JOB)
+    assert job is not None
+    state = world.observer.job(job)
+    assert [pod.deleting for pod in state.pods] == [True]
+    assert [view.deleting for view in state.objects.values()] == [True]
+    own = world.observer.mine(Key("TransferQueue", "ns", "quickstart"))
+    assert own is not None
+    assert world.observer.queue(own).owner.deleting
+
+
+def test_a_queue_that_was_denied_something_denies_its_job(world: World) -> None:
+    world.put_job()
+    world.put("TransferQueue", "quickstart", uid="uq", version=2, owner=CHILD, spec={"storageUnits": 2})
+    world.refused.note(Key("TransferQueue", "ns", "quickstart"), denied="exceeded quota", ends=False)
+    job = world.observer.mine(JOB)
+    assert job is not None
+    assert world.observer.job(job).denied == "exceeded quota"
+
+
+def test_that_a_namespace_ends_is_believed_for_a_while(world: World) -> None:
+    world.refused.note(JOB, denied="", ends=True)
+    assert world.refused.ends("ns")
+    world.now += ENDING_S
+    assert not world.refused.ends("ns")
+
+
+def test_what_is_remembered_is_built_again_when_it_would_be_another(world: World) -> None:
+    remembered = Remembered(Desired(DesiredSettings(registry=Registry(prefix="a", tag="1"), master=b"x" * 32)))
+    world.put_job()
+    job = world.observer.mine(JOB)
+    assert job is not None
+    first = remembered.supporting(world.observer.job(job))
+    assert remembered.supporting(world.observer.job(job)) is first
+    world.put_job(uid="another", version=9)
+    other = world.observer.mine(JOB)
+    assert other is not None
+    assert remembered.supporting(world.observer.job(other)) != first

@@ -1,0 +1,105 @@
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncflow_operator.cluster.store import Group, Store
+
+JOB = {"asyncflow.dev/job": "j"}
+
+
+def raw(name: str, *, version: int, uid: str = "u1", value: object = 0, labels: dict[str, str] | None = None) -> Any:
+    meta = {"name": name, "namespace": "ns", "uid": uid, "resourceVersion": str(version), "labels": labels or JOB}
+    return {"metadata": meta, "value": value}
+
+
+class Noted:
+    def __init__(self) -> None:
+        self.changes: list[tuple[str, Any, Any]] = []
+        self.store = Store(lambda _kind, raw, _before: raw["value"], self._changed)
+
+    def _changed(self, group: Group, kind: str, before: Any, after: Any) -> None:
+        self.changes.append((kind, before, after))
+
+    def view(self, name: str) -> Any:
+        entry = self.store.get("Pod", "ns", name)
+        return None if entry is None else entry.view
+
+
+def test_an_older_version_does_not_replace_a_newer_one() -> None:
+    noted = Noted()
+    noted.store.put("Pod", raw("a", version=5, value="new"))
+    noted.store.put("Pod", raw("a", version=4, value="old"))
+    noted.store.put("Pod", raw("a", version=5, value="same"))
+    assert noted.view("a") == "new"
+
+
+def test_only_a_change_of_the_view_is_told() -> None:
+    noted = Noted()
+    noted.store.put("Pod", raw("a", version=1, value="x"))
+    noted.store.put("Pod", raw("a", version=2, value="x"))
+    noted.store.put("Pod", raw("a", version=3, value="y"))
+    assert noted.changes == [("Pod", None, "x"), ("Pod", "x", "y")]
+
+
+def test_what_was_deleted_does_not_come_back_by_late_news() -> None:
+    noted = Noted()
+    noted.store.put("Pod", raw("a", version=1))
+    noted.store.remove("Pod", "ns", "a", "u1")
+    noted.store.put("Pod", raw("a", version=2))
+    assert noted.view("a") is None
+    noted.store.put("Pod", raw("a", version=3, uid="u2", value="another"))
+    assert noted.view("a") == "another"
+
+
+def test_the_end_of_an_older_object_does_not_remove_its_successor() -> None:
+    noted = Noted()
+    noted.store.put("Pod", raw("a", version=9, uid="u2"))
+    noted.store.remove("Pod", "ns", "a", "u1")
+    assert noted.view("a") == 0
+
+
+def test_a_list_removes_what_it_lacks_but_not_what_is_newer_than_it() -> None:
+    noted = Noted()
+    noted.store.put("Pod", raw("listed", version=1, uid="u1"))
+    noted.store.put("Pod", raw("lost", version=2, uid="u2"))
+    noted.store.put("Pod", raw("written-since", version=11, uid="u3"))
+    noted.store.retain("Pod", "", {"u1"}, 10)
+    assert [noted.view(name) for name in ("listed", "lost", "written-since")] == [0, None, 0]
+
+
+def test_groups_hold_what_belongs_together() -> None:
+    noted = Noted()
+    owner = {"kind": "RLJob", "name": "j", "uid": "uj", "controller": True}
+    noted.store.put("RLJob", raw("j", version=1, uid="uj", labels={}))
+    noted.store.put("Pod", raw("j-driver-0", version=2, uid="up"))
+    child = raw("j", version=3, uid="uq")
+    child["metadata"]["ownerReferences"] = [owner]
+    noted.store.put("TransferQueue", child)
+    noted.store.put("TransferQueue", raw("alone", version=4, uid="ua", labels={}))
+    noted.store.put("Pod", raw("alone-storage-0", version=5, uid="us", labels={"asyncflow.dev/queue": "alone"}))
+    kinds = sorted(entry.kind for entry in noted.store.of(Group("ns", "RLJob", "j")))
+    assert kinds == ["Pod", "RLJob", "TransferQueue"]
+    assert sorted(entry.uid for entry in noted.store.of(Group("ns", "TransferQueue", "alone"))) == ["ua", "us"]
+
+
+def test_an_object_that_changes_its_group_is_in_one_only() -> None:
+    noted = Noted()
+    noted.store.put("Pod", raw("a", version=1))
+    noted.store.put("Pod", raw("a", version=2, labels={"asyncflow.dev/job": "k"}))
+    assert not noted.store.of(Group("ns", "RLJob", "j"))
+    assert len(noted.store.of(Group("ns", "RLJob", "k"))) == 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 3)), min_size=1, max_size=12), st.randoms())
+def test_whatever_the_order_of_arrival_the_newest_version_remains(news: list[tuple[str, int]], rng: Any) -> None:
+    history = [raw(name, version=number + 1, uid=name, value=value) for number, (name, value) in enumerate(news)]
+    arrived = history + history[: len(history) // 2]
+    rng.shuffle(arrived)
+    noted = Noted()
+    for each in arrived:
+        noted.store.put("Pod", each)
+    for name in {name for name, _ in news}:
+        newest = [each for each in history if each["metadata"]["name"] == name][-1]
+        assert noted.view(name) == newest["value"]

@@ -1,0 +1,167 @@
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncflow.api.document import parse
+from asyncflow_operator.cluster.owners import mine
+from asyncflow_operator.cluster.views import controller_of, object_view, pod_view, scalers
+
+POD: dict[str, Any] = {
+    "metadata": {
+        "name": "j-rollout-2",
+        "namespace": "ns",
+        "uid": "u",
+        "resourceVersion": "7",
+        "creationTimestamp": "2026-11-21T10:00:00Z",
+        "labels": {"asyncflow.dev/role": "rollout", "asyncflow.dev/index": "2", "asyncflow.dev/attempt": "3"},
+        "annotations": {"asyncflow.dev/digest": "abc"},
+        "ownerReferences": [{"kind": "RLJob", "name": "j", "uid": "uj", "controller": True}],
+    },
+    "spec": {"nodeName": "node-1", "containers": [{"name": "asyncflow"}]},
+    "status": {
+        "phase": "Running",
+        "podIP": "10.0.0.7",
+        "conditions": [{"type": "Ready", "status": "True"}, {"type": "PodScheduled", "status": "True"}],
+        "containerStatuses": [
+            {"name": "other", "state": {"waiting": {"reason": "CrashLoopBackOff"}}},
+            {"name": "asyncflow", "state": {"running": {"startedAt": "2026-11-21T10:00:05Z"}}},
+        ],
+    },
+}
+
+
+def pod(**status: Any) -> dict[str, Any]:
+    raw = copy.deepcopy(POD)
+    raw["status"] = status
+    return raw
+
+
+def ended(code: int, **more: Any) -> dict[str, Any]:
+    state = {
+        "terminated": {"exitCode": code, "startedAt": "2026-11-21T10:00:05Z", "finishedAt": "2026-11-21T10:01:00Z"}
+    }
+    state["terminated"] |= more
+    return {"name": "asyncflow", "state": state}
+
+
+def test_a_running_pod() -> None:
+    view = pod_view(POD)
+    assert (view.role, view.index, view.attempt, view.digest) == ("rollout", 2, 3, "abc")
+    assert (view.phase, view.ready, view.scheduled, view.node, view.ip) == ("Running", True, True, "node-1", "10.0.0.7")
+    assert view.started == view.created + 5
+    assert controller_of(POD) == ("RLJob", "j", "uj")
+
+
+def test_how_a_pod_ended_is_that_of_the_roles_container() -> None:
+    view = pod_view(pod(phase="Failed", containerStatuses=[ended(137, reason="OOMKilled", message="x" * 5000)]))
+    assert (view.exit_code, view.exit_reason, view.disrupted) == (137, "OOMKilled", False)
+    assert len(view.last_words) == 1024
+    assert view.finished == view.created + 60
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {"phase": "Failed", "reason": "Evicted", "message": "The node was low on memory"},
+        {"phase": "Failed", "conditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"phase": "Failed", "reason": "OutOfcpu"},
+    ],
+)
+def test_what_the_cluster_took_away_is_nobodys_failure(status: dict[str, Any]) -> None:
+    view = pod_view(pod(**status))
+    assert view.disrupted
+    assert view.exit_code is None
+
+
+def test_why_a_pod_waits() -> None:
+    words = "0/3 nodes are available: 3 Insufficient cpu."
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": words}
+    assert pod_view(pod(phase="Pending", conditions=[condition])).unschedulable == words
+    waiting = [{"name": "asyncflow", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}}]
+    view = pod_view(pod(phase="Pending", containerStatuses=waiting))
+    assert (view.waiting, view.waiting_message) == ("ImagePullBackOff", "no such image")
+    gate = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}
+    assert pod_view(pod(phase="Pending", conditions=[gate])).gated
+
+
+@pytest.mark.parametrize("lacking", ["spec", "status"])
+def test_a_pod_without_a_part_has_a_view(lacking: str) -> None:
+    raw = copy.deepcopy(POD)
+    del raw[lacking]
+    assert pod_view(raw).name == "j-rollout-2"
+    raw["metadata"] = {"name": "x"}
+    assert pod_view(raw).index == 0
+
+
+def test_an_object_of_which_only_the_metadata_is_known() -> None:
+    view = object_view({"metadata": POD["metadata"] | {"deletionTimestamp": "2026-11-21T10:00:00Z"}}, kind="Service")
+    assert (view.ref.kind, view.ref.name, view.digest, view.deleting) == ("Service", "j-rollout-2", "abc", True)
+
+
+def test_who_scales_is_whoever_wrote_through_the_scale_subresource() -> None:
+    replicas = {"f:spec": {"f:rollout": {"f:replicas": {}}}}
+    fields = [
+        {"manager": "kubectl", "operation": "Update", "fieldsV1": replicas},
+        {"manager": "hpa", "operation": "Update", "subresource": "scale", "fieldsV1": replicas},
+        {"manager": "asyncflow-operator", "subresource": "status", "fieldsV1": {"f:status": {}}},
+    ]
+    assert scalers({"metadata": {"managedFields": fields}}, ("spec", "rollout", "replicas")) == ("hpa",)
+
+
+def job(*, generation: int = 1, labels: dict[str, str] | None = None, **status: Any) -> dict[str, Any]:
+    file = Path(__file__).parents[3] / "examples/quickstart.yaml"
+    manifest = parse(file.read_text(), source=file.name).data
+    manifest["metadata"] |= {
+        "namespace": "ns",
+        "uid": "uj",
+        "resourceVersion": "1",
+        "generation": generation,
+        "labels": labels or {},
+        "annotations": {"kubectl.kubernetes.io/last-applied-configuration": "x" * 10_000},
+    }
+    return manifest | {"status": status}
+
+
+def test_a_job_is_parsed_once_per_generation_and_labels() -> None:
+    first = mine("RLJob", job(), None)
+    assert first.model is not None, first.problem
+    assert first.model.metadata.uid == "uj"
+    again = mine("RLJob", job(phase="Running"), first)
+    assert again.model is first.model
+    assert again.status.phase == "Running"
+    assert mine("RLJob", job(phase="Running"), again).status is again.status
+    assert mine("RLJob", job(generation=2), again).model is not first.model
+    assert mine("RLJob", job(labels={"team": "a"}), again).model.metadata.labels == {"team": "a"}
+
+
+def test_a_job_that_is_planned_for_later_says_so() -> None:
+    raw = job()
+    raw["spec"]["rollout"]["engine"] = {"name": "vllm"}
+    view = mine("RLJob", raw, None)
+    assert view.model is None
+    assert view.problem_reason == "NotYet"
+    assert "spec.rollout.engine.name" in view.problem
+
+
+def test_a_job_that_the_contract_refuses_says_what_to_do() -> None:
+    raw = job()
+    raw["spec"]["algorithm"]["steps"] = 0
+    view = mine("RLJob", raw, None)
+    assert (view.model, view.problem_reason) == (None, "Invalid")
+    assert "spec.algorithm.steps" in view.problem
+    assert "Give at least 1" in view.problem
+
+
+def test_a_status_that_nobody_understands_begins_anew() -> None:
+    assert mine("RLJob", job(phase=7, somethingNew=1), None).status.phase == "Pending"
+
+
+def test_what_only_a_newer_version_knows_is_passed_over() -> None:
+    newer = job(phase="Succeeded", newest="x", failures={"trainer": {"attempt": 3, "newest": 1}})
+    newer["spec"]["newest"] = "x"
+    newer["spec"]["rollout"]["newest"] = {"a": 1}
+    seen = mine("RLJob", newer, None)
+    assert seen.model is not None
+    assert (seen.problem, seen.status.phase, seen.status.failures["trainer"].attempt) == ("", "Succeeded", 3)

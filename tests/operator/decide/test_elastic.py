@@ -1,0 +1,86 @@
+"""The built-in policy in a job: it acts alone or not at all."""
+
+from dataclasses import replace
+
+from model import World
+from model_samples import JOB, START, job_of
+
+from asyncflow.api.status import DriverStatus, JobStatus, QueueDepth, RolloutState
+from asyncflow_operator.decide.elastic import target
+from asyncflow_operator.decide.moments import Alarm, written
+from asyncflow_operator.observed import JobState, Owner, Probe
+
+OWNER = Owner(kind="RLJob", namespace="team", name="demo", uid="uid-job")
+BOUNDS = {"replicas": 2, "minReplicas": 1, "maxReplicas": 6}
+
+
+def state(*, wait: float = 0.5, ready: int = 0, status: JobStatus | None = None, at: float = START, **elasticity):
+    job = job_of(rollout=BOUNDS, elasticity=elasticity)
+    rollouts = tuple(RolloutState(id=f"w{index}", index=index, state="ready") for index in range(2))
+    seen = DriverStatus(
+        phase="Running", step=5, steps=10, trainer_wait_share=wait, queue=QueueDepth(ready=ready), rollouts=rollouts
+    )
+    return JobState(owner=OWNER, job=job, status=status or JobStatus(), probe=Probe(status=seen, at=at))
+
+
+def look(seen: JobState, now: float = START):
+    return target(seen.job.spec, seen, Alarm(now))
+
+
+def test_without_a_policy_the_spec_counts():
+    found = look(state())
+    assert (found.replicas, found.acts) == (2, None)
+
+
+def test_a_wish_is_shown_and_followed_when_it_has_lasted():
+    found = look(state(enabled=True))
+    assert (found.replicas, found.acts, found.reason) == (2, True, "Following")
+    assert (found.fields["wish"], found.fields["wish_time"]) == ("more", written(START))
+    later = state(enabled=True, status=JobStatus(**found.fields), at=START + 60)
+    followed = look(later, START + 60)
+    assert followed.replicas == 4
+    assert followed.fields == {"desired_replicas": 4, "wish": None, "wish_time": None}
+
+
+def test_what_it_wanted_is_kept_within_bounds_while_nothing_is_known():
+    silent = replace(state(enabled=True, status=JobStatus(desired_replicas=9)), probe=Probe())
+    assert look(silent).replicas == 6
+    old = state(enabled=True, status=JobStatus(desired_replicas=3), at=START - 100)
+    assert look(old).replicas == 3
+
+
+def test_a_dry_run_shows_and_does_nothing():
+    before = JobStatus(desired_replicas=2, wish="more", wish_time=written(START - 60))
+    found = look(state(enabled=True, dryRun=True, status=before))
+    assert (found.replicas, found.acts, found.reason) == (2, False, "DryRun")
+    assert found.fields["desired_replicas"] == 4
+
+
+def test_somebody_else_who_scales_switches_it_off():
+    found = look(replace(state(enabled=True), scaled_by=("kube-controller-manager",)))
+    assert (found.replicas, found.acts, found.reason) == (2, False, "ForeignOwner")
+    assert "kube-controller-manager" in found.message
+    assert found.fields["desired_replicas"] is None
+
+
+def test_the_policy_scales_a_running_job():
+    world = World(job_of(rollout=BOUNDS, elasticity={"enabled": True, "stabilizationSeconds": 20}))
+    world.settle()
+    world.step = 3
+    for _ in range(60):
+        world.look_at_driver()
+        starving = world.probe.status.model_copy(update={"trainer_wait_share": 0.6})
+        world.probe = replace(world.probe, status=starving)
+        world.see_all()
+        world.reconcile(JOB)
+        world.kubelets_work()
+        world.now += 2
+    assert len(world.with_role("rollout")) == 6
+    condition = next(each for each in world.status.conditions if each.type == "ElasticityActive")
+    assert condition.status == "True"
+    assert world.status.attempt == 0
+
+
+def test_a_dry_run_starts_from_what_is_done_and_not_from_what_it_would_have_done():
+    content = state(enabled=True, dryRun=True, wait=0.05, status=JobStatus(desired_replicas=6))
+    assert look(content).fields["desired_replicas"] == 2

@@ -1,0 +1,209 @@
+"""The end of a job: suspended and resumed, succeeded, failed, too late, too old."""
+
+import pytest
+from model import World
+from model_samples import JOB, QUEUE, dead, job_of, names
+
+from asyncflow_operator.decide.failure import DISMISSED_S
+
+
+def running(**spec) -> World:
+    world = World(job_of(**spec))
+    world.settle()
+    return world
+
+
+def condition(world: World, kind: str):
+    return next((each for each in world.status.conditions if each.type == kind), None)
+
+
+def fail_budget(world: World, role: str) -> None:
+    for _ in range(3):
+        world.end(world.with_role(role)[0], code=1)
+        world.settle()
+
+
+def test_a_suspended_job_has_saved_and_released_everything():
+    world = running()
+    world.edit(suspend=True)
+    world.see_all()
+    world.reconcile(JOB)
+    assert world.status.phase == "Suspending"
+    assert world.suspending
+    assert len(world.pods) == 7
+    world.settle()
+    assert (world.status.phase, world.pods) == ("Suspended", {})
+    assert condition(world, "Suspended").status == "True"
+    assert condition(world, "Ready").status == "False"
+    assert world.status.start_time is None
+
+
+def test_a_resumed_job_begins_the_next_attempt():
+    world = running()
+    world.edit(suspend=True)
+    world.settle()
+    world.edit(suspend=False)
+    world.settle()
+    assert world.status.phase == "Running"
+    assert world.status.attempt == 1
+    assert {pod.attempt for pod in world.with_role("trainer") + world.with_role("rollout")} == {1}
+    assert condition(world, "Suspended").status == "False"
+    assert world.status.failures["trainer"].restarts == 0
+
+
+def test_a_driver_that_never_saves_is_not_waited_for_for_ever():
+    world = running()
+    world.edit(suspend=True)
+    for _ in range(40):
+        world.look_at_driver()
+        world.see_all()
+        world.reconcile(JOB)
+        world.suspending = False
+        world.now += 5
+    assert world.status.phase == "Suspending"
+    assert all(pod.deleting for pod in world.pods.values())
+    world.settle()
+    assert world.status.phase == "Suspended"
+
+
+def test_a_job_that_never_ran_is_suspended_at_once():
+    world = World(job_of(suspend=True))
+    world.settle()
+    assert world.status.phase == "Suspended"
+    assert world.made == {}
+
+
+def test_unsuspending_half_way_finishes_suspending_first():
+    world = running()
+    world.edit(suspend=True)
+    world.see_all()
+    world.reconcile(JOB)
+    world.edit(suspend=False)
+    world.settle()
+    assert world.status.phase == "Running"
+    assert world.status.attempt == 1
+
+
+def test_a_job_that_somebody_else_suspended_goes_on():
+    world = running()
+    world.ask("/v1/suspend")
+    world.settle()
+    assert world.status.phase == "Running"
+    assert world.status.attempt == 1
+
+
+def test_a_job_whose_last_step_came_first_has_succeeded():
+    world = running()
+    world.edit(suspend=True)
+    world.see_all()
+    world.reconcile(JOB)
+    world.suspending = False
+    world.succeed()
+    world.settle()
+    assert world.status.phase == "Succeeded"
+
+
+def test_the_end_keeps_the_drivers_pod_and_is_final():
+    world = running()
+    world.step = 10
+    world.succeed()
+    world.settle()
+    assert (world.status.phase, names(world.pods.values())) == ("Succeeded", ["driver-0"])
+    assert condition(world, "Complete").status == "True"
+    assert condition(world, "Failed") is None
+    assert world.status.progress == "10/10"
+    world.edit(rollout={"replicas": 3}, suspend=True)
+    world.settle()
+    assert (world.status.phase, names(world.pods.values())) == ("Succeeded", ["driver-0"])
+
+
+def test_who_is_dismissed_at_the_end_is_not_made_again():
+    world = running()
+    for pod in world.with_role("rollout") + world.with_role("trainer"):
+        world.end(pod, code=0)
+    made = sum(map(len, world.made.values()))
+    for _ in range(int(DISMISSED_S) - 2):
+        world.look_at_driver()
+        world.see_all()
+        world.reconcile(JOB)
+        world.now += 1
+    assert sum(map(len, world.made.values())) == made
+    assert world.status.attempt == 0
+    world.settle()
+    assert len(world.with_role("rollout")) == 2
+    assert world.status.attempt == 1
+
+
+@pytest.mark.parametrize("role", ["rollout", "trainer", "driver", "controller", "storage"])
+def test_a_budget_that_is_used_up_fails_the_job_and_says_whose(role):
+    world = running(failurePolicy={role: {"maxRestarts": 2, "backoffSeconds": 0}})
+    fail_budget(world, role)
+    assert world.status.phase == "Failed"
+    said = condition(world, "Failed")
+    assert said.reason == "BudgetExceeded"
+    assert f"demo-{role}-0 ended with exit code 1" in said.message
+    assert f"2 restarts of {role} within 1h0m are used up" in said.message
+    assert {f"{role}-0", "driver-0"} == set(names(world.pods.values()))
+
+
+@pytest.mark.parametrize("role", ["rollout", "controller"])
+def test_who_refuses_its_input_fails_the_job_at_once(role):
+    world = running()
+    world.end(world.with_role(role)[0], code=2)
+    world.settle()
+    assert world.status.phase == "Failed"
+    assert condition(world, "Failed").reason == "Refused"
+    assert f"{role}-0" in names(world.pods.values())
+
+
+def test_nothing_is_kept_of_a_failure_where_nobody_asked_for_it():
+    world = running(limits={"keepOnFailure": False})
+    world.end(world.with_role("trainer")[0], code=2)
+    world.settle()
+    assert (world.status.phase, world.pods) == ("Failed", {})
+
+
+def test_a_deadline_counts_from_the_start_and_not_while_suspended():
+    world = running(limits={"activeDeadlineSeconds": 600})
+    world.edit(suspend=True)
+    world.settle()
+    world.now += 10_000
+    world.edit(suspend=False)
+    world.settle(rounds=30)
+    assert world.status.phase == "Running"
+    world.now += 601
+    world.settle()
+    assert (world.status.phase, condition(world, "Failed").reason) == ("Failed", "DeadlineExceeded")
+
+
+def test_a_finished_job_is_deleted_when_its_time_is_over():
+    world = running(limits={"ttlSecondsAfterFinished": 300})
+    world.succeed()
+    world.calm(3)
+    assert world.status.phase == "Succeeded"
+    assert world.decide(JOB).again_in_s == pytest.approx(300, abs=5)
+    world.now += 301
+    world.see_all()
+    world.reconcile(JOB)
+    assert world.mine == {}
+
+
+def test_a_queue_whose_job_has_ended_makes_nothing():
+    world = running()
+    world.succeed()
+    world.settle()
+    ready = next(each for each in world.mine[QUEUE].status.conditions if each.type == "Ready")
+    assert (ready.status, ready.reason) == ("False", "Succeeded")
+
+
+def test_no_end_is_a_failure_while_a_job_is_suspended():
+    world = running()
+    world.edit(suspend=True)
+    world.see_all()
+    world.reconcile(JOB)
+    for pod in list(world.pods.values()):
+        if pod.role != "driver":
+            world.pods[pod.name] = dead(pod.role, pod.index)
+    world.settle()
+    assert world.status.phase == "Suspended"
+    assert world.status.restarts == {}

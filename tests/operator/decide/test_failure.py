@@ -1,0 +1,146 @@
+"""Ends of processes: what they count as, once, within which window, and how long a seat stays empty after them."""
+
+from dataclasses import replace
+
+import pytest
+from model_samples import START, dead, pod_view
+
+from asyncflow.api.status import RoleRecord
+from asyncflow.plan.roles import Readiness, Resources, RestartPolicy, Role
+from asyncflow_operator.decide.failure import DISMISSED_S, End, cleared, delay, end_of, take_stock
+from asyncflow_operator.decide.moments import Alarm, read
+
+POLICY = RestartPolicy(max_restarts=3, window_s=100.0, backoff_s=2.0)
+
+
+def role(*, gang: bool = False, leader: bool = False, policy: RestartPolicy = POLICY) -> Role:
+    return Role(
+        name="trainer" if gang else "driver" if leader else "rollout",
+        replicas=4,
+        core=4,
+        most=4,
+        resources=Resources(cpu=1.0),
+        readiness=Readiness(path="/readyz", port="http", within_s=60.0),
+        restart=policy,
+        gang=gang,
+        leader=leader,
+    )
+
+
+def stock(pods, record=None, *, now=START + 10, of=None):
+    return take_stock(of or role(), pods, record or RoleRecord(), Alarm(now))
+
+
+@pytest.mark.parametrize(
+    ("pod", "end"),
+    [
+        (pod_view("rollout"), None),
+        (pod_view("rollout", disrupted=True), None),
+        (pod_view("rollout", deleting=True), End.DELETED),
+        (dead("rollout", code=143, deleting=True), End.DELETED),
+        (dead("rollout", code=1), End.FAILED),
+        (dead("rollout", code=137, disrupted=True), End.TAKEN),
+        (dead("rollout", code=2), End.REFUSED),
+        (dead("rollout", code=2, disrupted=True), End.TAKEN),
+        (dead("rollout", code=0), End.DONE),
+        (replace(dead("rollout"), exit_code=None), End.FAILED),
+    ],
+)
+def test_what_an_end_counts_as(pod, end):
+    assert end_of(pod) is end
+
+
+def test_a_failure_is_entered_once_however_often_it_is_seen():
+    pods = [dead("rollout", 1), pod_view("rollout", 0)]
+    first = stock(pods)
+    assert first.record.restarts == 1
+    assert first.record.attempt == 1
+    assert first.record.counted == (pods[0].uid,)
+    assert [note.reason for note in first.notes] == ["RolloutFailed"]
+    again = stock(pods, first.record, now=START + 20)
+    assert again.record == first.record
+    assert again.notes == ()
+
+
+def test_who_was_taken_away_uses_no_budget_but_gets_a_new_attempt():
+    for pod in (dead("rollout", disrupted=True), pod_view("rollout", deleting=True)):
+        record = stock([pod]).record
+        assert (record.restarts, record.attempt, record.counted) == (0, 1, (pod.uid,))
+
+
+def test_of_a_gang_one_end_counts_for_all_ranks():
+    ranks = [dead("trainer", index) for index in range(4)]
+    first = stock(ranks, of=role(gang=True))
+    assert (first.record.restarts, first.record.attempt, first.record.counted) == (1, 1, ())
+    assert stock(ranks, first.record, of=role(gang=True)).record == first.record
+
+
+def test_a_row_is_a_chain_of_successors_and_not_a_crowd():
+    crowd = stock([dead("rollout", index) for index in range(4)], of=role(policy=replace(POLICY, max_restarts=9)))
+    assert (crowd.record.restarts, crowd.record.in_a_row) == (4, 1)
+    record, now = RoleRecord(), START
+    for attempt in range(4):
+        now += 5
+        record = stock([dead("rollout", attempt=attempt, started=now - 2, at=now)], record, now=now).record
+        assert record.in_a_row == attempt + 1
+    settled = dead("rollout", attempt=4, started=now, at=now + 25)
+    assert stock([settled], record, now=now + 25).record.in_a_row == 1
+
+
+def test_delays_double_up_to_a_minute():
+    assert [delay(POLICY, ends) for ends in range(8)] == [0, 2, 4, 8, 16, 32, 60, 60]
+    assert delay(POLICY, 10_000) == 60
+
+
+def test_the_remains_hold_the_seat_until_the_backoff_is_over():
+    pod = dead("rollout", at=START + 9)
+    record = stock([pod], now=START + 10).record
+    early, late = Alarm(START + 10.5), Alarm(START + 11)
+    assert not cleared(POLICY, record, pod, early)
+    assert early.again_in_s == 0.5
+    assert cleared(POLICY, record, pod, late)
+    assert not cleared(POLICY, RoleRecord(), pod, late)
+
+
+def test_the_budget_is_one_of_a_window():
+    record = RoleRecord()
+    for attempt in range(4):
+        now = START + 10 * attempt
+        last = stock([dead("rollout", attempt=attempt, at=now)], record, now=now)
+        record = last.record
+    assert last.verdict is not None
+    assert last.verdict.reason == "BudgetExceeded"
+    assert "demo-rollout-0 ended with exit code 1" in last.verdict.message
+    assert "3 restarts of rollout within 1m are used up" in last.verdict.message
+    assert stock([], record, now=START + 100).verdict is None
+    later = stock([dead("rollout", attempt=4, at=START + 120)], record, now=START + 120)
+    assert (later.record.restarts, later.verdict) == (1, None)
+    assert read(later.record.window_start) == START + 120
+
+
+def test_who_refuses_its_input_is_not_started_again():
+    words = "error: spec.model.source: no such folder"
+    verdict = stock([dead("rollout", code=2, last_words=words), dead("rollout", 1)]).verdict
+    assert verdict is not None
+    assert verdict.reason == "Refused"
+    assert words in verdict.message
+
+
+def test_who_ended_by_itself_gets_the_time_in_which_a_job_ends():
+    pod = dead("rollout", code=0, at=START)
+    alarm = Alarm(START + 1)
+    assert take_stock(role(), [pod], RoleRecord(), alarm).record == RoleRecord()
+    assert alarm.again_in_s == DISMISSED_S - 1
+    record = stock([pod], now=START + DISMISSED_S).record
+    assert (record.restarts, record.counted) == (0, (pod.uid,))
+    assert stock([dead("driver", code=0)], of=role(leader=True), now=START + 1000).record == RoleRecord()
+
+
+def test_a_record_holds_a_bounded_number_of_uids():
+    pods = [dead("rollout", index) for index in range(300)]
+    generous = role(policy=replace(POLICY, max_restarts=1000))
+    first = stock(pods, of=generous).record
+    assert len(first.counted) == 256
+    rest = [pod for pod in pods if pod.uid not in first.counted]
+    second = stock(rest, first, of=generous).record
+    assert second.restarts == 300

@@ -1,0 +1,101 @@
+"""The trainer's ranks: one attempt at a time, begun together, given up together."""
+
+import pytest
+from model_samples import START, dead, pod_view
+
+from asyncflow.api.status import RoleRecord
+from asyncflow.plan.roles import Readiness, Resources, RestartPolicy, Role
+from asyncflow_operator.decide.failure import take_stock
+from asyncflow_operator.decide.gang import caught_up, next_attempt, tend_gang
+from asyncflow_operator.decide.moments import Alarm
+
+ROLE = Role(
+    name="trainer",
+    replicas=3,
+    core=3,
+    most=3,
+    gang=True,
+    resources=Resources(cpu=1.0),
+    readiness=Readiness(path="/readyz", port="http", within_s=60.0),
+    restart=RestartPolicy(max_restarts=3, window_s=3600.0, backoff_s=4.0),
+)
+BEGUN = RoleRecord(attempt=2, begun=True)
+WHOLE = RoleRecord(attempt=2, begun=True, whole=True)
+
+
+def ranks(*indexes: int, attempt: int = 2, **changes):
+    return [pod_view("trainer", index, attempt=attempt, **changes) for index in indexes]
+
+
+def tend(pods, record, *, open_=True, unmade=False, now=START + 100):
+    return tend_gang(ROLE, pods, record, open_=open_, unmade=unmade, alarm=Alarm(now))
+
+
+def made(moves):
+    return [(seat.index, seat.attempt) for seat in moves.make]
+
+
+def test_all_ranks_are_made_at_once_and_that_is_on_record_first():
+    record, moves, _ = tend([], RoleRecord())
+    assert made(moves) == [(0, 0), (1, 0), (2, 0)]
+    assert (record.begun, record.whole) == (True, False)
+    assert made(tend([], RoleRecord(), open_=False)[1]) == []
+
+
+def test_a_gang_that_never_was_whole_is_completed():
+    record, moves, _ = tend(ranks(0, 2), BEGUN)
+    assert made(moves) == [(1, 2)]
+    assert record.attempt == 2
+
+
+def test_a_gang_that_was_whole_begins_again_without_a_rank():
+    pods = ranks(0, 2)
+    record, moves, notes = tend(pods, WHOLE)
+    assert (record.attempt, record.begun, record.whole) == (3, False, False)
+    assert {delete.ref.name for delete in moves.remove} == {pod.name for pod in pods}
+    assert made(moves) == []
+    assert [note.reason for note in notes] == ["TrainerGone"]
+
+
+def test_whether_a_begun_attempt_ran_is_not_guessed():
+    assert made(tend([], BEGUN)[1]) == [(0, 3), (1, 3), (2, 3)]
+    assert made(tend([], BEGUN, unmade=True)[1]) == [(0, 2), (1, 2), (2, 2)]
+
+
+def test_it_is_whole_once_all_have_been_seen():
+    assert tend(ranks(0, 1, 2), BEGUN)[0] == WHOLE
+    assert tend(ranks(0, 1, 2), WHOLE) == (WHOLE, tend(ranks(0, 1, 2), WHOLE)[1], ())
+
+
+def test_no_rank_is_made_while_one_of_an_older_attempt_is_there():
+    old = [*ranks(0, attempt=1, deleting=True), *ranks(1, attempt=1)]
+    record, moves, _ = tend(old, RoleRecord(attempt=2))
+    assert made(moves) == []
+    assert [delete.ref.name for delete in moves.remove] == ["demo-trainer-1"]
+    assert not record.begun
+
+
+def test_a_smaller_gang_is_another_attempt():
+    record, moves, _ = tend(ranks(0, 1, 2, 3), WHOLE)
+    assert record.attempt == 3
+    assert len(moves.remove) == 4
+
+
+def test_after_a_failure_it_waits_for_the_backoff():
+    stock = take_stock(ROLE, [dead("trainer", 0, attempt=2), *ranks(1, 2)], WHOLE, Alarm(START + 10))
+    alarm = Alarm(START + 12)
+    _, moves, _ = tend_gang(ROLE, [], stock.record, open_=True, unmade=False, alarm=alarm)
+    assert made(moves) == []
+    assert alarm.again_in_s == 2.0
+    assert made(tend([], stock.record, now=START + 14)[1]) == [(0, 3), (1, 3), (2, 3)]
+
+
+@pytest.mark.parametrize(("known", "pods"), [(7, []), (0, ranks(0, attempt=7))])
+def test_an_attempt_that_is_known_elsewhere_is_never_given_again(known, pods):
+    record = caught_up(RoleRecord(attempt=2), pods, known=known)
+    assert (record.attempt, record.begun) == (7, True)
+    assert caught_up(record, pods, known=known) == record
+
+
+def test_the_next_attempt_is_one_more():
+    assert next_attempt(WHOLE) == RoleRecord(attempt=3)

@@ -1,0 +1,270 @@
+"""One job: what is made in which order, what is left alone, and that nothing is done twice."""
+
+from dataclasses import replace
+
+import pytest
+from model import World
+from model_samples import DESIRED, JOB, QUEUE, START, job_of, names, pending, pod_view
+
+from asyncflow.api.status import JobStatus
+from asyncflow_operator.actions import Apply, Delete, Plan
+from asyncflow_operator.decide import decide_job
+from asyncflow_operator.observed import JobState, Owner, Ref
+
+HOUR = 3600
+ALL = ["controller-0", "driver-0", "rollout-0", "rollout-1", "storage-0", "storage-1", "trainer-0"]
+
+
+def owner(**changes) -> Owner:
+    return replace(Owner(kind="RLJob", namespace="team", name="demo", uid="uid-job", generation=3), **changes)
+
+
+def applied(plan: Plan) -> list[tuple[str, str]]:
+    actions = [action for stage in plan.stages for action in stage if isinstance(action, Apply)]
+    return [(action.manifest["kind"], action.manifest["metadata"]["name"]) for action in actions]
+
+
+def said(plan: Plan) -> dict[str, tuple[str, str]]:
+    conditions = plan.status["conditions"] if plan.status is not None else ()
+    return {each["type"]: (each["status"], each["reason"]) for each in conditions}
+
+
+def condition(world: World, kind: str):
+    return next(each for each in world.status.conditions if each.type == kind)
+
+
+def test_the_first_look_makes_what_supports_the_driver_then_the_driver():
+    plan = decide_job(JobState(owner=owner(), job=job_of()), now=START, desired=DESIRED)
+    support, made = plan.stages
+    assert {action.manifest["kind"] for action in support} >= {"ConfigMap", "Secret", "Service", "NetworkPolicy"}
+    kinds = [(action.manifest["kind"], action.manifest["metadata"]["name"]) for action in made]
+    assert kinds == [("TransferQueue", "demo"), ("WeightSync", "demo"), ("Pod", "demo-driver-0")]
+    assert plan.status["images"]["trainer"] == "registry.example/runtime-cpu:1"
+    assert plan.status["phase"] == "Pending"
+    assert {each["observedGeneration"] for each in plan.status["conditions"]} == {3}
+
+
+def test_roles_start_when_those_before_them_are_ready():
+    world = World(job_of())
+    seen = []
+    for _ in range(12):
+        world.one_round()
+        now = names(world.pods.values())
+        if not seen or seen[-1] != now:
+            seen.append(now)
+        world.now += 1
+    assert seen == [
+        ["driver-0"],
+        ["controller-0", "driver-0", "storage-0", "storage-1"],
+        ALL,
+    ]
+    assert world.status.phase == "Running"
+    assert condition(world, "Ready").status == "True"
+
+
+def test_a_gang_scheduler_sees_all_of_the_core_at_once():
+    world = World(job_of(scheduling={"gang": "volcano"}))
+    for ref in (JOB, QUEUE):
+        world.reconcile(ref)
+    assert names(world.pods.values()) == ALL
+
+
+def test_what_is_lost_while_a_job_runs_does_not_wait_for_others():
+    world = World(job_of())
+    world.settle()
+    for role in ("driver", "storage", "rollout"):
+        world.vanish(world.with_role(role)[0])
+    world.see_all()
+    for ref in (JOB, QUEUE):
+        world.reconcile(ref)
+    assert names(world.pods.values()) == ALL
+
+
+def test_a_whole_start_takes_few_writes():
+    world = World(job_of())
+    world.settle()
+    statuses = world.writes - len(world.pods) - len(world.objects)
+    assert statuses <= 12, f"{statuses} statuses of three objects"
+
+
+def test_after_any_death_of_the_operator_the_same_objects_are_there():
+    def life(world: World) -> dict[str, list[str]]:
+        world.settle()
+        world.end(world.with_role("rollout")[0], code=1)
+        world.calm(4)
+        world.end(world.with_role("storage")[1], code=137)
+        world.edit(rollout={"replicas": 3})
+        world.settle()
+        world.end(world.with_role("trainer")[0], code=1)
+        world.settle()
+        alive = names(world.pods.values())
+        world.edit(suspend=True)
+        world.settle()
+        world.edit(suspend=False)
+        world.settle()
+        again = names(world.pods.values())
+        restarts = dict(world.status.restarts)
+        world.succeed()
+        world.settle()
+        return {
+            "alive": alive,
+            "again": again,
+            "restarts": sorted(restarts.items()),
+            "end": names(world.pods.values()),
+            "objects": sorted(f"{ref.kind}/{ref.name}" for ref in world.objects),
+        }
+
+    undisturbed = World(job_of(trainer={"replicas": 2}))
+    wanted = life(undisturbed)
+    assert wanted["end"] == ["driver-0"]
+    for death in range(undisturbed.writes):
+        assert life(World(job_of(trainer={"replicas": 2}), deaths=frozenset([death]))) == wanted, death
+
+
+def test_a_quota_is_waited_for_without_using_up_attempts():
+    world = World(job_of(trainer={"replicas": 2}), quota=True)
+    for _ in range(30):
+        world.one_round()
+        world.now += 10
+    assert condition(world, "WhyPending").reason == "Denied"
+    assert "exceeded quota" in condition(world, "WhyPending").message
+    world.quota = False
+    world.settle()
+    assert world.status.phase == "Running"
+    assert world.status.attempt == 0
+
+
+def test_a_quota_that_lets_half_a_gang_in_does_not_make_it_restart():
+    world = World(job_of(trainer={"replicas": 4}))
+    world.calm(4)
+    while len(world.with_role("trainer")) < 4:
+        world.one_round()
+    for pod in world.with_role("trainer")[2:]:
+        world.vanish(pod)
+        world.made[pod.name].clear()
+    record = world.status.failures["trainer"]
+    failures = world.status.failures | {"trainer": record.model_copy(update={"whole": False})}
+    status = world.status.model_copy(update={"failures": failures})
+    world.mine[JOB] = world.seen_mine[JOB] = replace(world.mine[JOB], status=status)
+    world.quota = True
+    world.calm(5)
+    assert world.status.attempt == 0
+    world.quota = False
+    world.settle()
+    assert (world.status.attempt, len(world.with_role("trainer"))) == (0, 4)
+
+
+def test_in_a_namespace_that_ends_nothing_is_made():
+    state = JobState(owner=owner(), job=job_of(), namespace_ending=True)
+    plan = decide_job(state, now=START, desired=DESIRED)
+    assert plan.stages == ()
+    assert said(plan)["WhyPending"] == ("True", "NamespaceTerminating")
+
+
+@pytest.mark.parametrize("reason", ["Invalid", "NotYet"])
+def test_what_the_contract_refuses_is_told_and_left_alone(reason):
+    problem = "spec.critic: not yet: it is planned, and this version does not do it"
+    pods = (pod_view("driver"), pod_view("rollout"))
+    state = JobState(owner=owner(), job=None, problem=problem, problem_reason=reason, pods=pods)
+    plan = decide_job(state, now=START, desired=DESIRED)
+    assert plan.stages == ()
+    assert said(plan) == {"Accepted": ("False", reason), "Ready": ("False", "NotAccepted")}
+    assert plan.status["conditions"][0]["message"] == problem
+    again = replace(state, status=JobStatus.model_validate(plan.status, by_name=False))
+    assert decide_job(again, now=START + HOUR, desired=DESIRED) == Plan()
+
+
+def test_what_another_controller_manages_is_not_ours():
+    elsewhere = JobState(owner=owner(), job=job_of(managedBy="kueue.x-k8s.io/multikueue"))
+    assert decide_job(elsewhere, now=START, desired=DESIRED) == Plan()
+    ours = JobState(owner=owner(), job=job_of(managedBy="asyncflow.dev/operator"))
+    assert decide_job(ours, now=START, desired=DESIRED).stages != ()
+
+
+def test_a_job_that_is_being_deleted_is_left_to_the_garbage_collector():
+    state = JobState(owner=owner(deleting=True), job=job_of(), pods=(pod_view("rollout", deleting=True),))
+    assert decide_job(state, now=START, desired=DESIRED) == Plan()
+
+
+def test_images_are_pinned_when_a_job_is_created():
+    pinned = JobStatus(
+        images=dict.fromkeys(("driver", "controller", "storage", "trainer", "rollout"), "old/runtime-cpu:0")
+    )
+    plan = decide_job(JobState(owner=owner(), job=job_of(), status=pinned), now=START, desired=DESIRED)
+    pod = plan.stages[1][-1].manifest
+    assert pod["spec"]["containers"][0]["image"] == "old/runtime-cpu:0"
+    assert set(plan.status["images"].values()) == {"old/runtime-cpu:0"}
+
+
+def test_the_secret_goes_with_the_driver_and_where_a_pod_misses_it():
+    world = World(job_of())
+    world.settle()
+    secret = ("Secret", "demo-keys")
+    assert secret not in applied(world.decide(JOB))
+    world.vanish(world.with_role("rollout")[0])
+    world.see_all()
+    assert applied(world.decide(JOB)) == [("Pod", "demo-rollout-0")]
+    world.vanish(world.with_role("driver")[0])
+    world.see_all()
+    assert secret in applied(world.decide(JOB))
+    world.settle()
+    pod = world.with_role("rollout")[0]
+    missing = pending("rollout", pod.index, waiting_message='MountVolume failed: secret "demo-keys" not found')
+    world.pods[pod.name] = world.seen_pods[pod.name] = replace(missing, uid=pod.uid)
+    assert applied(world.decide(JOB)) == [secret]
+
+
+def test_an_object_that_somebody_deleted_or_changed_is_written_again():
+    world = World(job_of())
+    world.settle()
+    service = Ref("Service", "demo-driver")
+    del world.seen_objects[service]
+    config = Ref("ConfigMap", "demo")
+    world.seen_objects[config] = replace(world.seen_objects[config], digest="other")
+    assert sorted(applied(world.decide(JOB))) == [("ConfigMap", "demo"), ("Service", "demo-driver")]
+
+
+def test_nothing_is_deleted_of_a_job_that_runs_well():
+    world = World(job_of())
+    world.settle()
+    for seconds in (1, 100, 10_000):
+        world.now += seconds
+        world.look_at_driver()
+        plan = world.decide(JOB)
+        assert not [action for stage in plan.stages for action in stage if isinstance(action, Delete)]
+
+
+def test_an_attempt_that_only_the_driver_knows_is_not_given_again():
+    world = World(job_of())
+    world.settle()
+    world.mine[JOB] = replace(world.mine[JOB], status=JobStatus())
+    world.driver_attempt = 6
+    world.vanish(world.with_role("trainer")[0])
+    world.look_at_driver()
+    world.settle()
+    assert world.status.attempt == 7
+    assert world.with_role("trainer")[0].attempt == 7
+
+
+def test_a_pod_that_the_api_server_lost_on_the_way_is_asked_for_again_as_the_same_attempt():
+    world = World(job_of())
+    world.calm(4)
+    while not world.with_role("trainer"):
+        world.one_round()
+    pod = world.with_role("trainer")[0]
+    world.vanish(pod)
+    world.made[pod.name].clear()
+    world.settle()
+    assert (world.status.attempt, world.with_role("trainer")[0].attempt) == (0, 0)
+
+
+def test_an_operator_that_comes_back_late_does_not_guess_whether_a_pod_has_run():
+    world = World(job_of())
+    world.calm(4)
+    while not world.with_role("trainer"):
+        world.one_round()
+    world.vanish(world.with_role("trainer")[0])
+    world.now += 60
+    world.restart_operator()
+    world.settle()
+    assert world.status.attempt == 1

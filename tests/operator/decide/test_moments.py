@@ -1,0 +1,40 @@
+"""Moments and durations."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from asyncflow_operator.decide.moments import Alarm, read, spoken, written
+
+
+@given(st.floats(0, 4_000_000_000))
+def test_a_moment_comes_back_less_than_a_second_early(at: float) -> None:
+    back = read(written(at))
+    assert back is not None
+    assert 0 <= at - back < 1
+
+
+@pytest.mark.parametrize("text", [None, "", "soon", "2026-13-01T00:00:00Z"])
+def test_what_is_no_time_is_none(text: str | None) -> None:
+    assert read(text) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0s"), (59.9, "59s"), (60, "1m"), (3599, "59m"), (8000, "2h13m"), (86_400 * 3 + 4 * 3600, "3d4h")],
+)
+def test_durations_have_two_units(seconds: float, text: str) -> None:
+    assert spoken(seconds) == text
+
+
+def test_an_alarm_keeps_the_earliest_and_never_rings_at_once() -> None:
+    alarm = Alarm(100.0)
+    assert alarm.again_in_s is None
+    assert not alarm.until(100.0)
+    assert alarm.until(None)
+    assert alarm.again_in_s is None
+    assert alarm.until(150.0)
+    assert alarm.until(120.0)
+    assert alarm.again_in_s == 20.0
+    assert alarm.until(100.001)
+    assert alarm.again_in_s == 0.1

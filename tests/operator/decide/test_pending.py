@@ -1,0 +1,120 @@
+"""WhyPending: one sentence with the arithmetic, for every way in which something can fail to run."""
+
+from dataclasses import replace
+
+import pytest
+from model_samples import job_of, pending, pod_view
+
+from asyncflow.plan import plan
+from asyncflow_operator.decide.pending import why_pending
+from asyncflow_operator.observed import NodeFree, ObjectView, Ref
+
+NPU = "huawei.com/Ascend910"
+SCHEDULER = "0/3 nodes are available: 3 Insufficient huawei.com/Ascend910."
+NODES = (
+    NodeFree(name="node-7", free={NPU: 12.0, "cpu": 60.0, "memory": 2.0**38}),
+    NodeFree(name="node-8", free={NPU: 4.0, "cpu": 90.5, "memory": 2.0**36}),
+)
+
+
+def why(*pods, nodes=NODES, objects=None, denied="", ending=False, gang="none", **spec):
+    roles = plan(job_of(**({"trainer": {"accelerator": {"profile": "ascend-a3", "count": 16}}} | spec))).roles
+    return why_pending(roles, pods, objects=objects or {}, nodes=nodes, denied=denied, ending=ending, gang=gang)
+
+
+def test_nothing_waits():
+    assert why(pod_view("trainer"), pending("rollout")) is None
+
+
+def test_devices_with_the_arithmetic():
+    found = why(pending("trainer", unschedulable=SCHEDULER))
+    assert found.reason == "Unschedulable"
+    assert found.message == f"demo-trainer-0 needs 16 {NPU} on one node; the largest free is 12 on node-7"
+
+
+def test_how_many_more_wait():
+    waiting = [pending("trainer", index, unschedulable=SCHEDULER) for index in range(3)]
+    assert why(*waiting).message.endswith("(2 more pods wait)")
+    assert why(*waiting[:2]).message.endswith("(1 more pod waits)")
+
+
+@pytest.mark.parametrize(
+    ("resources", "message"),
+    [
+        ({"cpu": "100"}, "needs 100 CPU on one node; the largest free is 90.5 on node-8"),
+        ({"memory": "1024Gi"}, "needs 1024Gi memory on one node; the largest free is 256Gi on node-7"),
+    ],
+)
+def test_cores_and_memory(resources, message):
+    pod = pending("rollout", unschedulable="0/2 nodes are available: 2 Insufficient.")
+    assert message in why(pod, rollout={"resources": resources}).message
+
+
+def test_none_at_all():
+    bare = (NodeFree(name="node-1", free={"cpu": 4.0}),)
+    assert "none is free" in why(pending("trainer", unschedulable=SCHEDULER), nodes=bare).message
+
+
+def test_where_arithmetic_says_nothing_the_scheduler_does():
+    words = "0/2 nodes are available: 2 node(s) had untolerated taint(s)."
+    for nodes in (None, ()):
+        found = why(pending("rollout", unschedulable=words), nodes=nodes)
+        assert found.message == f"demo-rollout-0 finds no node: {words.rstrip('.')}"
+
+
+@pytest.mark.parametrize(
+    ("pod", "reason", "said"),
+    [
+        (
+            pending("rollout", waiting="ImagePullBackOff", waiting_message='Back-off pulling "x"'),
+            "ImagePull",
+            'Back-off pulling "x"',
+        ),
+        (
+            pending("rollout", waiting="CreateContainerConfigError", waiting_message='secret "s" not found'),
+            "ContainerConfig",
+            'secret "s" not found',
+        ),
+        (pending("rollout", gated=True), "Gated", "scheduling gate"),
+        (
+            pending("rollout", waiting="ContainerCreating", waiting_message="MountVolume failed"),
+            "Waiting",
+            "MountVolume failed",
+        ),
+    ],
+)
+def test_what_else_a_pod_waits_for(pod, reason, said):
+    found = why(pod)
+    assert found.reason == reason
+    assert said in found.message
+    assert found.message.startswith("demo-rollout-0")
+
+
+def test_a_claim_without_a_volume():
+    ref = Ref("PersistentVolumeClaim", "demo-ledger")
+    claims = {ref: ObjectView(ref=ref, uid="u", phase="Pending")}
+    words = "0/1 nodes are available: pod has unbound immediate PersistentVolumeClaims."
+    found = why(pending("controller", unschedulable=words), objects=claims)
+    assert found.reason == "ClaimPending"
+    assert "demo-ledger" in found.message
+
+
+def test_gangs_name_who_places_them():
+    assert "Kueue" in why(pending("rollout", gated=True), gang="kueue").message
+    words = "pod group is not ready, 3 Pending in gang"
+    found = why(pending("rollout", unschedulable=words), gang="volcano", nodes=NODES)
+    assert found.reason == "Gang"
+    assert "Volcano" in found.message
+
+
+def test_what_stops_everything_comes_first():
+    waiting = pending("trainer", unschedulable=SCHEDULER)
+    denied = why(waiting, denied="Pod/demo-rollout-1: exceeded quota: pods=10")
+    assert denied.reason == "Denied"
+    assert "exceeded quota: pods=10. Raise the quota" in denied.message
+    assert why(waiting, denied="x", ending=True).reason == "NamespaceTerminating"
+
+
+def test_words_of_others_are_cut():
+    assert len(why(pending("rollout", unschedulable="very " * 1000)).message) < 600
+    assert why(replace(pending("rollout", unschedulable="x"), deleting=True)) is None

@@ -1,0 +1,82 @@
+"""Figures in the words of ``kubectl get``, and the watchdog that says when there are no new ones."""
+
+import pytest
+from model_samples import START, pod_view
+
+from asyncflow.api.durability import LimitsSpec
+from asyncflow.api.status import CheckpointState, DriverStatus, JobStatus, Lag, QueueDepth, RolloutState
+from asyncflow_operator.decide.conditions import Board
+from asyncflow_operator.decide.moments import Alarm, written
+from asyncflow_operator.decide.progress import figures, judge
+from asyncflow_operator.observed import Probe
+
+LIMITS = LimitsSpec(stall_seconds=900)
+BEGUN = JobStatus(start_time=written(START))
+TRAINERS = [pod_view("trainer", started=START + 10)]
+
+
+def verdict(*, now: float, seen: DriverStatus | None = None, failing_since: float | None = None, trainers=TRAINERS):
+    board, alarm = Board((), 1, now), Alarm(now)
+    probe = Probe(status=seen, at=START, failing_since=failing_since)
+    judge(board, limits=LIMITS, status=BEGUN, probe=probe, trainers=trainers, alarm=alarm)
+    return board.shown[0], alarm.again_in_s
+
+
+def test_figures_are_the_drivers():
+    seen = DriverStatus(
+        step=12,
+        steps=60,
+        reward=0.5,
+        tokens_per_second=1234.5,
+        eta_seconds=8000,
+        lag=Lag(start=1.0, mean=0.4),
+        version=12,
+        queue=QueueDepth(ready=32),
+        rollouts=(RolloutState(id="a", state="ready"), RolloutState(id="b", state="lagging")),
+        checkpoint=CheckpointState(step=10),
+        waiting_for="1 rollout",
+    )
+    shown = figures(seen, ())
+    assert (shown["progress"], shown["eta"], shown["lag"], shown["queue_depth"]) == ("12/60", "2h13m", 1.0, 32)
+    assert (shown["checkpoint_step"], shown["ready_rollouts"], shown["waiting_for"]) == (10, 1, "1 rollout")
+
+
+def test_without_a_driver_only_pods_are_counted():
+    rollouts = [pod_view("rollout", 0), pod_view("rollout", 1, ready=False), pod_view("rollout", 2, deleting=True)]
+    assert figures(None, rollouts) == {"ready_rollouts": 1}
+
+
+@pytest.mark.parametrize(
+    ("seen", "patience"),
+    [
+        (DriverStatus(steps=60), 900),
+        (DriverStatus(steps=60, step_p95=20.0), 200),
+        (DriverStatus(steps=60, step_p95=1.0), 60),
+        (DriverStatus(steps=60, step_p95=500.0), 900),
+    ],
+)
+def test_patience_is_ten_steps_between_a_minute_and_the_limit(seen, patience):
+    since = START + 10
+    fine, again = verdict(now=since + patience - 1, seen=seen)
+    assert (fine.status, again) == ("False", 1.0)
+    stalled, _ = verdict(now=since + patience, seen=seen)
+    assert (stalled.status, stalled.reason) == ("True", "NoStep")
+
+
+def test_what_is_waited_for_is_told():
+    seen = DriverStatus(step=3, steps=60, last_step_at=written(START + 100), waiting_for="1 storage")
+    stalled, _ = verdict(now=START + 1000, seen=seen)
+    assert stalled.message == "No step for more than 15m, after step 3 of 60; it waits for 1 storage"
+
+
+def test_a_trainer_that_began_again_gets_its_time():
+    seen = DriverStatus(step=3, steps=60, step_p95=6.0, last_step_at=written(START + 20))
+    again = [pod_view("trainer", started=START + 500)]
+    assert verdict(now=START + 550, seen=seen, trainers=again)[0].status == "False"
+
+
+def test_of_a_driver_that_is_silent_nobody_knows():
+    assert verdict(now=START + 9000, failing_since=START)[0].status == "Unknown"
+    seen = DriverStatus(step=3, steps=60, last_step_at=written(START + 20))
+    assert verdict(now=START + 59, seen=seen, failing_since=START)[0].status == "False"
+    assert verdict(now=START + 60, seen=seen, failing_since=START)[0].status == "Unknown"

@@ -1,0 +1,216 @@
+"""Rollouts: who leaves, how, and that those who stay do not notice."""
+
+from dataclasses import replace
+
+from model import World
+from model_samples import JOB, START, dead, job_of, names, pending, pod_view
+
+from asyncflow.api.status import DriverStatus, Leaving, RoleRecord, RolloutState
+from asyncflow.plan import plan
+from asyncflow_operator.decide.moments import Alarm, written
+from asyncflow_operator.decide.scaling import Registered, still_leaving, tend_rollouts
+from asyncflow_operator.decide.seats import Moves
+from asyncflow_operator.observed import Probe
+
+ROLE = plan(job_of()).role("rollout")
+NOBODY = Registered(None, 0.0)
+
+
+def known(*rollouts: tuple[int, int, int, str], at: float = START + 50) -> Registered:
+    states = {
+        index: RolloutState(id=f"worker-{index}", index=index, inflight=inflight, version=version, state=state)
+        for index, inflight, version, state in rollouts
+    }
+    return Registered(states, at)
+
+
+def tend(pods, *, target, leaving=(), registered=NOBODY, record=None, open_=True, now=START + 50):
+    return tend_rollouts(
+        ROLE,
+        pods,
+        record or RoleRecord(),
+        target=target,
+        leaving=tuple(leaving),
+        registered=registered,
+        drain_s=30.0,
+        open_=open_,
+        alarm=Alarm(now),
+    )
+
+
+def chosen(crew):
+    return [int(each.name.rpartition("-")[2]) for each in crew.leaving]
+
+
+def leaves(pod, *, since=START + 40):
+    return Leaving(name=pod.name, uid=pod.uid, since=written(since))
+
+
+def test_new_ones_get_the_lowest_free_names():
+    crew = tend([pod_view("rollout", 1), pod_view("rollout", 4)], target=5, record=RoleRecord(attempt=3))
+    assert [(seat.index, seat.attempt) for seat in crew.moves.make] == [(0, 3), (2, 3), (3, 3)]
+    assert tend([], target=2, open_=False).moves.make == ()
+
+
+def test_who_does_not_run_leaves_first_then_who_has_least_then_the_oldest_then_the_last():
+    pods = [pod_view("rollout", index) for index in range(5)] + [pending("rollout", 5)]
+    registered = known(
+        (0, 4, 9, "ready"), (1, 1, 9, "ready"), (2, 1, 7, "ready"), (3, 2, 9, "ready"), (4, 2, 9, "ready")
+    )
+    assert [chosen(tend(pods, target=count, registered=registered)) for count in (5, 4, 3, 2, 1)] == [
+        [5],
+        [5, 2],
+        [5, 2, 1],
+        [5, 2, 1, 4],
+        [5, 2, 1, 4, 3],
+    ]
+
+
+def test_who_runs_is_asked_to_drain_and_deleted_when_the_driver_has_let_go():
+    pods = [pod_view("rollout", 0), pod_view("rollout", 1)]
+    first = tend(pods, target=1, registered=known((0, 3, 1, "ready"), (1, 2, 1, "ready")))
+    assert chosen(first) == [1]
+    assert [ask.path for ask in first.moves.ask] == ["/v1/rollouts/worker-1/drain"]
+    assert first.moves.remove == ()
+    asked = tend(pods, target=1, leaving=first.leaving, registered=known((0, 3, 1, "ready"), (1, 2, 1, "draining")))
+    assert (asked.moves.ask, asked.moves.remove, asked.moves.make) == ((), (), ())
+    gone = tend(pods, target=1, leaving=first.leaving, registered=known((0, 3, 1, "ready")))
+    assert [delete.ref.name for delete in gone.moves.remove] == ["demo-rollout-1"]
+
+
+def test_an_answer_from_before_the_choice_does_not_say_that_it_has_left():
+    pod = pod_view("rollout", 0)
+    registered = known(at=START + 30)
+    alarm = Alarm(START + 45)
+    crew = tend_rollouts(
+        ROLE,
+        [pod],
+        RoleRecord(),
+        target=0,
+        leaving=(leaves(pod),),
+        registered=registered,
+        drain_s=30.0,
+        open_=True,
+        alarm=alarm,
+    )
+    assert crew.moves.remove == ()
+    assert alarm.again_in_s == 5.0
+
+
+def test_who_has_ended_or_overstayed_or_is_known_to_nobody_is_deleted():
+    slow = pod_view("rollout", 0)
+    draining = known((0, 5, 1, "draining"))
+    for pods, registered, now in (
+        ([dead("rollout", 0, code=0)], draining, START + 50),
+        ([slow], draining, START + 81),
+        ([slow], NOBODY, START + 50),
+    ):
+        crew = tend(pods, target=0, leaving=[leaves(pods[0])], registered=registered, now=now)
+        assert [delete.uid for delete in crew.moves.remove] == [pods[0].uid]
+    assert tend([slow], target=0, leaving=[leaves(slow)], registered=draining, now=START + 79).moves.remove == ()
+
+
+def test_who_leaves_neither_counts_nor_gives_its_name_away():
+    old = pod_view("rollout", 0)
+    crew = tend([old, pod_view("rollout", 1)], target=2, leaving=[leaves(old)], registered=known((0, 1, 1, "draining")))
+    assert [seat.index for seat in crew.moves.make] == [2]
+    assert crew.staying == 1
+
+
+def test_a_name_that_has_another_pod_by_now_is_not_leaving():
+    old, new = pod_view("rollout", 0), pod_view("rollout", 0, attempt=1)
+    assert still_leaving((leaves(old),), [new]) == ()
+
+
+def test_remains_are_sent_away_before_anybody_who_runs():
+    pods = [dead("rollout", 0), pod_view("rollout", 1)]
+    assert chosen(tend(pods, target=1, registered=known((1, 0, 0, "ready")))) == [0]
+
+
+def test_an_old_answer_of_the_driver_is_no_answer():
+    rollouts = (RolloutState(id="a", index=0), RolloutState(id="b", index=1, state="lost"))
+    probe = Probe(status=DriverStatus(rollouts=rollouts), at=START)
+    assert list(Registered.of(probe, START + 30).by_index or {}) == [0]
+    assert Registered.of(probe, START + 31).by_index is None
+    assert Registered.of(Probe(), START).by_index is None
+
+
+def test_scaling_down_and_up_again_in_a_running_job():
+    world = World(job_of(rollout={"replicas": 4, "minReplicas": 1, "maxReplicas": 8}))
+    world.settle()
+    world.edit(rollout={"replicas": 1})
+    world.see_all()
+    world.reconcile(JOB)
+    assert len(world.status.draining) == 3
+    assert len(world.drained) == 3
+    assert len(world.with_role("rollout")) == 4
+    world.edit(rollout={"replicas": 3})
+    world.settle()
+    assert len(world.with_role("rollout")) == 3
+    assert world.status.draining == ()
+    assert world.status.failures["rollout"].restarts == 0
+
+
+def test_drained_rollouts_use_no_budget_and_leave_no_remains():
+    world = World(job_of(rollout={"replicas": 3, "minReplicas": 0, "maxReplicas": 8}))
+    world.settle()
+    world.edit(rollout={"replicas": 0})
+    world.settle()
+    assert world.with_role("rollout") == []
+    assert world.status.failures["rollout"] == RoleRecord()
+
+
+def test_a_hundred_kills_and_scalings_of_rollouts_never_touch_the_trainer():
+    world = World(job_of(rollout={"replicas": 4, "minReplicas": 0, "maxReplicas": 8}, trainer={"replicas": 2}))
+    world.settle()
+    others = [pod for pod in world.pods.values() if pod.role != "rollout"]
+    for turn in range(100):
+        rollouts = [pod for pod in world.with_role("rollout") if pod.phase == "Running" and not pod.deleting]
+        pod = world.order.choice(rollouts) if rollouts else None
+        match turn % 5, pod:
+            case (0, _) | (_, None):
+                world.edit(rollout={"replicas": world.order.randint(0, 8)})
+            case 1, _:
+                world.end(pod, code=137)
+            case 2, _:
+                world.end(pod, code=137, disrupted=True)
+            case 3, _:
+                world.take(pod)
+            case 4, _:
+                world.vanish(pod)
+        world.calm(world.order.randint(0, 3))
+        assert [pod for pod in world.pods.values() if pod.role != "rollout"] == others
+    world.settle()
+    assert len(world.with_role("rollout")) == world.spec.rollout.replicas
+    assert world.status.attempt == 0
+    assert names(others) == ["controller-0", "driver-0", "storage-0", "storage-1", "trainer-0", "trainer-1"]
+
+
+def test_what_the_decision_about_others_reads_has_no_rollouts():
+    world = World(job_of(trainer={"replicas": 2}))
+    world.settle()
+    crashed = [replace(pod, phase="Failed", exit_code=1) for pod in world.with_role("rollout")]
+    for pod in crashed:
+        world.seen_pods[pod.name] = pod
+    plan_ = world.decide(JOB)
+    touched = {action.ref.name for stage in plan_.stages for action in stage if hasattr(action, "ref")}
+    assert not any("trainer" in name for name in touched)
+
+
+def test_who_is_being_deleted_is_not_asked_any_more():
+    pod = pod_view("rollout", 0, deleting=True)
+    crew = tend([pod], target=0, leaving=[leaves(pod)], registered=known((0, 1, 1, "ready")))
+    assert crew.moves == Moves()
+
+
+def test_a_rollout_that_fails_on_its_way_out_uses_no_budget():
+    world = World(job_of(rollout={"replicas": 3, "minReplicas": 0, "maxReplicas": 8}))
+    world.settle()
+    world.edit(rollout={"replicas": 1})
+    world.see_all()
+    world.reconcile(JOB)
+    for each in world.status.draining:
+        world.end(world.pods[each.name], code=1)
+    world.settle()
+    assert world.status.restarts == {}
+    assert world.status.failures["rollout"].attempt == 0

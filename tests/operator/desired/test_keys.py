@@ -1,0 +1,45 @@
+"""Keys that nobody has to read."""
+
+import base64
+from dataclasses import replace
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+from zmq.utils import z85 as reference
+
+from asyncflow.net.keys import Keys
+from asyncflow_operator.desired import Desired
+from asyncflow_operator.desired.keys import key, token, z85
+from asyncflow_operator.observed import Owner
+
+JOB = Owner(kind="RLJob", namespace="a", name="math", uid="uid-1")
+MASTER = b"m" * 32
+
+
+@given(st.binary(max_size=64).filter(lambda raw: len(raw) % 4 == 0))
+def test_z85_is_zeromqs(raw):
+    assert z85(raw) == reference.encode(raw).decode()
+
+
+def test_the_runtime_takes_the_key(desired: Desired, job_state, tmp_path: Path):
+    secret = next(each for each in desired.supporting(job_state()) if each["kind"] == "Secret")
+    assert secret["metadata"]["name"] == "math-keys"
+    written = {name: base64.b64decode(value).decode() for name, value in secret["data"].items()}
+    file = tmp_path / "key"
+    file.write_text(written["key"])
+    assert Keys.load(file).domain == Keys.load(file).domain
+    assert written["token"] == desired.token(job_state().owner)
+    assert len(written["token"]) == 64
+
+
+def test_keys_belong_to_one_owner_and_one_master():
+    owners = [JOB, replace(JOB, uid="uid-2"), replace(JOB, kind="TransferQueue")]
+    made = {key(master, owner) for owner in owners for master in (MASTER, b"n" * 32)}
+    assert len(made) == 6
+    assert key(MASTER, replace(JOB, name="other", generation=9)) == key(MASTER, JOB)
+    assert key(MASTER, JOB) != token(MASTER, JOB)
+
+
+def test_the_master_secret_has_no_printed_form(desired: Desired):
+    assert "m" * 8 not in repr(desired)

@@ -1,0 +1,240 @@
+"""The pod of every role."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncflow.api.names import DIGEST
+from asyncflow.api.status import JobStatus
+from asyncflow_operator.desired import Desired
+from asyncflow_operator.observed import JobState, Manifest, Owner, QueueState
+
+JobStates = Callable[..., JobState]
+ROLES = ("driver", "controller", "storage", "trainer", "rollout")
+LEADER = "tcp://math-driver.team-a.svc:5571"
+
+
+def container(pod: Manifest) -> Manifest:
+    return next(each for each in pod["spec"]["containers"] if each["name"] == "asyncflow")
+
+
+def argument(pod: Manifest, option: str) -> str:
+    command = container(pod)["command"]
+    return str(command[command.index(f"--{option}") + 1])
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_pod_runs_the_command_of_the_plan_under_the_name_of_its_seat(desired: Desired, job_state: JobStates, role):
+    pod = desired.pod(job_state(), role, 2, 7)
+    assert pod["metadata"]["name"] == f"math-{role}-2"
+    assert pod["spec"]["restartPolicy"] == "Never"
+    assert container(pod)["command"][:5] == ["python", "-m", "asyncflow", "role", role]
+    said = {name: argument(pod, name) for name in ("job", "index", "attempt", "workdir", "http-port")}
+    assert said == {
+        "job": "/etc/asyncflow/job.yaml",
+        "index": "2",
+        "attempt": "7",
+        "workdir": "/var/lib/asyncflow",
+        "http-port": "9571",
+    }
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_all_dial_the_driver_and_the_driver_listens(desired: Desired, job_state: JobStates, role):
+    expected = "tcp://0.0.0.0:5571" if role == "driver" else LEADER
+    pod = desired.pod(job_state(), role, 0, 0)
+    assert argument(pod, "driver") == expected
+    assert [port["name"] for port in container(pod)["ports"]] == (["rpc", "http"] if role == "driver" else ["http"])
+
+
+def test_labels_say_whose_pod_it_is_and_no_user_changes_that(desired: Desired, job_state: JobStates):
+    theirs = {"team": "a", "app.kubernetes.io/managed-by": "Helm"}
+    state = job_state(labels=theirs, template={"labels": {"tier": "gold"}})
+    metadata = desired.pod(state, "rollout", 4, 1)["metadata"]
+    assert metadata["labels"] == {
+        "team": "a",
+        "tier": "gold",
+        "app.kubernetes.io/managed-by": "asyncflow-operator",
+        "app.kubernetes.io/part-of": "asyncflow",
+        "asyncflow.dev/job": "math",
+        "asyncflow.dev/role": "rollout",
+        "asyncflow.dev/index": "4",
+        "asyncflow.dev/attempt": "1",
+    }
+    (owner,) = metadata["ownerReferences"]
+    assert (owner["kind"], owner["uid"], owner["controller"], owner["blockOwnerDeletion"]) == (
+        "RLJob",
+        "uid-1",
+        True,
+        False,
+    )
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_pods_keep_the_restricted_standard(desired: Desired, job_state: JobStates, role):
+    spec = desired.pod(job_state(), role, 0, 0)["spec"]
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container({"spec": spec})["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert {kind for volume in spec["volumes"] for kind in volume} - {"name"} <= {"projected", "emptyDir"}
+
+
+@pytest.mark.parametrize(
+    ("role", "grace"), [("driver", 10), ("controller", 10), ("storage", 10), ("trainer", 13), ("rollout", 26)]
+)
+def test_the_grace_is_what_the_role_needs_to_leave_in_order(desired: Desired, job_state: JobStates, role, grace):
+    state = job_state(rollout={"drainSeconds": 20.5}, limits={"stopSeconds": 2.5})
+    assert desired.pod(state, role, 0, 0)["spec"]["terminationGracePeriodSeconds"] == grace
+
+
+def test_probes_ask_the_port_on_which_the_role_answers(desired: Desired, job_state: JobStates):
+    state = job_state(limits={"startSeconds": 90})
+    probed = container(desired.pod(state, "trainer", 0, 0))
+    assert probed["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
+    assert probed["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
+    assert probed["startupProbe"]["failureThreshold"] * probed["startupProbe"]["periodSeconds"] == 90
+
+
+def test_memory_and_devices_are_limits_and_cpu_is_not(desired: Desired, job_state: JobStates):
+    state = job_state(
+        trainer={
+            "accelerator": {"profile": "nvidia", "count": 2},
+            "resources": {"cpu": "2500m", "memory": "4Gi", "sharedMemory": "1Gi"},
+        }
+    )
+    pod = desired.pod(state, "trainer", 0, 0)
+    hard = {"memory": str(4 << 30), "nvidia.com/gpu": "2"}
+    assert container(pod)["resources"] == {"requests": {"cpu": "2500m", **hard}, "limits": hard}
+    shm = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "shm")
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": str(1 << 30)}
+    assert container(pod)["image"] == "registry.example/asyncflow/runtime-cuda:1.2.3"
+
+
+def test_the_pods_of_the_jobs_queue_belong_to_the_queue_and_to_the_family(desired: Desired, job_state: JobStates):
+    state = job_state()
+    owner = Owner(kind="TransferQueue", namespace="team-a", name="math", uid="uid-queue")
+    pod = desired.queue_pod(QueueState(owner=owner, queue=None, job=state), "storage", 1, 0)
+    assert (
+        pod["metadata"]["ownerReferences"][0] | {"kind": "TransferQueue", "uid": "uid-queue"}
+        == (pod["metadata"]["ownerReferences"][0])
+    )
+    assert pod["metadata"]["labels"]["asyncflow.dev/job"] == "math"
+    assert pod["metadata"]["labels"]["asyncflow.dev/queue"] == "math"
+    assert pod["spec"] == desired.pod(state, "storage", 1, 0)["spec"]
+
+
+def test_storage_units_spread_over_nodes_and_stay_near_their_readers(desired: Desired, job_state: JobStates):
+    spec = desired.pod(job_state(), "storage", 0, 0)["spec"]
+    (spread,) = spec["topologySpreadConstraints"]
+    assert (spread["topologyKey"], spread["whenUnsatisfiable"]) == ("kubernetes.io/hostname", "ScheduleAnyway")
+    (near,) = spec["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    (readers,) = near["podAffinityTerm"]["labelSelector"]["matchExpressions"]
+    assert readers["values"] == ["trainer", "rollout"]
+
+
+def test_on_the_hosts_network_no_two_processes_of_a_job_share_a_port(desired: Desired, job_state: JobStates):
+    state = job_state(template={"podSpec": {"hostNetwork": True}}, trainer={"replicas": 3})
+    seats = [("driver", 1), ("controller", 1), ("storage", 2), ("trainer", 3), ("rollout", 8)]
+    pods = [desired.pod(state, role, index, 0) for role, count in seats for index in range(count)]
+    assert {pod["spec"]["dnsPolicy"] for pod in pods} == {"ClusterFirstWithHostNet"}
+    numbers = [argument(pod, "http-port") for pod in pods]
+    assert len(set(numbers)) == len(pods)
+    http = [port["containerPort"] for pod in pods for port in container(pod)["ports"] if port["name"] == "http"]
+    assert list(map(str, http)) == numbers
+
+
+def test_a_template_of_a_role_wins_over_that_of_the_job(desired: Desired, job_state: JobStates):
+    state = job_state(
+        template={
+            "image": "everywhere:1",
+            "annotations": {"a": "job", "b": "job"},
+            "env": [{"name": "LEVEL", "value": "1"}, {"name": "HOME", "value": "/home/me"}],
+            "podSpec": {"nodeSelector": {"pool": "any"}, "priorityClassName": "low"},
+        },
+        rollout={
+            "template": {
+                "image": "rollout:2",
+                "annotations": {"b": "rollout"},
+                "env": [{"name": "LEVEL", "value": "2"}],
+                "podSpec": {
+                    "nodeSelector": {"pool": "fast"},
+                    "priorityClassName": None,
+                    "containers": [{"name": "asyncflow", "resources": {"limits": {"cpu": "3"}}}, {"name": "side"}],
+                },
+            }
+        },
+    )
+    driver, rollout = desired.pod(state, "driver", 0, 0), desired.pod(state, "rollout", 0, 0)
+    assert (container(driver)["image"], container(rollout)["image"]) == ("everywhere:1", "rollout:2")
+    assert rollout["metadata"]["annotations"] | {"a": "job", "b": "rollout"} == rollout["metadata"]["annotations"]
+    env = {each["name"]: each.get("value") for each in container(rollout)["env"]}
+    assert (env["LEVEL"], env["HOME"]) == ("2", "/home/me")
+    assert rollout["spec"]["nodeSelector"] == {"pool": "fast"}
+    assert (driver["spec"]["priorityClassName"], rollout["spec"].get("priorityClassName")) == ("low", None)
+    assert [each["name"] for each in rollout["spec"]["containers"]] == ["asyncflow", "side"]
+    assert container(rollout)["resources"] == {"requests": {"cpu": "1000m"}, "limits": {"cpu": "3"}}
+
+
+def test_another_version_of_the_operator_changes_no_pod_of_a_job_that_has_begun(
+    desired: Desired, newer: Desired, job_state: JobStates
+):
+    begun = job_state()
+    assert begun.job is not None
+    pinned = replace(begun, status=JobStatus(images=desired.images(begun.job)))
+    for role in ROLES:
+        assert newer.pod(pinned, role, 0, 0) == desired.pod(begun, role, 0, 0)
+
+
+def test_the_digest_follows_what_the_user_says_of_the_role_and_nothing_else(
+    desired: Desired, newer: Desired, job_state: JobStates
+):
+    def digest_of(builders: Desired, state: JobState, role, index: int = 0, attempt: int = 0) -> str:
+        digest = builders.pod(state, role, index, attempt)["metadata"]["annotations"][DIGEST]
+        assert digest == builders.pod_digest(state, role)
+        return str(digest)
+
+    plain = digest_of(desired, job_state(), "trainer")
+    assert digest_of(newer, job_state(), "trainer", 1, 5) == plain
+    assert digest_of(desired, job_state(rollout={"threads": 4}, limits={"stopSeconds": 1}), "trainer") == plain
+    assert digest_of(desired, job_state(trainer={"threads": 4}), "trainer") != plain
+    assert digest_of(desired, job_state(trainer={"replicas": 2}), "trainer") != plain
+    assert digest_of(desired, job_state(template={"image": "mine:1"}), "trainer") != plain
+    rollout = digest_of(desired, job_state(), "rollout")
+    assert digest_of(desired, job_state(trainer={"replicas": 2}), "rollout") == rollout
+    more = job_state(rollout={"replicas": 7, "minReplicas": 2, "maxReplicas": 9})
+    assert digest_of(desired, more, "rollout") == rollout
+
+
+@given(
+    role=st.sampled_from(ROLES),
+    index=st.integers(0, 9999),
+    attempt=st.integers(0, 10**6),
+    profile=st.sampled_from([("cpu", 0), ("nvidia", 1), ("ascend-a2", 8), ("ascend-a3", 16), ("ascend-a5", 8)]),
+    gang=st.sampled_from(["none", "volcano", "kueue"]),
+    network=st.booleans(),
+)
+def test_the_same_state_gives_the_same_bytes(desired, job_state, role, index, attempt, profile, gang, network):
+    accelerator = {"profile": profile[0], "count": profile[1]}
+
+    def made() -> str:
+        state = job_state(
+            trainer={"replicas": 2, "accelerator": accelerator},
+            rollout={"accelerator": accelerator},
+            scheduling={"gang": gang},
+            template={"podSpec": {"hostNetwork": network}},
+        )
+        return json.dumps(desired.pod(state, role, index, attempt))
+
+    assert made() == made()
+    names = [each["name"] for each in container(json.loads(made()))["env"]]
+    assert len(set(names)) == len(names)
+    assert len(json.loads(made())["metadata"]["name"]) <= 63

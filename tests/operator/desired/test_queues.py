@@ -1,0 +1,81 @@
+"""A queue that stands alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncflow.api.load import load
+from asyncflow.api.queue import TransferQueue
+from asyncflow_operator.desired import Desired, queue_roles
+from asyncflow_operator.observed import QueueState
+
+QueueStates = Callable[..., QueueState]
+
+
+def test_its_controller_is_the_address_that_units_dial(desired: Desired, queue_state: QueueStates):
+    state = queue_state(storageUnits=3)
+    dialled = {}
+    for role in ("controller", "storage"):
+        command = desired.queue_pod(state, role, 0, 0)["spec"]["containers"][0]["command"]
+        dialled[role] = command[command.index("--driver") + 1]
+    assert dialled == {"controller": "tcp://0.0.0.0:5571", "storage": "tcp://shared-controller.team-a.svc:5571"}
+    service = next(each for each in desired.queue_supporting(state) if each["kind"] == "Service")
+    assert service["metadata"]["name"] == "shared-controller"
+    assert service["spec"]["selector"] == {"asyncflow.dev/queue": "shared", "asyncflow.dev/role": "controller"}
+
+
+def test_its_roles_read_its_manifest(desired: Desired, queue_state: QueueStates, tmp_path: Path):
+    state = queue_state(storageUnits=3, bytesPerUnit="1Gi", ledger={"sync": "always"})
+    config = next(each for each in desired.queue_supporting(state) if each["kind"] == "ConfigMap")
+    file = tmp_path / "job.yaml"
+    file.write_text(config["data"]["job.yaml"])
+    queue = load(file)
+    assert isinstance(queue, TransferQueue)
+    assert state.queue is not None
+    assert queue.spec == state.queue.spec
+
+
+def test_a_unit_has_room_for_its_cells_and_itself(queue_state: QueueStates):
+    queue = queue_state(bytesPerUnit="1Gi", resources={"cpu": "250m"}).queue
+    assert queue is not None
+    controller, storage = queue_roles(queue)
+    assert storage.resources.memory == (1 << 30) + (256 << 20)
+    assert (controller.resources.cpu, storage.resources.cpu) == (0.25, 0.25)
+    assert (controller.after, storage.after) == ((), ("controller",))
+
+
+def test_the_ledger_lies_on_its_claim(desired: Desired, queue_state: QueueStates):
+    state = queue_state(ledger={"claim": {"size": "2Gi"}})
+    kinds = [each["kind"] for each in desired.queue_supporting(state)]
+    assert "PersistentVolumeClaim" in kinds
+    mounts = desired.queue_pod(state, "controller", 0, 0)["spec"]["containers"][0]["volumeMounts"]
+    (ledger,) = (mount for mount in mounts if mount["name"] == "ledger")
+    assert (ledger["mountPath"], ledger["subPath"]) == ("/var/lib/asyncflow", "shared")
+
+
+def test_any_pod_of_its_namespace_may_dial_it(desired: Desired, queue_state: QueueStates):
+    policy = next(each for each in desired.queue_supporting(queue_state()) if each["kind"] == "NetworkPolicy")
+    assert policy["spec"]["ingress"][0] == {"from": [{"podSelector": {}}]}
+
+
+def test_what_a_job_supports_its_queue_does_not(desired: Desired, queue_state: QueueStates, job_state):
+    state = QueueState(owner=queue_state().owner, queue=None, job=job_state())
+    assert desired.queue_supporting(state) == ()
+
+
+def test_a_queue_has_no_trainer(desired: Desired, queue_state: QueueStates):
+    with pytest.raises(KeyError):
+        desired.queue_pod(queue_state(), "trainer", 0, 0)
+
+
+def test_its_pods_keep_their_digest_over_versions_and_scalings(
+    desired: Desired, newer: Desired, queue_state: QueueStates
+):
+    before, after = queue_state(storageUnits=1), queue_state(storageUnits=9)
+    digests = {
+        builders.queue_pod(state, "storage", 0, 0)["metadata"]["annotations"]["asyncflow.dev/digest"]
+        for builders in (desired, newer)
+        for state in (before, after)
+    }
+    assert digests == {desired.queue_pod_digest(before, "storage")}

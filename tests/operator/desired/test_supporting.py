@@ -1,0 +1,152 @@
+"""Everything around the pods."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncflow.api.load import load_job
+from asyncflow.api.names import DIGEST
+from asyncflow.api.queue import TransferQueue
+from asyncflow.api.weights import WeightSync
+from asyncflow_operator.desired import Desired, digest
+from asyncflow_operator.observed import JobState, Manifest
+
+JobStates = Callable[..., JobState]
+
+
+def by_name(manifests: Iterable[Manifest]) -> dict[str, Manifest]:
+    return {f"{each['kind']}/{each['metadata']['name']}": each for each in manifests}
+
+
+def test_what_a_small_job_needs_and_no_more(desired: Desired, job_state: JobStates):
+    assert list(by_name(desired.supporting(job_state()))) == [
+        "ServiceAccount/math",
+        "ConfigMap/math",
+        "Secret/math-keys",
+        "NetworkPolicy/math",
+        "Service/math-driver",
+        "PodDisruptionBudget/math",
+    ]
+
+
+def test_a_gang_has_names_and_claims_are_made_where_a_size_is_given(desired: Desired, job_state: JobStates):
+    state = job_state(
+        trainer={"replicas": 2},
+        storage={
+            "ledger": {"claim": {"size": "1Gi", "storageClass": "fast"}},
+            "checkpoints": {"claim": {"name": "theirs"}},
+        },
+    )
+    made = by_name(desired.supporting(state))
+    service = made["Service/math-trainer"]["spec"]
+    assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
+    assert made["PersistentVolumeClaim/math-ledger"]["spec"] == {
+        "accessModes": ["ReadWriteOnce"],
+        "resources": {"requests": {"storage": "1Gi"}},
+        "storageClassName": "fast",
+    }
+    assert not any(name.startswith("PersistentVolumeClaim/") and "checkpoints" in name for name in made)
+
+
+def test_the_budget_lets_one_of_the_core_go(desired: Desired, job_state: JobStates):
+    made = by_name(desired.supporting(job_state(trainer={"replicas": 4})))
+    spec = made["PodDisruptionBudget/math"]["spec"]
+    assert spec["minAvailable"] == 1 + 1 + 2 + 4 - 1
+    (roles,) = spec["selector"]["matchExpressions"]
+    assert roles["values"] == ["driver", "controller", "storage", "trainer"]
+
+
+def test_only_the_family_talks_to_pods_and_watchers_reach_one_port(desired: Desired, job_state: JobStates):
+    spec = by_name(desired.supporting(job_state()))["NetworkPolicy/math"]["spec"]
+    family, watchers = spec["ingress"]
+    assert family == {"from": [{"podSelector": {"matchLabels": {"asyncflow.dev/job": "math"}}}]}
+    (namespaces,) = watchers["from"][0]["namespaceSelector"]["matchExpressions"]
+    assert namespaces["values"] == ["asyncflow-system", "monitoring"]
+    assert watchers["ports"] == [{"protocol": "TCP", "port": "http"}]
+
+
+def config_of(desired: Desired, state: JobState) -> str:
+    text: str = by_name(desired.supporting(state))["ConfigMap/math"]["data"]["job.yaml"]
+    return text
+
+
+def test_roles_read_the_job_that_was_applied(desired: Desired, job_state: JobStates, tmp_path: Path):
+    state = job_state(labels={"team": "a"}, scheduling={}, sampling={"maxTokens": 16, "stop": ["</s>", "\u2028\x85☃"]})
+    file = tmp_path / "job.yaml"
+    file.write_text(config_of(desired, state))
+    job = load_job(file)
+    assert state.job is not None
+    assert job.spec == state.job.spec
+    assert (job.name, job.metadata.namespace, job.partition) == ("math", "team-a", "uid-1")
+
+
+@given(text=st.text(max_size=50))
+def test_roles_read_any_text(desired: Desired, job_state: JobStates, tmp_path_factory, text):
+    train = {"source": "tiny://reverse-digits", "template": f"{text}{{question}}"}
+    state = job_state(data={"train": train})
+    file = tmp_path_factory.mktemp("job") / "job.yaml"
+    file.write_text(config_of(desired, state), encoding="utf-8", newline="")
+    assert load_job(file).spec.data.train.template == train["template"]
+
+
+def test_what_a_newer_contract_adds_does_not_reach_older_images(desired: Desired, job_state: JobStates):
+    """A field with its default value is not written: an older image would refuse a field that it does not know."""
+    text = config_of(desired, job_state())
+    assert "failurePolicy" not in text
+    assert "elasticity" not in text
+
+
+def test_a_suspended_job_has_the_same_manifest(desired: Desired, job_state: JobStates):
+    assert config_of(desired, job_state(suspend=True)) == config_of(desired, job_state())
+
+
+def test_another_version_of_the_operator_writes_nothing_again(
+    desired: Desired, newer: Desired, job_state: JobStates, queue_state
+):
+    state = job_state(scheduling={})
+    assert newer.supporting(state) == desired.supporting(state)
+    assert newer.children(state) == desired.children(state)
+    assert newer.queue_supporting(queue_state()) == desired.queue_supporting(queue_state())
+
+
+def test_the_children_say_what_the_job_says(desired: Desired, job_state: JobStates):
+    state = job_state(
+        transferQueue={"storageUnits": 3, "bytesPerUnit": "1Gi", "resources": {"memory": "2Gi"}},
+        storage={"ledger": {"sync": "always", "claim": {"size": "1Gi"}}},
+        template={"env": [{"name": "A", "value": "1"}]},
+    )
+    made = by_name(desired.children(state))
+    queue = TransferQueue.model_validate(made["TransferQueue/math"] | {"metadata": {"name": "math"}})
+    assert state.job is not None
+    assert queue.spec.ledger == state.job.spec.storage.ledger
+    assert queue.spec.template == state.job.spec.template
+    job_queue = state.job.spec.transfer_queue.model_dump(exclude={"name"})
+    assert queue.spec.model_dump(exclude={"ledger", "template"}) == job_queue
+    sync = WeightSync.model_validate(made["WeightSync/math"] | {"metadata": {"name": "math"}})
+    assert sync.spec.transport == "host"
+
+
+def test_a_job_that_names_a_queue_makes_none(desired: Desired, job_state: JobStates):
+    state = job_state(transferQueue={"name": "shared"}, weightSync={"name": "theirs"})
+    assert desired.children(state) == ()
+
+
+def test_every_object_is_stamped_and_owned(desired: Desired, job_state: JobStates, queue_state):
+    state = job_state(scheduling={"gang": "volcano"}, trainer={"replicas": 2})
+    made = (*desired.supporting(state), *desired.children(state), *desired.queue_supporting(queue_state()))
+    for each in made:
+        metadata = dict(each["metadata"])
+        annotations = dict(metadata.pop("annotations"))
+        stamp = annotations.pop(DIGEST)
+        assert stamp == digest(each | {"metadata": metadata | ({"annotations": annotations} if annotations else {})})
+        assert [owner["controller"] for owner in each["metadata"]["ownerReferences"]] == [True]
+        assert each["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "asyncflow-operator"
+
+
+def test_no_object_for_what_is_no_job(desired: Desired, job_state: JobStates):
+    broken = JobState(owner=job_state().owner, job=None, problem="spec.model: missing")
+    with pytest.raises(ValueError, match="math is no legal job"):
+        desired.supporting(broken)

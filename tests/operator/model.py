@@ -1,0 +1,171 @@
+"""The operator in a cluster in memory: ``decide`` and ``Desired`` are real, observing and carrying out are modelled.
+
+Plans are carried out action by action, in any order within a stage, and the operator may be killed after any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from model_api import Mine, Refused
+from model_cluster import Cluster
+from model_samples import DESIRED, JOB, QUEUE, SYNC
+
+from asyncflow_operator.actions import Action, Apply, Ask, Delete, Plan
+from asyncflow_operator.decide import decide_job, decide_queue, decide_sync
+from asyncflow_operator.observed import JobState, Probe, QueueState, Ref, SyncState
+
+
+class Killed(Exception):
+    """The operator is killed between two writes."""
+
+
+@dataclass
+class World(Cluster):
+    """A cluster with an operator. deaths: after so many writes, counted over the whole life, the operator dies;
+    denied: what it remembers of the API server's refusals; notes: what it told people.
+    """
+
+    deaths: frozenset[int] = frozenset()
+    denied: dict[Ref, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    # What the operator sees.
+
+    def see_spec(self) -> None:
+        """Bring the operator's view of the objects of ours up to date."""
+        self.seen_mine = dict(self.mine)
+
+    def see_all(self) -> None:
+        """List everything anew."""
+        self.see_spec()
+        self.seen_pods = dict(self.pods)
+        self.seen_objects = {ref: view for ref, view in self.objects.items() if ref.kind != "Secret"}
+
+    def late(self) -> list[str]:
+        """Give the pods of which the operator does not know the newest."""
+        names = {*self.pods, *self.seen_pods}
+        return sorted(name for name in names if self.pods.get(name) != self.seen_pods.get(name))
+
+    def restart_operator(self) -> None:
+        """A new process: nothing is remembered, everything is listed."""
+        self.see_all()
+        self.probe = Probe()
+        self.denied.clear()
+
+    def observe(self, ref: Ref) -> JobState | QueueState | SyncState:
+        """Give the state that ``decide`` is given."""
+        known = self.seen_mine[ref]
+        if ref == JOB:
+            return self._job_state(known)
+        job = self._job_state(self.seen_mine[JOB])
+        if ref == SYNC:
+            return SyncState(owner=known.owner, sync=known.model, status=known.status, job=job)
+        return QueueState(
+            owner=known.owner,
+            queue=known.model,
+            status=known.status,
+            job=job,
+            pods=tuple(pod for pod in job.pods if pod.role in ("controller", "storage")),
+            denied=self.denied.get(QUEUE, ""),
+        )
+
+    def _job_state(self, known: Mine) -> JobState:
+        queue = self.seen_mine.get(QUEUE)
+        return JobState(
+            owner=known.owner,
+            job=known.model,
+            status=known.status,
+            queue=queue.status if queue is not None else None,
+            pods=tuple(sorted(self.seen_pods.values(), key=lambda pod: pod.name)),
+            objects=dict(self.seen_objects),
+            probe=self.probe,
+            denied=self.denied.get(JOB, ""),
+            nodes=self.nodes,
+        )
+
+    def decide(self, ref: Ref) -> Plan:
+        """Decide about one object as the operator sees it now."""
+        state = self.observe(ref)
+        if isinstance(state, JobState):
+            return decide_job(state, now=self.now, desired=DESIRED)
+        if isinstance(state, QueueState):
+            return decide_queue(state, now=self.now, desired=DESIRED)
+        return decide_sync(state, now=self.now)
+
+    def reconcile(self, ref: Ref, *, killed_after: int | None = None) -> Plan:
+        """Decide and carry out. killed_after: writes after which the operator dies."""
+        if ref not in self.seen_mine:
+            return Plan()
+        plan = self.decide(ref)
+        try:
+            self._carry_out(ref, plan, killed_after)
+        except Killed:
+            self.restart_operator()
+        return plan
+
+    def _carry_out(self, ref: Ref, plan: Plan, killed_after: int | None) -> None:
+        left = iter(range(killed_after if killed_after is not None else 1_000_000))
+
+        def done() -> None:
+            if next(left, None) is None or self.writes in self.deaths:
+                self.deaths -= {self.writes}
+                raise Killed
+
+        if plan.status is not None:
+            done()
+            self.write_status(ref, plan.status)
+        failed = ""
+        for stage in plan.stages:
+            for action in self.order.sample(stage, len(stage)):
+                done()
+                failed = self._do(action) or failed
+            if failed:
+                break
+        if plan.stages:
+            self.denied[ref] = failed if failed != "driver" else ""
+        self.notes.extend(note.reason for note in plan.notes)
+
+    def _do(self, action: Action) -> str:
+        match action:
+            case Apply(manifest=manifest):
+                try:
+                    self.apply(manifest)
+                except Refused as refused:
+                    return str(refused)
+            case Delete(ref=ref, uid=uid):
+                self.delete(ref, uid)
+            case Ask(path=path):
+                return self.ask(path)
+        return ""
+
+    # Time.
+
+    def settle(self, *, rounds: int = 400, healthy: Callable[[], bool] = lambda: True) -> None:
+        """Let everything happen that is going to, without trouble, until nothing is left to do."""
+        quiet = 0
+        for _ in range(rounds):
+            before = self.writes
+            moved, waits = self.one_round()
+            quiet = 0 if moved or self.writes != before else quiet + 1
+            if JOB not in self.mine or (quiet > 3 and healthy()):
+                return
+            self.now += 1.0 if quiet <= 1 else min(30.0, *waits, 30.0)
+        plans = {ref.kind: self.decide(ref) for ref in self.seen_mine}
+        raise AssertionError(f"it never comes to rest: {self.status.phase}, {sorted(self.pods)}, {plans}")
+
+    def calm(self, rounds: int) -> None:
+        """Let so many seconds pass without trouble."""
+        for _ in range(rounds):
+            self.one_round()
+            self.now += 1.0
+
+    def one_round(self) -> tuple[bool, list[float]]:
+        """Let everybody take a step; gives whether a pod moved, and when the operator wants to look again."""
+        self.look_at_driver()
+        self.see_all()
+        plans = [self.reconcile(ref) for ref in (JOB, QUEUE, SYNC)]
+        moved = self.kubelets_work()
+        self.driver_works()
+        return moved, [plan.again_in_s for plan in plans if plan.again_in_s is not None]

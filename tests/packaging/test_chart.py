@@ -1,0 +1,195 @@
+"""The chart as Helm renders it: what is asked of a cluster, and what is refused before one is asked."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+import chart
+from asyncflow_operator.cluster.kinds import BY_NAME, EVENT, LEASE, NODE, Kind
+from asyncflow_operator.settings import PREFIX, Settings
+from chart import CHART, ChartError
+
+Object = dict[str, Any]
+Render = Callable[..., list[Object]]
+
+ALL_ON: Object = {
+    "metrics": {
+        "namespaces": ["monitoring"],
+        "serviceMonitor": {"enabled": True},
+        "podMonitor": {"enabled": True},
+        "rules": {"enabled": True},
+    },
+    "dashboards": {"enabled": True, "annotations": {"folder": "RL"}},
+    "image": {"digest": "sha256:" + "0" * 64},
+    "imagePullSecrets": [{"name": "registry"}],
+    "priorityClassName": "system-cluster-critical",
+    "nodeSelector": {"disk": "ssd"},
+    "tolerations": [{"key": "a", "operator": "Exists"}],
+    "podAnnotations": {"a": "b"},
+    "podLabels": {"c": "d"},
+}
+NAMESPACED: Object = {"namespaces": ["team-a", "team-b"]}
+VARIANTS = {"default": {}, "namespaced": NAMESPACED, "all": ALL_ON, "all namespaced": ALL_ON | NAMESPACED}
+SCALED_BY_CLUSTER = {"ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition"}
+
+
+@pytest.fixture(params=VARIANTS.values(), ids=VARIANTS)
+def rendered(request: pytest.FixtureRequest, render: Render) -> list[Object]:
+    return render(request.param)
+
+
+def of(objects: list[Object], kind: str) -> list[Object]:
+    return [each for each in objects if each["kind"] == kind]
+
+
+def rules(objects: list[Object]) -> Iterator[Object]:
+    """What the operator may do, users apart."""
+    for role in of(objects, "ClusterRole") + of(objects, "Role"):
+        if not any(label.startswith("rbac.authorization.k8s.io") for label in role["metadata"]["labels"]):
+            yield from role["rules"]
+
+
+@pytest.mark.usefixtures("render")
+def test_lint_finds_nothing() -> None:
+    assert "0 chart(s) failed" in chart.helm("lint", str(CHART), "--strict", "--kube-version", chart.KUBERNETES)
+
+
+@pytest.mark.usefixtures("render")
+def test_what_is_made_from_the_chart_is_up_to_date() -> None:
+    assert chart.out_of_date() == []
+
+
+def test_the_chart_has_the_version_of_the_package() -> None:
+    from asyncflow import __version__
+
+    about = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert about["appVersion"] == __version__
+
+
+def test_the_crds_are_ours_and_stay(render: Render) -> None:
+    found = {each["metadata"]["name"]: each for each in of(render(), "CustomResourceDefinition")}
+    ours = [yaml.safe_load(file.read_text()) for file in (chart.ROOT / "crds").glob("*.yaml")]
+    assert found.keys() == {each["metadata"]["name"] for each in ours}
+    for each in ours:
+        assert found[each["metadata"]["name"]]["spec"] == each["spec"]
+        assert found[each["metadata"]["name"]]["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    assert of(render({"crds": {"install": False}}), "CustomResourceDefinition") == []
+
+
+def test_no_rule_says_everything_and_nobody_reads_secrets(rendered: list[Object]) -> None:
+    for rule in rules(rendered):
+        assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
+        if "secrets" in rule["resources"]:
+            assert set(rule["verbs"]) == {"create", "patch"}
+
+
+def test_the_operator_may_touch_exactly_the_kinds_that_it_knows(render: Render) -> None:
+    def resource(kind: Kind) -> tuple[str, str]:
+        return kind.api_version.rpartition("/")[0], kind.plural
+
+    granted = {(group, each) for rule in rules(render()) for group in rule["apiGroups"] for each in rule["resources"]}
+    ours = {("asyncflow.dev", f"{plural}/status") for plural in ("rljobs", "transferqueues", "weightsyncs")}
+    assert granted == {resource(kind) for kind in (*BY_NAME.values(), EVENT, LEASE, NODE)} | ours
+
+
+def test_what_is_watched_may_be_listed_and_watched(render: Render) -> None:
+    verbs: dict[str, set[str]] = {}
+    for rule in rules(render()):
+        for resource in rule["resources"]:
+            verbs.setdefault(resource, set()).update(rule["verbs"])
+    for kind in BY_NAME.values():
+        assert ({"list", "watch"} <= verbs[kind.plural]) == (kind.watched != "never"), kind.plural
+
+
+def test_a_namespaced_operator_has_nothing_of_the_cluster(render: Render) -> None:
+    objects = render(NAMESPACED | {"crds": {"install": False}})
+    assert {each["kind"] for each in objects} & SCALED_BY_CLUSTER == set()
+    granted = {
+        each["metadata"]["namespace"] for each in of(objects, "Role") if each["metadata"]["name"].endswith("-jobs")
+    }
+    assert granted == set(NAMESPACED["namespaces"])
+
+
+def test_two_replicas_that_avoid_each_other(render: Render) -> None:
+    objects = render()
+    (deployment,) = of(objects, "Deployment")
+    (budget,) = of(objects, "PodDisruptionBudget")
+    assert deployment["spec"]["replicas"] == 2
+    assert "podAntiAffinity" in deployment["spec"]["template"]["spec"]["affinity"]
+    assert budget["spec"]["maxUnavailable"] == 1
+    assert of(render({"replicas": 1}), "PodDisruptionBudget") == []
+
+
+def test_every_variable_is_a_setting(rendered: list[Object]) -> None:
+    (deployment,) = of(rendered, "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    named = {variable["name"].removeprefix(PREFIX).lower() for variable in container["env"]}
+    assert named <= set(Settings.model_fields)
+    assert {name for name, field in Settings.model_fields.items() if field.is_required()} <= named
+
+
+def test_pods_of_the_operator_are_not_taken_for_pods_of_a_job(rendered: list[Object]) -> None:
+    (deployment,) = of(rendered, "Deployment")
+    assert deployment["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/managed-by"] != "asyncflow-operator"
+
+
+def test_nothing_needs_the_prometheus_operator_unless_it_is_asked_for(render: Render) -> None:
+    assert not [each for each in render() if each["apiVersion"].startswith("monitoring.coreos.com")]
+    asked = {each["kind"] for each in render(ALL_ON) if each["apiVersion"].startswith("monitoring.coreos.com")}
+    assert asked == {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
+
+
+def test_the_rules_are_those_of_the_file(render: Render) -> None:
+    (rule,) = of(render(ALL_ON), "PrometheusRule")
+    assert rule["spec"] == yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
+
+
+def test_a_key_is_made_unless_there_is_one(render: Render) -> None:
+    (secret,) = of(render(), "Secret")
+    assert secret["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    assert secret["immutable"]
+    assert len(secret["data"]["master.key"]) >= 64
+    given = render({"masterKey": {"existingSecret": "mine", "key": "k"}})
+    (deployment,) = of(given, "Deployment")
+    volumes = {volume["name"]: volume for volume in deployment["spec"]["template"]["spec"]["volumes"]}
+    assert of(given, "Secret") == []
+    assert volumes["master-key"]["secret"]["secretName"] == "mine"
+    assert volumes["master-key"]["secret"]["items"] == [{"key": "k", "path": "master.key"}]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"replica": 2}, "replica"),
+        ({"replicas": "two"}, "replicas"),
+        ({"replicas": 0}, "replicas"),
+        ({"image": {"tag": "latest"}}, "tag"),
+        ({"image": {"digest": "sha256:abc"}}, "digest"),
+        ({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
+        ({"image": {"repo": "x"}}, "repo"),
+        ({"namespaces": "all"}, "namespaces"),
+        ({"namespaces": ["Team_A"]}, "namespaces"),
+        ({"namespaces": ["a", "a"]}, "namespaces"),
+        ({"crds": {"install": "yes"}}, "install"),
+        ({"masterKey": {"value": "secret"}}, "value"),
+        ({"resources": {"limits": {"memory": "lots"}}}, "memory"),
+        ({"resources": {"limits": {"nvidia.com/gpu": 1}}}, "gpu"),
+        ({"metrics": {"serviceMonitor": {"interval": "often"}}}, "interval"),
+        ({"networkPolicy": {"apiServerPorts": []}}, "apiServerPorts"),
+        ({"rbac": {"clusterAdmin": True}}, "clusterAdmin"),
+        ({"workers": 0}, "workers"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(values: Object, said: str, render: Render) -> None:
+    with pytest.raises(ChartError, match=re.escape(said)):
+        render(values)
+
+
+def test_the_schema_knows_every_value_and_nothing_else() -> None:
+    schema = yaml.safe_load((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert schema["additionalProperties"] is False
+    assert set(schema["properties"]) - {"global"} == set(values)

@@ -1,0 +1,164 @@
+"""Dashboards and alerts ask only for what is emitted: every series, and every label by which it is chosen."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import promql_parser as promql
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.metrics import MetricWrapperBase
+
+import chart
+from asyncflow.api.job import RLJob
+from asyncflow.api.load import load
+from asyncflow.net.rpc import RpcCounters
+from asyncflow.telemetry.busy import BusyClock
+from asyncflow.telemetry.metrics import ControllerMetrics, DriverMetrics, RolloutMetrics, StorageMetrics, TrainerMetrics
+from asyncflow_operator.desired import Desired, DesiredSettings, Registry
+from asyncflow_operator.observed import JobState, Owner
+from asyncflow_operator.telemetry import Metrics
+
+FILES = Path(__file__).parents[2] / "charts" / "asyncflow" / "files"
+DASHBOARDS = sorted((FILES / "dashboards").glob("*.json"))
+SCRAPED = {"namespace", "pod", "instance", "rljob", "queue", "role", "index"}
+"""Labels that the scraper adds, those of the chart's PodMonitor among them."""
+SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
+
+
+def registries() -> Iterator[CollectorRegistry]:
+    """Of every role and of the operator, with all that a running process adds to its own."""
+    for role in (DriverMetrics(), ControllerMetrics(), StorageMetrics()):
+        counters = RpcCounters()
+        counters.calls["a"] = counters.errors["a"] = counters.dropped["a"] = 1
+        role.watch_rpc(counters)
+        yield role.registry
+    for worker in (RolloutMetrics(), TrainerMetrics()):
+        worker.watch_busy(BusyClock())
+        yield worker.registry
+    yield Metrics().registry
+
+
+def emitted() -> dict[str, set[str]]:
+    """The series of all processes by name, each with its labels."""
+    series: dict[str, set[str]] = {}
+    for registry in registries():
+        declared = {
+            collector._name: set(collector._labelnames)
+            for collector in registry._collector_to_names
+            if isinstance(collector, MetricWrapperBase)
+        }
+        for family in registry.collect():
+            labels = declared.get(family.name, set()) | {key for sample in family.samples for key in sample.labels}
+            series |= dict.fromkeys(names(family), labels | ({"le"} if family.type == "histogram" else set()))
+    return series
+
+
+def names(family: Metric) -> list[str]:
+    return [family.name + suffix for suffix in SUFFIXES[family.type]]
+
+
+def asked(part: Any, grouped: frozenset[str] = frozenset()) -> Iterator[tuple[str, set[str]]]:
+    """The series of an expression by name, each with the labels by which it is chosen or grouped."""
+    if isinstance(part, promql.VectorSelector):
+        yield part.name, {matcher.name for matcher in part.matchers.matchers} | grouped
+    elif isinstance(part, promql.MatrixSelector):
+        yield from asked(part.vector_selector, grouped)
+    elif isinstance(part, promql.AggregateExpr):
+        yield from asked(part.expr, grouped | set(part.modifier.labels if part.modifier else ()))
+    elif isinstance(part, promql.BinaryExpr):
+        yield from asked(part.lhs, grouped)
+        yield from asked(part.rhs, frozenset() if str(part.op) == "and" else grouped)
+    elif isinstance(part, promql.Call):
+        for argument in part.args:
+            yield from asked(argument, grouped)
+    elif isinstance(part, promql.ParenExpr):
+        yield from asked(part.expr, grouped)
+    else:
+        assert isinstance(part, promql.NumberLiteral), part
+
+
+def questions() -> Iterator[tuple[str, str]]:
+    for dashboard in DASHBOARDS:
+        for panel in json.loads(dashboard.read_text())["panels"]:
+            for target in panel.get("targets", ()):
+                yield f"{dashboard.stem}: {panel['title']}", target["expr"]
+    for alert in alerts():
+        yield f"alert {alert['alert']}", alert["expr"]
+
+
+def alerts() -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+@pytest.mark.parametrize("expression", [pytest.param(text, id=where) for where, text in questions()])
+def test_what_is_asked_for_is_emitted(expression: str) -> None:
+    series = emitted()
+    for name, labels in asked(promql.parse(expression)):
+        assert name in series, f"nobody emits {name}"
+        assert labels <= series[name] | SCRAPED, f"{name} has no {labels - series[name] - SCRAPED}"
+
+
+def test_a_legend_names_labels_that_are_left() -> None:
+    for dashboard in DASHBOARDS:
+        for panel in json.loads(dashboard.read_text())["panels"]:
+            for target in panel.get("targets", ()):
+                shown = set(re.findall(r"{{(\w+)}}", target.get("legendFormat", "")))
+                expression = promql.parse(target["expr"])
+                grouped = set().union(*(labels for _, labels in asked(expression)))
+                assert shown <= grouped | SCRAPED, f"{panel['title']}: {target['legendFormat']}"
+
+
+def test_variables_of_dashboards_are_emitted() -> None:
+    series = emitted()
+    for dashboard in DASHBOARDS:
+        for variable in json.loads(dashboard.read_text())["templating"]["list"]:
+            if variable["type"] == "query":
+                name, label = re.fullmatch(r"label_values\((\w+)(?:{.*})?, (\w+)\)", variable["definition"]).groups()
+                assert name in series
+                assert label in series[name] | SCRAPED
+
+
+def test_dashboards_are_whole() -> None:
+    boards = [json.loads(dashboard.read_text()) for dashboard in DASHBOARDS]
+    assert {board["uid"] for board in boards} == {"asyncflow-fleet", "asyncflow-job"}
+    for board in boards:
+        ids = [panel["id"] for panel in board["panels"]]
+        assert len(set(ids)) == len(ids)
+        for panel in board["panels"]:
+            place = panel["gridPos"]
+            assert place["x"] + place["w"] <= 24
+            assert panel["type"] == "row" or panel["targets"]
+
+
+def test_the_pod_monitor_finds_the_pods_of_a_job(render: Callable[..., list[dict[str, Any]]]) -> None:
+    objects = render({"metrics": {"podMonitor": {"enabled": True}}})
+    spec = next(each["spec"] for each in objects if each["kind"] == "PodMonitor")
+    job = load(chart.ROOT / "examples" / "quickstart.yaml")
+    assert isinstance(job, RLJob)
+    desired = Desired(DesiredSettings(registry=Registry(prefix="registry", tag="1"), master=b"m" * 32))
+    owner = Owner(kind="RLJob", namespace="default", name=job.name, uid="u")
+    pod = desired.pod(JobState(owner=owner, job=job), "rollout", 0, 0)
+    labels = pod["metadata"]["labels"]
+    (endpoint,) = spec["podMetricsEndpoints"]
+    assert spec["selector"]["matchLabels"].items() <= labels.items()
+    assert endpoint["port"] in {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
+    seen = {f"__meta_kubernetes_pod_label_{re.sub('[./-]', '_', label)}" for label in labels}
+    wanted = {source for each in endpoint["relabelings"] for source in each["sourceLabels"]}
+    assert wanted - seen == {"__meta_kubernetes_pod_label_asyncflow_dev_queue"}
+    assert {each["targetLabel"] for each in endpoint["relabelings"]} <= SCRAPED
+
+
+def test_every_alert_says_what_to_do() -> None:
+    assert len(alerts()) >= 5
+    for alert in alerts():
+        assert alert["labels"]["severity"] in ("warning", "critical")
+        assert alert["annotations"]["summary"]
+        assert alert["annotations"]["runbook"].endswith(".")
+        labels = set(re.findall(r"\$labels\.(\w+)", json.dumps(alert["annotations"])))
+        grouped = set().union(*(labels for _, labels in asked(promql.parse(alert["expr"]))))
+        assert labels <= grouped, alert["alert"]
