@@ -47,9 +47,9 @@ class Bench:
         self.dues: list[int] = []
         self.results: list[EvaluationResult] = []
         self._wanted, self._prompts = wanted, prompts
-        self.evaluation = self.of_a_driver()
+        self.evaluation = self.of_the_first_round()
 
-    def of_a_driver(self) -> Evaluation:
+    def of_the_first_round(self) -> Evaluation:
         made = Evaluation.of(
             self._wanted,
             queue=self.queue,
@@ -136,9 +136,10 @@ async def test_what_another_history_has_answered_does_not_count(tmp_path: Path) 
         assert await at.recorded(1) == [EvaluationResult(step=2, prompts=3, accuracy=0.0, greedy=0.0)]
 
 
-async def test_what_a_dead_driver_put_keeps_nobody_waiting(tmp_path: Path) -> None:
+async def test_what_comes_late_of_an_earlier_round_keeps_nobody_waiting(tmp_path: Path) -> None:
     async with bench(tmp_path) as at:
-        await at.of_a_driver()._put_prompts(2, [1])
+        at.evaluation._round = at.evaluation._cleared = 1
+        await at.of_the_first_round()._put_prompts(2, [1])
         at.due(2)
         await at.answer(await at.claim(6), right=True)
         await at.answer(await at.claim(6), right=False)

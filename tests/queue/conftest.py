@@ -30,6 +30,7 @@ class Queue:
         self.epoch = self.table.join_unit(0, "unit-a")
         self.counter = 0
         self.tickets = 0
+        self.creator = 0
 
     def create(self, *serials, size=2, step=1, oldest=0, newest=NEWEST, purpose="train", partition=P):
         metas = [
@@ -50,7 +51,7 @@ class Queue:
     def put(self, metas, size):
         rows = [RowPlace(self.epoch, 0, self.counter + i).row for i in range(len(metas))]
         self.counter += len(rows)
-        admitted = self.table.create(metas, rows, size, self.cells(len(rows), "prompt"))
+        admitted = self.table.create(metas, rows, size, self.cells(len(rows), "prompt"), attempt=self.creator)
         self.keep([row for row, ok in zip(rows, admitted, strict=True) if ok], ["prompt"])
         return admitted
 

@@ -8,6 +8,7 @@ was filtered.
 from collections import Counter
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -18,6 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from asyncflow.errors import Fenced
 from asyncflow.queue.audit import Auditor
 from asyncflow.queue.books import Books
 from asyncflow.queue.compaction import dump
@@ -149,6 +151,15 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(worker=st.integers(0, 2))
     def kill_worker(self, worker):
         self.queue.table.claims.expire_worker(f"w{worker}")
+
+    @rule(serial=st.integers(0, SERIALS - 1))
+    def replace_creator(self, serial):
+        self.queue.creator += 1
+        self.queue.table.take_over(P, self.queue.creator)
+        self.queue.creator -= 1
+        with pytest.raises(Fenced):
+            self.queue.create(serial, size=SIZE, step=1 + (serial + 1) % STEPS)
+        self.queue.creator += 1
 
     @rule()
     def restart_controller(self):

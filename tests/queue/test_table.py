@@ -2,7 +2,8 @@
 
 import pytest
 
-from asyncflow.errors import Refused
+from asyncflow.errors import Fenced, Refused
+from asyncflow.queue.compaction import dump
 from asyncflow.queue.messages import RowMeta, TaskSpec
 from asyncflow.queue.state import State
 
@@ -30,6 +31,47 @@ def test_creation_is_idempotent_and_whole(queue):
     half = [RowMeta(partition=P, serial=5, sample=1, step=1)]
     assert queue.put(half, 2) == [False]
     assert queue.table.books.partitions[P].next_serial == 1
+
+
+def test_an_attempt_that_was_taken_over_from_changes_nothing(queue):
+    queue.creator = 1
+    queue.create(0)
+    queue.table.take_over(P, 2)
+    queue.table.take_over(P, 2)
+    for change in (lambda: queue.create(1), lambda: queue.table.clear(P, 1), lambda: queue.table.take_over(P, 1)):
+        before = list(queue.events())
+        with pytest.raises(Fenced, match="creator attempt 1 is over, 2 has begun"):
+            change()
+        assert queue.events() == before
+    queue.creator = 2
+    assert queue.create(1, step=2) == [True, True]
+    queue.creator = 3
+    assert queue.create(2) == [True, True]
+
+
+@pytest.mark.parametrize("meanwhile", ["restart", "compaction", "clearing"])
+def test_a_take_over_lasts(queue, meanwhile):
+    queue.table.take_over(P, 2)
+    queue.creator = 2
+    queue.create(0)
+    if meanwhile == "clearing":
+        queue.table.clear(P, 2)
+    if meanwhile == "compaction":
+        queue.events()
+        queue.log[:] = dump(queue.table.books)
+    queue.restart()
+    queue.creator = 1
+    with pytest.raises(Fenced):
+        queue.create(1)
+
+
+def test_a_put_into_two_partitions_is_fenced_as_a_whole(queue):
+    queue.table.take_over("eval", 1)
+    metas = [RowMeta(partition=name, serial=0, sample=0, step=1) for name in (P, "eval")]
+    before = list(queue.events())
+    with pytest.raises(Fenced):
+        queue.put(metas, 1)
+    assert queue.events() == before
 
 
 def test_serials_that_were_skipped_are_known(queue):

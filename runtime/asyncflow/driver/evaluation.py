@@ -5,8 +5,9 @@ between training prompts. Each held-out prompt is sampled ``samples`` times at t
 asked for, once greedily.
 
 When a step is made again, weights that were being evaluated may be those of another history; then everything that is
-not recorded begins anew, in another *round*, whose number travels with the rows. It does so too when rows turn up that
-a driver put which is no more, and that a storage unit or the controller took in late: they keep its successor's out.
+not recorded begins anew, in another *round*, whose number travels with the rows. It does so too when rows of an
+earlier round turn up, which were under way when the partition was cleared: they keep those of this round out. What
+another driver put cannot turn up: this one has taken over.
 
 Invariant: an evaluation is recorded once a round, when all its samples of that round are in, and all of them were made
 by a θ_step.
@@ -15,7 +16,6 @@ by a θ_step.
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,12 +80,8 @@ class Evaluation:
     finished: Callable[[EvaluationResult], None]
     _tallies: dict[int, Tally] = field(default_factory=dict)
     _put: set[int] = field(default_factory=set)
-    _round: int = field(default_factory=lambda: secrets.randbits(48))
-    _cleared: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Count on a partition that was cleared before."""
-        self._cleared = self._round
+    _round: int = 0
+    _cleared: int = 0
 
     @classmethod
     def of(cls, spec: RLJobSpec, *, prompter: Prompter | None, **others: Any) -> Evaluation | None:
@@ -156,7 +152,7 @@ class Evaluation:
         """Count a row of this round; one of another, now that the partition was cleared, is begun anew for."""
         tally = self._tallies.get(row.meta.step)
         if row.meta.tags.get(ROUND) != self._round and self._cleared == self._round:
-            log.info("evaluating anew: rows of another driver, or of another round, were still under way")
+            log.info("evaluating anew: rows of another round were still under way")
             self.begin_anew()
         elif row.meta.tags.get(ROUND) == self._round and tally is not None:
             self._note(tally, row)

@@ -33,6 +33,8 @@ _Answered = tuple[memoryview, list[memoryview]]
 
 _RESOLVE_S = 0.1
 _SHORTEST_S = 0.001
+_CONNECT_MS = 3000
+"""A Service may still lead to a pod that is gone: nobody answers there, and the kernel would ask for two minutes."""
 _UNHEARD_BYTES = 64 << 20
 """Bytes of calls given up while the peer said nothing, which wait in the connection and can only be freed with it."""
 
@@ -74,6 +76,7 @@ class _Link:
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
         if keys is not None:
             keys.guard_client(socket)
         self._monitor = wire.Wire(socket.get_monitor_socket(_EVENTS), self._event)

@@ -60,6 +60,7 @@ class Books:
             ev.Closed: self._closed,
             ev.Kept: self._kept,
             ev.Finals: self._finals,
+            ev.TakenOver: self._taken_over,
         }
 
     def record(self, event: ev.Event) -> None:
@@ -257,13 +258,13 @@ class Books:
                 self._let_go(row)
                 if self.rows.pop(row.row, None) is not None:
                     self.frees.append(row.row)
-        self.partitions[event.partition] = fresh = Partition(event.partition)
-        fresh.revision = old.revision + 1
-        for queue in old.queues.values():
-            fresh.declare(queue.spec)
+        self.partitions[event.partition] = old.emptied()
 
     def _closed(self, event: ev.Closed) -> None:
         self.partition(event.partition).closed = event.step
+
+    def _taken_over(self, event: ev.TakenOver) -> None:
+        self.partition(event.partition).creator = event.attempt
 
     def _kept(self, event: ev.Kept) -> None:
         partition = self.partition(event.partition)

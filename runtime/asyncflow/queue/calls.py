@@ -14,6 +14,7 @@ from asyncflow.queue.messages import LeasedRow, PartitionSnapshot, Slot, TaskSpe
 
 Seconds = Annotated[float, Meta(ge=0)]
 Bytes = Annotated[int, Meta(ge=0)]
+Attempt = Annotated[int, Meta(ge=0)]
 
 
 class Done(Struct, frozen=True):
@@ -153,9 +154,23 @@ class Expire(Struct, frozen=True):
 
 
 class InPartition(Struct, frozen=True):
-    """A question about a partition, or the order to clear it."""
+    """A question about a partition."""
 
     partition: str
+
+
+class TakeOver(Struct, frozen=True):
+    """An attempt of the partition's creator begins."""
+
+    partition: str
+    attempt: Attempt
+
+
+class Clear(Struct, frozen=True):
+    """An attempt of the partition's creator clears it."""
+
+    partition: str
+    attempt: Attempt
 
 
 class Snapshot(Struct, frozen=True):

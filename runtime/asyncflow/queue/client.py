@@ -44,8 +44,9 @@ class QueueClient(ControlClient):
     """One process's client.
 
     controller: the controller's address, or a function that gives it; unit: gives the address of the unit with an
-    index; units: the indices of the units that are there; worker: who holds the leases (its incarnation); keys: the
-    job's key. Timeouts are in seconds and for the whole of a method; DeadlineExceeded where they were not enough.
+    index; units: the indices of the units that are there; worker: who holds the leases (its incarnation); attempt: of
+    the role, which creations carry (see ``take_over``); keys: the job's key. Timeouts are in seconds and for the whole
+    of a method; DeadlineExceeded where they were not enough.
     """
 
     def __init__(
@@ -55,10 +56,11 @@ class QueueClient(ControlClient):
         unit: Callable[[int], str | None],
         units: Callable[[], Sequence[int]],
         worker: str,
+        attempt: int = 0,
         keys: Keys | None = None,
     ) -> None:
-        super().__init__(controller=controller, unit=unit, units=units, worker=worker, keys=keys)
-        self._creator = Creator(self._peers)
+        super().__init__(controller=controller, unit=unit, units=units, worker=worker, attempt=attempt, keys=keys)
+        self._creator = Creator(self._peers, attempt)
         self._ticket_base = uuid.uuid4().hex[:8]
         self._ticket_numbers = itertools.count()
         self._goodbyes: set[asyncio.Task[None]] = set()
@@ -71,6 +73,7 @@ class QueueClient(ControlClient):
             unit=lambda index: membership.address("storage", index),
             units=lambda: [member.index for member in membership.peers("storage")],
             worker=membership.member.incarnation,
+            attempt=membership.member.attempt,
             keys=keys,
         )
 
@@ -93,7 +96,8 @@ class QueueClient(ControlClient):
 
         outputs: most bytes of each column that a sample gets later; it is taken in only with room for them too. False
         for a sample that exists or existed already; one that is wanted is created again. Waits for room. Raises
-        Refused for a group that is not whole, or columns that do not fit the partition's.
+        Refused for a group that is not whole, or columns that do not fit the partition's; Fenced where a newer attempt
+        of this creator has taken over.
         """
         return await self._creator.create(metas, columns, group_size=group_size, outputs=outputs or {}, timeout=timeout)
 

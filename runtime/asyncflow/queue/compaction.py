@@ -31,6 +31,8 @@ def _partition(partition: Partition) -> Iterator[ev.Event]:
     name, gang = partition.name, partition.gang
     yield from (ev.Declared(partition.queues[task].spec) for task in sorted(partition.queues))
     yield from (ev.Typed(name, column, dtype) for column, dtype in sorted(partition.schema.items()))
+    if partition.creator:
+        yield ev.TakenOver(name, partition.creator)
     if gang.attempt >= 0:
         yield ev.Began(name, gang.attempt, gang.theta, gang.world)
     if gang.committed:

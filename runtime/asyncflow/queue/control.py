@@ -33,9 +33,11 @@ class ControlClient:
         unit: Callable[[int], str | None],
         units: Callable[[], Sequence[int]],
         worker: str,
+        attempt: int = 0,
         keys: Keys | None = None,
     ) -> None:
         self.worker = worker
+        self.attempt = attempt
         self._peers = Connections(controller=controller, unit=unit, units=units, keys=keys)
 
     async def close(self) -> None:
@@ -118,6 +120,15 @@ class ControlClient:
         """Give the counts of now."""
         return await self._peers.ask("queue.stats", calls.Nothing(), QueueStats, timeout=timeout)
 
+    async def take_over(self, *, partition: str, timeout: float) -> None:
+        """Say that this attempt of the partition's creator begins.
+
+        From now on, across restarts of the controller, nothing that an older one created is admitted, although it may
+        have been under way all the time. Raises Fenced if a newer attempt has taken over.
+        """
+        request = calls.TakeOver(partition, self.attempt)
+        await self._peers.ask("queue.take_over", request, calls.Done, timeout=timeout)
+
     async def snapshot(self, *, partition: str, timeout: float) -> PartitionSnapshot:
         """Give how far a partition has come."""
         request = calls.InPartition(partition)
@@ -128,8 +139,12 @@ class ControlClient:
         return await self._peers.ask("queue.audit", calls.Nothing(), AuditReport, timeout=timeout)
 
     async def clear_partition(self, *, partition: str, timeout: float) -> None:
-        """Forget all rows of a partition; tasks stay declared, and its samples can be created anew."""
-        await self._peers.ask("queue.clear", calls.InPartition(partition), calls.Done, timeout=timeout)
+        """Forget all rows of a partition; tasks stay declared, and its samples can be created anew.
+
+        Raises Fenced where a newer attempt of this creator has taken over.
+        """
+        request = calls.Clear(partition, self.attempt)
+        await self._peers.ask("queue.clear", request, calls.Done, timeout=timeout)
 
     async def close_partition(self, *, partition: str, step: int, timeout: float) -> None:
         """Mark the run complete: every sample of steps up to ``step`` should be finished; the audit checks it."""

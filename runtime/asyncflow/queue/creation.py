@@ -29,8 +29,9 @@ _ROOM_S = 2.0
 class Creator:
     """Creates samples for one client; see ``QueueClient.create``."""
 
-    def __init__(self, peers: Connections) -> None:
+    def __init__(self, peers: Connections, attempt: int) -> None:
         self._peers = peers
+        self._attempt = attempt
         self._turn = 0
 
     async def create(
@@ -53,7 +54,8 @@ class Creator:
         async def send(unit: int, groups: list[tuple[int, str]], wait_s: float, left_s: float) -> None:
             indices = [index for group in groups for index in left[group]]
             header, frames = encode_batch(part_of(columns, indices, len(metas)))
-            request = unit_calls.CreateRows([metas[i] for i in indices], group_size, header, dict(outputs), wait_s)
+            mine = [metas[i] for i in indices]
+            request = unit_calls.CreateRows(mine, group_size, header, dict(outputs), wait_s, self._attempt)
             answer = await self._peers.ask_unit_once(
                 unit, "unit.create", request, calls.Verdicts, timeout=left_s, frames=frames
             )

@@ -170,6 +170,13 @@ class Closed(Struct, frozen=True, array_like=True, tag="close"):
     step: int
 
 
+class TakenOver(Struct, frozen=True, array_like=True, tag="over"):
+    """An attempt of whoever creates the partition's rows began; older ones create nothing from now on."""
+
+    partition: str
+    attempt: int
+
+
 class Kept(Struct, frozen=True, array_like=True, tag="kept"):
     """Compacted: an unfinished group. rows: (sample, row, state, lost, [(task, attempt, lease that completed it)])."""
 
@@ -214,4 +221,5 @@ Event: TypeAlias = (
     | Closed
     | Kept
     | Finals
+    | TakenOver
 )

@@ -54,7 +54,8 @@ class Handlers:
         command("queue.begin", calls.Begin, lambda c: training.begin(*_fields(c)))
         command("queue.step_done", calls.StepDone, lambda c: training.step_done(*_fields(c)))
         command("queue.commit", calls.Commit, lambda c: training.commit(*_fields(c)))
-        command("queue.clear", calls.InPartition, lambda c: table.clear(c.partition))
+        command("queue.take_over", calls.TakeOver, lambda c: table.take_over(*_fields(c)))
+        command("queue.clear", calls.Clear, lambda c: table.clear(*_fields(c)))
         command("queue.close", calls.Close, lambda c: table.close(c.partition, c.step))
         command("queue.stats", calls.Nothing, lambda _: self._controller.stats())
         command("queue.snapshot", calls.InPartition, self._snapshot)
@@ -143,7 +144,7 @@ class Handlers:
     def _verdict(self, entry: unit_calls.Entry) -> unit_calls.Verdict:
         try:
             if isinstance(entry, unit_calls.NewRows):
-                ok = self._table.create(entry.metas, entry.rows, entry.group_size, entry.cells)
+                ok = self._table.create(entry.metas, entry.rows, entry.group_size, entry.cells, attempt=entry.attempt)
             elif entry.reason:
                 ok = self._table.give_back(entry.lease, entry.rows, entry.reason, entry.cells)
             else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from asyncflow.errors import Fenced
 from asyncflow.flow.schedule import Window
 from asyncflow.flow.selection import ReadyIndex
 from asyncflow.queue.gang import Gang
@@ -74,7 +75,10 @@ class TaskQueue:
 
 
 class Partition:
-    """Everything about one partition. schema: dtypes by column; revision: counts changes of ``wanted``."""
+    """Everything about one partition.
+
+    schema: dtypes by column; revision: counts changes of ``wanted``; creator: the newest attempt of its creator.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -86,6 +90,7 @@ class Partition:
         self.counts: Counter[State] = Counter()
         self.wanted: dict[Row, None] = {}
         self.revision = 0
+        self.creator = 0
         self.next_serial = 0
         self.missing: set[int] = set()
         self.closed: int | None = None
@@ -96,6 +101,20 @@ class Partition:
     def gang_queue(self) -> TaskQueue | None:
         """The trainer's task, if one is declared."""
         return next((queue for queue in self.queues.values() if queue.spec.kind == "gang"), None)
+
+    def check_creator(self, attempt: int) -> None:
+        """Refuse a creator of whom a newer attempt has taken over."""
+        if attempt < self.creator:
+            hint = "A newer attempt of it creates; this one must end"
+            raise Fenced(f"creator attempt {attempt} is over, {self.creator} has begun", where=self.name, hint=hint)
+
+    def emptied(self) -> Partition:
+        """Give the partition without any row: its tasks and its creator stay."""
+        fresh = Partition(self.name)
+        fresh.revision, fresh.creator = self.revision + 1, self.creator
+        for queue in self.queues.values():
+            fresh.declare(queue.spec)
+        return fresh
 
     def declare(self, spec: TaskSpec) -> None:
         """Add a task, or replace the one of that name."""

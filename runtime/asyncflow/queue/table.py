@@ -3,7 +3,9 @@
 It owns no clock and no socket. Commands check, ``record`` events in the ``Books`` and leave there what is to be
 written, freed and served, which the controller takes after each command.
 
-Invariants: a sample is created once, unless it is wanted; a cell counts as present only after it was admitted here.
+Invariants: a sample is created once, unless it is wanted; nothing is created by an attempt that another has taken over
+from, however late it comes, so what the newer one has read stays true until it creates; a cell counts as present only
+after it was admitted here.
 """
 
 from __future__ import annotations
@@ -111,14 +113,29 @@ class Table:
             self.books.record(ev.RowsLost(partition, rows))
         return sum(len(rows) for rows in missing.values())
 
-    def create(self, metas: Sequence[RowMeta], rows: Sequence[int], size: int, cells: Cells) -> list[bool]:
-        """Admit new samples at ``rows``; False where a sample exists already or its group is not whole."""
+    def take_over(self, partition: str, attempt: int) -> None:
+        """Let an attempt of the partition's creator begin: older ones are fenced. Raises Fenced for an older one."""
+        held = self.books.partition(partition)
+        held.check_creator(attempt)
+        if attempt > held.creator:
+            self.books.record(ev.TakenOver(partition, attempt))
+
+    def create(
+        self, metas: Sequence[RowMeta], rows: Sequence[int], size: int, cells: Cells, *, attempt: int = 0
+    ) -> list[bool]:
+        """Admit new samples at ``rows``; False where a sample exists already or its group is not whole.
+
+        attempt: of their creator; Fenced if a newer one has taken over.
+        """
         admitted = [False] * len(metas)
         by_group: dict[tuple[str, int], list[int]] = {}
         for index, meta in enumerate(metas):
             by_group.setdefault((meta.partition, meta.serial), []).append(index)
-        for name in {name for name, _ in by_group}:
-            self._check_schema(self.books.partition(name), cells.dtypes)
+        partitions = [self.books.partition(name) for name in dict.fromkeys(name for name, _ in by_group)]
+        for partition in partitions:
+            partition.check_creator(attempt)
+        for partition in partitions:
+            self._check_schema(partition, cells.dtypes)
         for (name, serial), indices in by_group.items():
             partition = self.books.partition(name)
             self._create_group(partition, {metas[i].sample: (metas[i], rows[i]) for i in indices}, size)
@@ -196,9 +213,11 @@ class Table:
         metas = [_bare(row) for row in sorted(held.wanted, key=lambda row: row.key)]
         return Wanted(revision=self.books.epoch << 32 | held.revision, keys=metas)
 
-    def clear(self, partition: str) -> None:
-        """Forget all rows of a partition; its tasks stay declared."""
-        if self.books.partition(partition).counts.total():
+    def clear(self, partition: str, attempt: int = 0) -> None:
+        """Forget all rows of a partition; its tasks stay declared. attempt: of its creator, as for ``create``."""
+        held = self.books.partition(partition)
+        held.check_creator(attempt)
+        if held.counts.total():
             self.books.record(ev.Cleared(partition))
 
     def close(self, partition: str, step: int) -> None:

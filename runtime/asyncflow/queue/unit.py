@@ -110,7 +110,7 @@ class StorageUnit:
         cells, told = await self.holdings.store_new(columns, outputs=call.outputs, timeout=call.wait_s)
         self.put_bytes += sum(sum(sizes) for sizes in told.sizes.values())
         rows = self._liaison.new_rows(len(call.metas))
-        entry = NewRows(metas=call.metas, rows=rows, group_size=call.group_size, cells=told)
+        entry = NewRows(call.metas, rows, call.group_size, told, call.attempt)
         return await self._verdict(self._liaison.tell(entry, cells, outputs=call.outputs))
 
     async def _write(self, call: WriteRows, frames: Frames) -> Verdicts:

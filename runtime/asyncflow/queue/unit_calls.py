@@ -10,7 +10,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from asyncflow.net.frames import BatchHeader
-from asyncflow.queue.calls import Bytes, Seconds
+from asyncflow.queue.calls import Attempt, Bytes, Seconds
 from asyncflow.queue.messages import RowMeta, Tag
 from asyncflow.queue.table import Cells, Held
 
@@ -18,7 +18,8 @@ from asyncflow.queue.table import Cells, Held
 class CreateRows(Struct, frozen=True):
     """Put new samples; the frames hold their columns in the order of ``metas``.
 
-    outputs: most bytes of each column that is written to each of them later; wait_s: for room for all of it.
+    outputs: most bytes of each column that is written to each of them later; wait_s: for room for all of it; attempt:
+    of their creator.
     """
 
     metas: list[RowMeta]
@@ -26,6 +27,7 @@ class CreateRows(Struct, frozen=True):
     header: BatchHeader
     outputs: dict[str, Bytes]
     wait_s: Seconds
+    attempt: Attempt = 0
 
 
 class WriteRows(Struct, frozen=True):
@@ -94,12 +96,13 @@ class Strangers(Struct, frozen=True):
 
 
 class NewRows(Struct, frozen=True, tag="new"):
-    """Samples that a unit was given."""
+    """Samples that a unit was given by an attempt of their creator."""
 
     metas: list[RowMeta]
     rows: list[int]
     group_size: int
     cells: Cells
+    attempt: Attempt = 0
 
 
 class NewCells(Struct, frozen=True, tag="cells"):

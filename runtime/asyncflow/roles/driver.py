@@ -50,6 +50,7 @@ async def serve(post: JobPost) -> None:
         unit=lambda index: _address(directory, "storage", index),
         units=lambda: [member.index for member in directory.members("storage")],
         worker=WORKER,
+        attempt=options.attempt,
         keys=post.keys,
     )
     driver = Driver(

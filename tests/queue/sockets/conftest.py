@@ -49,18 +49,19 @@ class Cluster:
     def address(self, server):
         return server.server.address or None if server else None
 
-    def connect(self, worker):
+    def connect(self, worker, *, attempt=0):
         client = QueueClient(
             controller=lambda: self.address(self.controller),
             unit=lambda index: self.address(self.units[index]),
             units=lambda: [index for index, unit in self.units.items() if unit],
             worker=worker,
+            attempt=attempt,
             keys=self.keys,
         )
         self.clients.append(client)
         return client
 
-    async def create(self, *serials, size=2, step=1, length=4, **meta):
+    async def create(self, *serials, client=None, size=2, step=1, length=4, **meta):
         metas = [
             RowMeta(
                 partition=meta.get("partition", P), serial=s, sample=j, step=step, purpose=meta.get("purpose", "train")
@@ -69,7 +70,7 @@ class Cluster:
             for j in range(size)
         ]
         prompts = Jagged.from_rows([np.full(length, m.serial * 10 + m.sample) for m in metas], "int64")
-        return await self.client.create(
+        return await (client or self.client).create(
             metas, {"prompt": prompts}, group_size=size, outputs=meta.get("outputs"), timeout=meta.get("timeout", 10)
         )
 
