@@ -1,8 +1,8 @@
 """Kills and scalings of one job's rollouts, drawn from a seed, on a control plane of ``kube`` where pods live.
 
-A rollout is killed (137, out of memory), deleted by a person, or loses its node, whose pods are then taken away and come
-back with it; the job is scaled by its scale subresource, as kubectl and an HPA do. Invariant: nothing but rollouts is
-ever touched, so whatever else begins anew is the operator's doing.
+A rollout is killed (137, out of memory), deleted by a person, or loses its node, whose pods are then taken away and
+come back with it; the job is scaled by its scale subresource, as kubectl and an HPA do. Invariant: nothing but rollouts
+is ever touched, so whatever else begins anew is the operator's doing.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from kube.plane import ControlPlane
+from kube.rest import Refused
 
 _JOBS: Final = "/apis/asyncflow.dev/v1alpha1/namespaces/{}/rljobs"
 _ROLE: Final = "asyncflow.dev/role"
+_GONE: Final = 404
+"""What was chosen went by itself in the meantime."""
 SETTLE_S: Final = 120.0
 
 Json = dict[str, Any]
@@ -29,26 +32,26 @@ class Storm:
         self._name = name
         self._most = most
         self._dice = random.Random(seed)
+        self._lost: list[Json] = []
         self.path = f"{_JOBS.format(namespace)}/{name}"
         self.events: list[str] = []
         self.scalings: list[tuple[int, int]] = []
 
     def run(self, count: int) -> None:
-        """Have ``count`` things happen; before each scaling wait until the job is settled, so that its time is its own."""
-        kinds: list[Callable[[], None]] = [
-            self._kill,
-            self._delete,
-            self._lose_node,
-            self._scale,
-            self._scale,
-            self._scale,
-        ]
+        """Have ``count`` things happen; each scaling begins when the job is settled, so that its time is its own."""
+        kinds: list[Callable[[], None]] = [self._kill, self._delete, self._lose_node, self._scale]
         while len(self.events) < count:
-            self._dice.choice(kinds)()
+            try:
+                self._dice.choices(kinds, weights=(1, 1, 1, 3))[0]()
+            except Refused as refused:
+                if refused.status != _GONE:
+                    raise
         self.settle()
 
     def settle(self) -> None:
-        """Wait until exactly the wanted rollouts run."""
+        """Have lost nodes come back, and wait until exactly the wanted rollouts run."""
+        while self._lost:
+            self._annotate(self._lost.pop(), lost=None)
         self._plane.wait_until(self._is_settled, "the rollouts to be as many as wanted", timeout_s=SETTLE_S)
 
     def others(self) -> dict[str, tuple[str, str]]:
@@ -70,23 +73,16 @@ class Storm:
 
     def _delete(self) -> None:
         if pod := self._victim():
-            self._plane.api.delete(f"/api/v1/namespaces/{self._namespace}/pods/{pod['metadata']['name']}")
+            self._plane.api.delete(self._path(pod))
             self.events.append("delete")
 
     def _lose_node(self) -> None:
-        """Lose the node of a rollout that has no other pod of the job; its pod is evicted and goes when it is back."""
-        pods = self._pods()
-        core = {pod["spec"].get("nodeName") for pod in pods if pod["metadata"]["labels"][_ROLE] != "rollout"}
-        pod = self._victim()
-        if pod is None or pod["spec"]["nodeName"] in core:
-            return
-        node = pod["spec"]["nodeName"]
-        self._plane.lose_node(node)
-        for each in pods:
-            if each["spec"].get("nodeName") == node:
-                self._plane.api.delete(f"/api/v1/namespaces/{self._namespace}/pods/{each['metadata']['name']}")
-        self._plane.return_node(node)
-        self.events.append("lose node")
+        """Take a pod away whose node does not answer: it goes when the node is back, before the next settling."""
+        if pod := self._victim():
+            self._annotate(pod, lost="true")
+            self._lost.append(pod)
+            self._plane.api.delete(self._path(pod))
+            self.events.append("lose")
 
     def _scale(self) -> None:
         self.settle()
@@ -104,20 +100,19 @@ class Storm:
         rollouts = self._rollouts()
         return len(rollouts) == self.job()["spec"]["rollout"]["replicas"] and all(map(_runs, rollouts))
 
-    def _annotate(self, pod: Json, **annotations: str) -> None:
+    def _annotate(self, pod: Json, **annotations: str | None) -> None:
         named = {f"kwok.test/{key.replace('_', '-')}": value for key, value in annotations.items()}
-        path = f"/api/v1/namespaces/{self._namespace}/pods/{pod['metadata']['name']}"
-        self._plane.api.patch(path, {"metadata": {"annotations": named}})
+        self._plane.api.patch(self._path(pod), {"metadata": {"annotations": named}})
+
+    def _path(self, pod: Json) -> str:
+        return f"/api/v1/namespaces/{self._namespace}/pods/{pod['metadata']['name']}"
 
     def _rollouts(self) -> list[Json]:
         return [pod for pod in self._pods() if pod["metadata"]["labels"][_ROLE] == "rollout"]
 
     def _pods(self) -> list[Json]:
-        label = f"asyncflow.dev/job={self._name}"
-        pods: list[Json] = self._plane.api.get(f"/api/v1/namespaces/{self._namespace}/pods", labelSelector=label)[
-            "items"
-        ]
-        return pods
+        path, label = f"/api/v1/namespaces/{self._namespace}/pods", f"asyncflow.dev/job={self._name}"
+        return list(self._plane.api.get(path, labelSelector=label)["items"])
 
 
 def _runs(pod: Json) -> bool:

@@ -1,6 +1,6 @@
 """A hundred random kills and scalings of rollouts: does anybody else notice, and how fast is a scaling done?
 
-    python benchmarks/operator/kills.py --events 100 --seeds 1 2
+    PYTHONPATH=hack python benchmarks/operator/kills.py --events 100 --seeds 1 2
 
 The bars: no pod that is no rollout ends, no trainer restart, the wanted rollouts at the end; and from the arrival of a
 request to scale up at the API server to its answer to the creation of the last new pod, less than 1 s for 95 of 100.
@@ -55,14 +55,8 @@ def latencies(plane: ControlPlane, first: int, name: str, scalings: list[tuple[i
     """Give the seconds from each request to scale up until its first and its last new pod, from the audit log."""
     requests = plane.requests()[first:]
     asked = [each.at for each in requests if each.kind == "rljobs/scale" and each.is_write and each.name == name]
-    made = [
-        each.answered
-        for each in requests
-        if each.user == OPERATOR
-        and each.kind == "pods"
-        and each.code == 201
-        and each.name.startswith(f"{name}-rollout-")
-    ]
+    created = [each for each in requests if each.user == OPERATOR and each.kind == "pods" and each.code == 201]
+    made = [each.answered for each in created if each.name.startswith(f"{name}-rollout-")]
     found = []
     for at, (before, after) in zip(asked, scalings, strict=True):
         since = sorted(moment for moment in made if moment > at)[: after - before] if after > before else []

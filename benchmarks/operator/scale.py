@@ -156,7 +156,7 @@ def writes(plane: ControlPlane) -> list[Any]:
 def summary(requests: list[Any]) -> dict[str, Any]:
     kinds = collections.Counter(f"{each.verb} {each.resource}/{each.subresource}".rstrip("/") for each in requests)
     targets = collections.Counter(
-        (each.resource, each.name) for each in requests if each.verb == "patch" and not each.subresource
+        (each.resource, each.name) for each in requests if each.verb in ("create", "patch") and not each.subresource
     )
     refused = collections.Counter(each.code for each in requests if each.code >= 400)
     return {

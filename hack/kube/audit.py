@@ -18,8 +18,8 @@ WRITES: Final = frozenset(("create", "update", "patch", "delete", "deletecollect
 class Request:
     """One request, in the words of RBAC.
 
-    at: when it arrived; answered: when the latest that was logged of it happened; path: what was asked for when that was
-    no resource; code: the HTTP status.
+    at: when it arrived; answered: when the latest that was logged of it happened; path: what was asked for when that
+    was no resource; code: the HTTP status.
     """
 
     at: datetime

@@ -80,7 +80,7 @@ def world(kwok_plane: ControlPlane, kwok_namespace: str) -> Iterator[World]:
 
 def test_when_the_leader_is_killed_or_hangs_the_other_works_and_no_two_ever_write(pair: Callable[[str], Pair]) -> None:
     """A leader that hung wakes to a changed world, which it would tidy: it must end instead, without one write."""
-    killed, hung = pair("killed"), pair("hung")
+    killed, hung = pair("leader-killed"), pair("leader-hung")
     before = [each.begin() for each in (killed, hung)]
     killed.first.process.end()
     hung.first.process.send(signal.SIGSTOP)

@@ -208,10 +208,10 @@ def life(kwok_plane: ControlPlane, drivers: ScriptedDrivers, tmp_path: Path) -> 
 @pytest.mark.timeout(300)
 def test_killed_at_ten_writes_of_a_jobs_life_it_makes_the_same_objects_as_often(life: Callable[[str], Life]) -> None:
     """The writes are drawn with a fixed seed; after half of them the operator dies before it has the answer."""
-    undisturbed = life("undisturbed")
+    undisturbed = life("life-undisturbed")
     reference = undisturbed.run([])
     writes = undisturbed.proxy.writes
-    killed = life("killed")
+    killed = life("life-killed")
     stages = killed.run(random.Random(4).sample(range(1, writes), SAMPLES))
     assert killed.deaths == SAMPLES
     assert stages == reference

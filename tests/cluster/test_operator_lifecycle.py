@@ -41,15 +41,14 @@ def jobs(
 
 def test_roles_start_one_after_another_as_those_before_are_ready(jobs: dict[str, OneJob]) -> None:
     job = jobs["ordered"]
-    stages = [{"driver-0"}, {"controller-0", "storage-0", "storage-1"}, {"trainer-0", "rollout-0", "rollout-1"}]
-    there: set[str] = set()
-    for stage in stages:
-        there |= stage
-        job.until(lambda: set(job.pods()) >= there, f"the pods {there}")
+    first, second = {"driver-0"}, {"controller-0", "storage-0", "storage-1"}
+    third = {"trainer-0", "rollout-0", "rollout-1"}
+    for there, begun in ((first, first), (first | second, second), (first | second | third, third)):
+        job.until(lambda wanted=there: set(job.pods()) >= wanted, f"the pods {there}")
         assert set(job.pods()) == there
         assert job.phase() in ("Pending", "Starting")
         assert job.condition("WhyPending")["status"] == "True"
-        for seat in stage:
+        for seat in begun:
             job.annotate(seat, hold=None)
     job.until_phase("Running")
     job.until(lambda: job.condition("WhyPending")["status"] == "False", "nothing to be pending")

@@ -1,80 +1,48 @@
-"""Kueue and Volcano: pods come with the place, and the place goes with the pods."""
+"""What a gang scheduler's object says, and what becomes of it."""
 
-from dataclasses import replace
+import pytest
 
-from model import World
-from model_samples import JOB, QUEUE, job_of, names
-
-from asyncflow_operator.observed import Ref
+from asyncflow_operator.cluster.views import object_view
+from asyncflow_operator.decide.admission import admitted, evicted, given_back, waits_for
+from asyncflow_operator.observed import ObjectView, Ref
 
 WORKLOAD = Ref("Workload", "demo")
-KUEUE = {"scheduling": {"gang": "kueue", "queue": "research"}}
 
 
-def say(world: World, phase: str, said: str = "") -> None:
-    """Let Kueue write the Workload's status."""
-    world.objects[WORKLOAD] = world.seen_objects[WORKLOAD] = replace(world.objects[WORKLOAD], phase=phase, said=said)
+def workload(**conditions: tuple[str, str]) -> dict[Ref, ObjectView]:
+    """As Kueue leaves it: by type, status and message."""
+    stated = [{"type": kind, "status": status, "message": words} for kind, (status, words) in conditions.items()]
+    raw = {"metadata": {"name": "demo", "uid": "u"}, "status": {"conditions": stated}}
+    return {WORKLOAD: object_view(raw, kind="Workload")}
 
 
-def admitted() -> World:
-    world = World(job_of(**KUEUE))
-    world.reconcile(JOB)
-    say(world, "Admitted")
-    world.settle()
-    return world
+@pytest.mark.parametrize(
+    ("objects", "may", "must"),
+    [
+        ({}, False, False),
+        (workload(), False, False),
+        (workload(QuotaReserved=("True", "")), False, False),
+        (workload(QuotaReserved=("True", ""), Admitted=("True", "")), True, False),
+        (workload(Admitted=("True", ""), Evicted=("True", "preempted")), False, True),
+        (workload(Admitted=("True", ""), Evicted=("False", "")), True, False),
+        (workload(Admitted=("True", ""), Finished=("True", "")), False, False),
+    ],
+)
+def test_pods_are_made_while_a_workload_is_admitted_and_no_longer(objects, may, must):
+    assert admitted(objects, gang="kueue") is may
+    assert evicted(objects, gang="kueue") is must
+    assert admitted(objects, gang="volcano")
+    assert not evicted(objects, gang="none")
 
 
-def test_without_a_place_no_pod_is_made_and_it_is_said_why():
-    world = World(job_of(**KUEUE))
-    world.reconcile(JOB)
-    say(world, "", "couldn't assign flavors to pod set trainer: insufficient quota")
-    world.settle()
-    assert world.pods == {}
-    why = next(each for each in world.status.conditions if each.type == "WhyPending")
-    assert why.reason == "Gang"
-    assert "insufficient quota" in why.message
-    assert WORKLOAD in world.objects
+def test_what_a_workload_waits_for_is_kueues_to_say():
+    assert waits_for(workload(QuotaReserved=("False", "8 more cpu needed"))) == "8 more cpu needed"
+    assert waits_for({}) == "it has said nothing yet"
 
 
-def test_with_its_place_all_of_the_core_is_made_at_once():
-    world = World(job_of(**KUEUE))
-    world.reconcile(JOB)
-    say(world, "Admitted")
-    for ref in (JOB, QUEUE):
-        world.reconcile(ref)
-    wanted = ["controller-0", "driver-0", "rollout-0", "rollout-1", "storage-0", "storage-1", "trainer-0"]
-    assert names(world.pods.values()) == wanted
-
-
-def test_who_is_evicted_saves_gives_its_place_back_and_asks_again():
-    world = admitted()
-    say(world, "Evicted")
-    world.reconcile(JOB)
-    assert world.status.phase == "Suspending"
-    assert world.suspending
-    first = world.objects[WORKLOAD].uid
-    world.settle()
-    assert world.status.phase == "Pending"
-    assert world.pods == {}
-    assert world.objects[WORKLOAD].uid != first
-    say(world, "Admitted")
-    world.settle()
-    assert world.status.phase == "Running"
-    assert world.status.attempt == 1
-
-
-def test_a_job_that_ends_or_is_suspended_gives_its_place_back():
-    for end in (lambda world: world.succeed(), lambda world: world.edit(suspend=True)):
-        world = admitted()
-        end(world)
-        world.settle()
-        assert WORKLOAD not in world.objects
-
-
-def test_a_rollout_of_the_core_leaves_last():
-    rollout = {"replicas": 4, "minReplicas": 2, "maxReplicas": 4}
-    world = World(job_of(scheduling={"gang": "volcano"}, rollout=rollout))
-    world.settle()
-    world.edit(rollout={"replicas": 2})
-    world.settle()
-    assert [pod.index for pod in world.with_role("rollout")] == [0, 1]
+def test_what_holds_a_place_is_given_back_once():
+    group = Ref("PodGroup", "demo")
+    service = Ref("Service", "demo")
+    objects = {ref: ObjectView(ref=ref, uid=ref.kind) for ref in (WORKLOAD, group, service)}
+    assert [(each.ref, each.uid) for each in given_back(objects)] == [(WORKLOAD, "Workload"), (group, "PodGroup")]
+    assert given_back({group: ObjectView(ref=group, uid="u", deleting=True)}) == ()
