@@ -114,7 +114,7 @@ class Observer:
             queue=next((queue.status for queue in queues.values()), None),
             pods=pods,
             objects=objects,
-            probe=self._probe(owner.uid),
+            probe=_of_driver(self._probe(owner.uid), pods),
             scaled_by=mine.scaled_by,
             namespace_ending=self._refused.ends(owner.namespace),
             denied=next(filter(None, (self._refused.denied(_key(each)) for each in (mine, *queues.values()))), ""),
@@ -165,6 +165,12 @@ class Observer:
 
 def _key(mine: Mine) -> Key:
     return Key(mine.owner.kind, mine.owner.namespace, mine.owner.name)
+
+
+def _of_driver(probe: Probe, pods: Collection[PodView]) -> Probe:
+    """Give what the driver said that the job has now; what an earlier one said holds no more."""
+    others = [pod.uid for pod in pods if pod.role == "driver" and pod.uid != probe.pod]
+    return Probe() if probe.pod and others else probe
 
 
 def _members(entries: Collection[Entry[Any]], owners: set[str]) -> tuple[tuple[PodView, ...], dict[Ref, ObjectView]]:

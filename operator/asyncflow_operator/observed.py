@@ -94,10 +94,14 @@ class ObjectView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What the driver last said. status: its last good answer, taken at ``at``; error: why there is no newer one."""
+    """What the driver last said. status: its last good answer, taken at ``at``; error: why there is no newer one.
+
+    pod: UID of the pod that was asked.
+    """
 
     status: DriverStatus | None = None
     at: float = 0.0
+    pod: str = ""
     error: str = ""
     failing_since: float | None = None
 

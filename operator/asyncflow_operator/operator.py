@@ -204,14 +204,14 @@ class Operator:
             await asyncio.wait(self._looks, timeout=FINISH_S)
         await self._leader.release()
 
-    def _running_drivers(self) -> Iterator[Owner]:
-        """Give the jobs whose driver runs."""
+    def _running_drivers(self) -> Iterator[tuple[Owner, str]]:
+        """Give the jobs whose driver runs, with the UID of its pod."""
         for namespace, _, entry in self._watch.store.all(POD.name):
             pod, group = entry.view, entry.group
             if pod.role == "driver" and pod.phase == "Running" and not pod.deleting and group.kind == RLJOB.name:
                 job = self._watch.store.get(RLJOB.name, namespace, group.name)
                 if job is not None and job.uid == entry.owner:
-                    yield job.view.owner
+                    yield job.view.owner, pod.uid
 
     def _mark_job(self, owner: Owner) -> None:
         group = Group(owner.namespace, owner.kind, owner.name)

@@ -31,6 +31,7 @@ _NONE: Final = Probe()
 
 @dataclass(slots=True)
 class _Asked:
+    pod: str
     probe: Probe
     due: float
     told: Probe = _NONE
@@ -41,7 +42,8 @@ class Drivers:
     """All drivers.
 
     url: where a job's driver listens, with ``{service}``, ``{namespace}`` and ``{name}``; token: gives the bearer token
-    of an owner; running: gives the owners whose driver runs now; news: told the owners about which something is new.
+    of an owner; running: gives the owners whose driver runs now, with the UID of its pod: another pod is another
+    driver, of which nothing is known yet; news: told the owners about which something is new.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Drivers:
         url: str,
         every_s: float,
         token: Callable[[Owner], str],
-        running: Callable[[], Iterable[Owner]],
+        running: Callable[[], Iterable[tuple[Owner, str]]],
         news: Callable[[Owner], None],
         asked: Callable[[str, float], None] = lambda *_: None,
     ) -> None:
@@ -85,11 +87,13 @@ class Drivers:
         async with asyncio.TaskGroup() as group:
             while True:
                 begun = time.monotonic()
-                running = {owner.uid: owner for owner in self._running()}
+                running = {owner.uid: (owner, pod) for owner, pod in self._running()}
                 for uid in self._known.keys() - running.keys():
                     del self._known[uid]
-                for uid, owner in running.items():
-                    known = self._known.setdefault(uid, _Asked(_NONE, begun))
+                for uid, (owner, pod) in running.items():
+                    known = self._known.get(uid)
+                    if known is None or known.pod != pod:
+                        known = self._known[uid] = _Asked(pod, Probe(pod=pod), begun)
                     if known.due <= begun:
                         known.due = begun + self._every_s
                         await self._slots.acquire()
@@ -106,7 +110,7 @@ class Drivers:
         before = known.probe
         outcome = "failed"
         try:
-            known.probe = Probe(status=await self._status(owner), at=time.time())
+            known.probe = Probe(status=await self._status(owner), at=time.time(), pod=known.pod)
             outcome = "ok"
         except (aiohttp.ClientError, TimeoutError, OSError, ValidationError, ProtocolError) as error:
             since = before.failing_since or time.time()

@@ -21,7 +21,7 @@ class World:
         self.status = DriverStatus(phase="Running", step=1, steps=9)
         self.answer: Callable[[web.Request], Awaitable[web.Response]] = self.tell
         self.asked = 0
-        self.running = [OWNER]
+        self.running = [(OWNER, "pod-1")]
         self.news: list[Owner] = []
         self.posted: list[tuple[str, str]] = []
 
@@ -132,6 +132,20 @@ async def test_a_driver_that_is_gone_is_forgotten_and_asked_no_more(world: World
     asked = world.asked
     await asyncio.sleep(0.05)
     assert world.asked == asked
+
+
+async def test_another_pod_is_another_driver_of_which_nothing_is_known(world: World) -> None:
+    await world.until(lambda: world.drivers.probe("u").status)
+    assert world.drivers.probe("u").pod == "pod-1"
+    world.answer = never
+    world.running = [(OWNER, "pod-2")]
+    await world.until(lambda: world.drivers.probe("u").pod == "pod-2")
+    assert not world.drivers.probe("u").asked
+
+
+async def never(_: web.Request) -> web.Response:
+    await asyncio.sleep(60)
+    return web.Response()
 
 
 async def test_what_is_asked_of_a_driver_carries_its_token(world: World) -> None:

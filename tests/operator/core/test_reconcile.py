@@ -7,6 +7,7 @@ import pytest
 from kubernetes.aio.client.configuration import Configuration
 
 from asyncflow.api.document import parse
+from asyncflow.api.status import DriverStatus
 from asyncflow_operator.actions import Plan
 from asyncflow_operator.cluster.apply import Hands
 from asyncflow_operator.cluster.client import Api
@@ -156,3 +157,19 @@ def test_what_is_remembered_is_built_again_when_it_would_be_another(world: World
     other = world.observer.mine(JOB)
     assert other is not None
     assert remembered.supporting(world.observer.job(other)) != first
+
+
+async def test_what_an_earlier_driver_said_holds_no_more(world: World) -> None:
+    world.put_job()
+    labels = {"asyncflow.dev/job": "quickstart", "asyncflow.dev/role": "driver", "asyncflow.dev/index": "0"}
+    owner = {"apiVersion": "asyncflow.dev/v1alpha1", "kind": "RLJob", "name": "quickstart", "uid": "uj"}
+    meta = {"name": "quickstart-driver-0", "namespace": "ns", "uid": "new", "resourceVersion": "2", "labels": labels}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": meta | {"ownerReferences": [owner | {"controller": True}]}}
+    world.store.put("Pod", pod)
+    for said_by, holds in (("old", False), ("new", True)):
+        world.probe = Probe(status=DriverStatus(phase="Suspended"), at=world.now, pod=said_by)
+        mine = world.observer.mine(JOB)
+        assert mine is not None
+        state = world.observer.job(mine)
+        assert [each.uid for each in state.pods] == ["new"]
+        assert state.probe.asked is holds
