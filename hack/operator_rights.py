@@ -83,7 +83,7 @@ def used(requests: Iterable[Request]) -> set[Right]:
 
 def refused(requests: Iterable[Request]) -> set[Right]:
     """Give every right that was missing."""
-    return {right for request in requests if request.code == _FORBIDDEN for right in _needed(request)}
+    return {right for request in requests if not request.authorized for right in _needed(request)}
 
 
 def _needed(request: Request) -> Iterator[Right]:

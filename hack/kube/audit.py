@@ -19,7 +19,8 @@ class Request:
     """One request, in the words of RBAC.
 
     at: when it arrived; answered: when the latest that was logged of it happened; path: what was asked for when that
-    was no resource; code: the HTTP status.
+    was no resource; code: the HTTP status; authorized: whether its user had the
+    right, whatever else refused it.
     """
 
     at: datetime
@@ -34,6 +35,7 @@ class Request:
     name: str
     path: str
     code: int
+    authorized: bool = True
 
     @property
     def is_write(self) -> bool:
@@ -64,6 +66,7 @@ class Request:
             name=target.get("name", ""),
             path=event["requestURI"].partition("?")[0],
             code=event.get("responseStatus", {}).get("code", 0),
+            authorized=event.get("annotations", {}).get("authorization.k8s.io/decision") != "forbid",
         )
 
 
