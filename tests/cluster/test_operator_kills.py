@@ -1,5 +1,7 @@
 """Whatever happens to rollouts, nobody else notices; the figures are those of benchmarks/operator/kills.py."""
 
+from typing import Any
+
 import pytest
 from one_job import OneJob
 from scripted_driver import ScriptedDrivers
@@ -11,6 +13,11 @@ from rollout_storm import Storm
 MOST = 6
 EVENTS = 12
 BUDGET = {"maxRestarts": 1000, "backoffSeconds": 0}
+
+
+def said(status: dict[str, Any]) -> tuple[int, list[Any]]:
+    """Give how many rollouts there are, and those that leave: a status write follows what it is about."""
+    return status["replicas"], status["draining"]
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -29,6 +36,6 @@ def test_kills_and_scalings_of_rollouts_restart_nobody_else(
     status = job.status()
     assert status["attempt"] == 0
     assert set(status.get("restarts", {})) <= {"rollout"}
-    job.until(lambda: job.status()["replicas"] == job.job()["spec"]["rollout"]["replicas"], "the number to be said")
-    assert not job.status()["draining"]
+    wanted = job.job()["spec"]["rollout"]["replicas"]
+    job.until(lambda: said(job.status()) == (wanted, []), "the status to say what is there")
     job.delete()

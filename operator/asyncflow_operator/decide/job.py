@@ -171,8 +171,8 @@ class _Running:
         draft.fields |= figures(state.probe.status, rollouts) if state.probe.asked else {}
         selector = ",".join(f"{key}={value}" for key, value in labels(self._job.name, "rollout").items())
         draft.fields |= {"phase": phase, "replicas": staying, "selector": selector}
-        if phase != state.status.phase:
-            draft.note(phase, f"The job is {phase.lower()}")
+        if phase == "Running" != state.status.phase:
+            draft.note(phase, "The job is running")
         board, lacks = draft.board, lacking(self._roles, self._ready)
         board.say(
             "Ready", not lacks, "Waiting" if lacks else "Ready", f"Only {', '.join(lacks)} ready" if lacks else ""
