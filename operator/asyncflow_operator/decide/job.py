@@ -167,7 +167,8 @@ class _Running:
         """Say how far the job is."""
         draft, state, spec = self._draft, self._state, self._job.spec
         rollouts = [pod for pod in state.pods if pod.role == "rollout"]
-        phase = reached(state.status.phase, self._roles, state.pods, self._ready)
+        begun = any(self._records[role.name].begun for role in self._ours if role.gang)
+        phase = reached(state.status.phase, self._roles, state.pods, self._ready, begun=begun)
         draft.fields |= figures(state.probe.status, rollouts) if state.probe.asked else {}
         selector = ",".join(f"{key}={value}" for key, value in labels(self._job.name, "rollout").items())
         draft.fields |= {"phase": phase, "replicas": staying, "selector": selector}

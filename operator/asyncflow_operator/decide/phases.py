@@ -40,9 +40,11 @@ def may_start(role: Role, roles: Sequence[Role], ready: Counter[str], *, ran: bo
     return all(ready[other.name] >= other.core for other in roles if other.name in role.after)
 
 
-def reached(before: Phase, roles: Sequence[Role], pods: Collection[PodView], ready: Counter[str]) -> Phase:
-    """Give the phase of an active job."""
+def reached(
+    before: Phase, roles: Sequence[Role], pods: Collection[PodView], ready: Counter[str], *, begun: bool
+) -> Phase:
+    """Give the phase of an active job. begun: the trainer's gang is on record, so that this costs no status write."""
     if before == "Running" or not lacking(roles, ready):
         return "Running"
-    begun = before == "Starting" or any(pod.started is not None or pod.ready for pod in pods)
-    return "Starting" if begun else "Pending"
+    starts = before == "Starting" or (begun and any(pod.started is not None or pod.ready for pod in pods))
+    return "Starting" if starts else "Pending"
