@@ -178,21 +178,6 @@ def test_the_jobs_queue_follows_the_job_until_a_person_scales_it(start: Start, w
     assert operator.total("asyncflow_operator_reconciles_total", outcome="failed") == 0
 
 
-def test_a_second_operator_takes_over_and_makes_nothing_twice(start: Start, world: World) -> None:
-    first = start("first")
-    second = start("second", lead=False)
-    world.apply()
-    world.until_whole()
-    made = {name: pod["metadata"]["uid"] for name, pod in world.pods().items()}
-    first.process.end()
-    world.annotate("quickstart-storage-1", exit="1")
-    second.lead()
-    world.until(lambda: attempts(world.pods("storage")).get("quickstart-storage-1") == "1", "the unit to come back")
-    world.until_whole()
-    kept = {name: pod["metadata"]["uid"] for name, pod in world.pods().items()}
-    assert {name for name in made if made[name] != kept[name]} == {"quickstart-storage-1"}
-
-
 def test_an_operator_that_loses_its_lease_ends_with_its_own_status(start: Start, world: World) -> None:
     operator = start()
     path = f"/apis/coordination.k8s.io/v1/namespaces/{world.namespace}/leases/asyncflow-operator"
