@@ -20,7 +20,7 @@ from asyncflow_operator.cluster.kinds import LEASE
 from asyncflow_operator.cluster.refusals import ApiError, Refusal
 
 DURATION_S: Final = 15
-RENEW_S: Final = 5.0
+RENEW_S: Final = 2.0
 RENEW_WITHIN_S: Final = 10.0
 RETRY_S: Final = 2.0
 _CALL_S: Final = 4.0
@@ -61,11 +61,11 @@ class Leader:
         while True:
             await asyncio.sleep(RENEW_S)
             while not await self._try():
-                if self._clock() - self._renewed + RETRY_S >= RENEW_WITHIN_S:
+                if self._clock() - self._renewed + RENEW_S >= RENEW_WITHIN_S:
                     self._holds = False
                     _log.error("leadership lost", extra={"lease": f"{self._namespace}/{self._name}"})
                     return
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(RENEW_S / 2)
 
     async def release(self) -> None:
         """Let another one take over at once."""
