@@ -42,10 +42,11 @@ class Cluster(ApiServer):
         if pod.role == "trainer":
             self.driver_attempt = max(self.driver_attempt, pod.attempt)
 
-    def end(self, pod: PodView, *, code: int, disrupted: bool = False) -> None:
+    def end(self, pod: PodView, *, code: int, disrupted: bool = False, last_words: str = "") -> None:
         """Its process ends."""
         phase = "Succeeded" if code == 0 else "Failed"
         self._set(pod, phase=phase, ready=False, exit_code=code, finished=self.now, disrupted=disrupted, node="node-1")
+        self._set(self.pods[pod.name], last_words=last_words)
 
     def vanish(self, pod: PodView) -> None:
         """It is gone without a trace."""
@@ -145,7 +146,7 @@ class Cluster(ApiServer):
         self.look_at_driver()
         for pod in sorted(self.pods.values(), key=lambda pod: pod.role == "driver"):
             if pod.phase == "Running":
-                self.end(pod, code=0)
+                self.end(pod, code=0, last_words=self.driver_phase if pod.role == "driver" else "")
 
     # People.
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncflow.api.names import LAST_WORD_ENV
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.queue.audit import audit_ledger, trained_samples
 
@@ -118,8 +119,9 @@ def test_a_model_is_trained_and_the_run_goes_on_after_its_end(tmp_path: Path) ->
     assert (again["steps"], again["samples_trained"], again["samples_duplicated"]) == (4, 4 * 4 * 8, 0)
 
 
-def test_a_suspended_job_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
+def test_a_suspended_job_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, last_word = tmp_path / "run", tmp_path / "last-word"
+    monkeypatch.setenv(LAST_WORD_ENV, str(last_word))
     run = start("counting.yaml", folder, [*COUNTING, "storage.checkpoints.every=10"])
     wait_for_step(folder, 3, run, within_s=60)
     record = json.loads((folder / "run" / "processes.json").read_text())
@@ -130,9 +132,9 @@ def test_a_suspended_job_goes_on_where_it_stopped(tmp_path: Path) -> None:
     with urllib.request.urlopen(ask, timeout=10) as answer:
         assert answer.status == 202
     finish(run, within_s=60)
-    assert summary(folder)["phase"] == "Suspended"
+    assert summary(folder)["phase"] == last_word.read_text() == "Suspended"
     assert 3 <= summary(folder)["steps"] < 24
     finish(start("counting.yaml", folder, [*COUNTING, "storage.checkpoints.every=10"], "--resume"), within_s=120)
     report = audit_ledger(folder / "ledger")
     assert (report.trained, report.lost, report.duplicated) == (24 * 8 * 4, 0, 0)
-    assert summary(folder)["phase"] == "Succeeded"
+    assert summary(folder)["phase"] == last_word.read_text() == "Succeeded"

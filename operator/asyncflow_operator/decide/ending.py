@@ -32,6 +32,12 @@ def driver_of(state: JobState) -> PodView | None:
     return next((pod for pod in state.pods if pod.role == "driver"), None)
 
 
+def left_as(driver: PodView, state: JobState) -> str:
+    """Give the phase in which a driver that is done has left the job: its last word, or what it answered last."""
+    seen = state.probe.status
+    return driver.last_words or (seen.phase if seen is not None else "")
+
+
 def finish(draft: Draft[JobStatus], state: JobState, verdict: Verdict | None) -> None:
     """End the job for good: well, or because of ``verdict``."""
     phase: Phase = "Succeeded" if verdict is None else "Failed"
@@ -66,7 +72,7 @@ def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
         draft.note("Suspending", "A checkpoint is made, then all pods are released")
     ended = end_of(driver) if driver is not None else None
     seen = state.probe.status
-    if ended is End.DONE and status.phase == "Suspending" and seen is not None and seen.phase == "Succeeded":
+    if driver is not None and ended is End.DONE and left_as(driver, state) == "Succeeded":
         finish(draft, state, None)
         return draft.plan(figures=FIGURES)
     began = read(status.suspend_time) or draft.now

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from asyncflow.api.base import GROUP
 from asyncflow.api.job import RLJob
-from asyncflow.api.names import labels
+from asyncflow.api.names import QUEUE_ROLES, labels
 from asyncflow.api.status import JobStatus, RoleRecord
 from asyncflow.plan import plan as plan_of
 from asyncflow.plan.roles import Role
@@ -22,7 +22,7 @@ from asyncflow_operator.decide.admission import admitted, evicted
 from asyncflow_operator.decide.builders import DesiredJob, stale
 from asyncflow_operator.decide.draft import Draft, refuse
 from asyncflow_operator.decide.elastic import Target, target
-from asyncflow_operator.decide.ending import after_the_end, driver_of, finish, overdue, resumed, suspend
+from asyncflow_operator.decide.ending import after_the_end, driver_of, finish, left_as, overdue, resumed, suspend
 from asyncflow_operator.decide.failure import End, Verdict, end_of, take_stock
 from asyncflow_operator.decide.gang import caught_up, tend_gang
 from asyncflow_operator.decide.moments import read, written
@@ -37,7 +37,7 @@ MANAGER: Final = f"{GROUP}/operator"
 """Value of ``spec.managedBy`` that names this operator."""
 _MOMENT_S: Final = 10.0
 """Seconds within which a pod that was put on record may still be on its way to the API server."""
-_ELSEWHERE: Final = frozenset(("controller", "storage"))
+_ELSEWHERE: Final = frozenset(QUEUE_ROLES)
 """Roles whose pods belong to the job's TransferQueue, which decides about them."""
 _UNFIT: Final = frozenset(("Refused", "BudgetExceeded"))
 """Reasons of a queue's condition Degraded with which its job cannot go on."""
@@ -82,8 +82,7 @@ class _Running:
         verdict = self._take_stock() or overdue(draft, spec)
         driver = driver_of(self._state)
         if driver is not None and end_of(driver) is End.DONE:
-            seen = self._state.probe.status
-            if seen is not None and seen.phase in ("Suspending", "Suspended"):
+            if left_as(driver, self._state) in ("Suspending", "Suspended"):
                 return suspend(draft, self._state, spec)
             finish(draft, self._state, None)
         elif verdict is not None:

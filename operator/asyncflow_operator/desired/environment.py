@@ -16,6 +16,8 @@ from asyncflow.api.names import (
     HOST_ENV,
     KEY_FILE,
     KEY_FILE_ENV,
+    LAST_WORD_ENV,
+    LAST_WORD_FILE,
     TOKEN_FILE,
     TOKEN_FILE_ENV,
     instance,
@@ -50,6 +52,7 @@ def make_environment(blueprint: Blueprint, index: int) -> list[Manifest]:
         {"name": HOST_ENV, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": KEY_FILE_ENV, "value": KEY_FILE},
         {"name": TOKEN_FILE_ENV, "value": TOKEN_FILE},
+        {"name": LAST_WORD_ENV, "value": LAST_WORD_FILE},
         *(
             {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
             for name, path in referred.items()

@@ -10,7 +10,12 @@ from typing import Final, Literal
 
 from asyncflow.api.base import GROUP
 
-RoleName = Literal["driver", "controller", "storage", "rollout", "trainer", "reference", "reward", "critic"]
+RoleName = Literal[
+    "driver", "controller", "master", "holder", "storage", "rollout", "trainer", "reference", "reward", "critic"
+]
+QUEUE_ROLES: Final[tuple[RoleName, ...]] = ("controller", "master", "holder", "storage")
+"""Roles that belong to a TransferQueue. ``holder`` holds the bytes of storage units that do not hold them themselves,
+``master`` knows which holder has what."""
 
 CONFIG_DIR: Final = "/etc/asyncflow"
 """Where manifest, key and token lie in a pod."""
@@ -24,6 +29,9 @@ TOKEN_FILE: Final = f"{CONFIG_DIR}/token"
 """Where the bearer token of the driver's POST routes lies in a pod."""
 TOKEN_FILE_ENV: Final = "ASYNCFLOW_TOKEN_FILE"  # noqa: S105 — a name, not a token
 """Variable that names the file with the bearer token."""
+LAST_WORD_FILE: Final = "/dev/termination-log"
+LAST_WORD_ENV: Final = "ASYNCFLOW_LAST_WORD"
+"""Names the file into which a driver that is done writes the phase in which it leaves the job."""
 HOST_ENV: Final = "ASYNCFLOW_HOST"
 """Variable with the address that a role serves on; loopback where it is not set."""
 WORKDIR: Final = "/var/lib/asyncflow"

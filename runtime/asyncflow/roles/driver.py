@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
 from asyncflow.api.learning import TrainDataSpec
+from asyncflow.api.names import LAST_WORD_ENV
+from asyncflow.api.status import Phase
 from asyncflow.data.base import Purpose
 from asyncflow.data.prompter import Prompter
 from asyncflow.data.sources import SourceSpec, check_disjoint, open_source
@@ -71,6 +74,7 @@ async def serve(post: JobPost) -> None:
     try:
         if await _until_told(post, driver):
             await driver.conclude()
+            _say_last(driver.phase)
     finally:
         await directory.close()
         await queue.close()
@@ -98,6 +102,12 @@ async def _until_told(post: JobPost, driver: Driver) -> bool:
     running.cancel()
     await asyncio.wait((running,))
     return False
+
+
+def _say_last(phase: Phase) -> None:
+    """Leave the phase where the kubelet finds it: both ends have status 0, and nobody may have asked in between."""
+    if path := os.environ.get(LAST_WORD_ENV):
+        Path(path).write_text(phase)
 
 
 def _address(directory: Directory, role: str, index: int) -> str | None:

@@ -5,6 +5,7 @@ from model import World
 from model_samples import JOB, QUEUE, dead, job_of, names
 
 from asyncflow_operator.decide.failure import DISMISSED_S
+from asyncflow_operator.observed import Probe
 
 
 def running(**spec) -> World:
@@ -101,6 +102,18 @@ def test_a_job_whose_last_step_came_first_has_succeeded():
     world.succeed()
     world.settle()
     assert world.status.phase == "Succeeded"
+
+
+@pytest.mark.parametrize("phase", ["Suspended", "Succeeded"])
+def test_the_drivers_last_word_holds_though_nobody_asked_it_in_time(phase: str):
+    world = running()
+    world.edit(suspend=True)
+    world.reconcile(JOB)
+    world.driver_phase = phase
+    world._dismiss()
+    world.probe = Probe()
+    world.settle()
+    assert world.status.phase == phase
 
 
 def test_the_end_keeps_the_drivers_pod_and_is_final():
