@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +22,7 @@ APPLY: Final = "application/apply-patch+yaml"
 STRICT: Final = {"fieldValidation": "Strict"}
 DRY_RUN: Final = STRICT | {"dryRun": "All"}
 _SUCCESS: Final = range(200, 300)
+_LATER_S: Final = 0.2
 
 
 class Refused(Exception):
@@ -83,8 +85,16 @@ class Api:
         form: str = "application/json",
         timeout_s: float = 30.0,
     ) -> Json:
-        """Send one request. Raises Refused for a refusal and OSError when nobody answers."""
-        status, text = self.raw(method, path, body, query=query, form=form, timeout_s=timeout_s)
+        """Send one request, again while the server asks to come back later (storage of a new kind begins).
+
+        Raises Refused for a refusal and OSError when nobody answers.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            status, text = self.raw(method, path, body, query=query, form=form, timeout_s=timeout_s)
+            if status != http.client.TOO_MANY_REQUESTS or time.monotonic() > deadline:
+                break
+            time.sleep(_LATER_S)
         try:
             answer = json.loads(text)
         except ValueError:

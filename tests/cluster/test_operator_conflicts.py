@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from world import World
 import operator_rights
 from kube.audit import Request
 from kube.plane import ControlPlane
-from kube.rest import APPLY
+from kube.rest import APPLY, Refused
 from operator_process import OperatorProcess
 
 LOST = 3
@@ -116,15 +117,26 @@ def managers(raw: dict[str, Any], path: tuple[str, ...]) -> set[str]:
     return found
 
 
+def autoscaled(plane: ControlPlane, path: str, replicas: int) -> bool:
+    """Scale as an HPA does: what it has read may have changed meanwhile."""
+    scale = plane.api.get(f"{path}/scale")
+    scale["spec"]["replicas"] = replicas
+    try:
+        plane.api.replace(f"{path}/scale", scale, query={"fieldManager": "horizontal-pod-autoscaler"})
+    except Refused as refused:
+        if refused.status != HTTPStatus.CONFLICT:
+            raise
+        return False
+    return True
+
+
 def test_replicas_belong_to_whoever_scales_and_never_to_the_operator(world: World) -> None:
     """An autoscaler writes through /scale, a person applies; the built-in policy is switched on beside them."""
     world.apply(lambda spec: spec.update(elasticity={"enabled": True}))
     world.until_whole()
     path = f"/apis/asyncflow.dev/v1alpha1/namespaces/{world.namespace}/rljobs/quickstart"
 
-    scale = world.plane.api.get(f"{path}/scale")
-    scale["spec"]["replicas"] = 4
-    world.plane.api.replace(f"{path}/scale", scale, query={"fieldManager": "horizontal-pod-autoscaler"})
+    world.until(lambda: autoscaled(world.plane, path, 4), "the autoscaler to find the job as it has read it")
     world.until_whole(rollout=4)
     world.until(lambda: world.condition("ElasticityActive").get("reason") == "ForeignOwner", "the policy to yield")
 
