@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test lint types contracts pytest kube controls faults delayed-update same-bits smollm2 e2e
+.PHONY: run test lint types contracts pytest kube controls faults delayed-update same-bits smollm2 e2e bench-queue fuzz
 
 run: $(STAMP)
 	$(BIN)/asyncflow run examples/quickstart.yaml --fresh
@@ -43,6 +43,15 @@ delayed-update: $(STAMP)
 same-bits: $(STAMP)
 	$(BIN)/python benchmarks/same_bits.py examples/quickstart.yaml
 
+# The queue beside TransferQueue and raw sockets, interleaved; two hours. The table goes into docs/queue-bench.md.
+bench-queue: $(STAMP)
+	$(BIN)/python benchmarks/queue
+
+# Every decoder of the queue, a minute each, with atheris, which nothing else needs.
+fuzz: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check atheris==3.0.0
+	$(BIN)/python hack/fuzz.py --seconds 60
+
 # A real node, our images, our chart; root, Debian packages and many minutes: see docs/e2e.md.
 e2e: $(STAMP) kube
 	$(BIN)/python hack/kube/build.py coredns
@@ -61,5 +70,5 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "setuptools" "wheel"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[torch,gym,math,import,plot,operator,dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[torch,tensordict,gym,math,import,plot,mooncake,redis,operator,dev]"
 	touch $@

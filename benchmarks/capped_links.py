@@ -48,8 +48,11 @@ def missing() -> list[str]:
 
 
 @contextlib.contextmanager
-def capped_links(*, guests: int, bits_per_s: float) -> Iterator[Network]:
-    """Make the network; towards each guest go at most ``bits_per_s``. Raises CalledProcessError where it cannot."""
+def capped_links(*, guests: int, bits_per_s: float, both_ways: bool = False, mtu: int = 1500) -> Iterator[Network]:
+    """Make the network; towards each guest, or both ways, go at most ``bits_per_s``, in packets of ``mtu`` bytes.
+
+    Raises CalledProcessError where it cannot.
+    """
     network = Network(
         core=f"asyncflow-{os.getpid()}-core",
         guests=tuple(f"asyncflow-{os.getpid()}-{index}" for index in range(guests)),
@@ -63,14 +66,18 @@ def capped_links(*, guests: int, bits_per_s: float) -> Iterator[Network]:
         _run(*core, "link", "add", "hub", "type", "bridge")
         _run(*core, "addr", "add", f"{CORE_ADDRESS}/24", "dev", "hub")
         _run(*core, "link", "set", "hub", "up")
+        limit = ("root", "tbf", "rate", f"{bits_per_s:.0f}bit", "burst", _BURST, "latency", _QUEUE)
         for index, name in enumerate(network.guests):
             port = f"to{index}"
             _run(*core, "link", "add", port, "type", "veth", "peer", "name", "link0", "netns", name)
             _run(*core, "link", "set", port, "master", "hub", "up")
             _run("ip", "-n", name, "addr", "add", f"{network.address(index)}/24", "dev", "link0")
             _run("ip", "-n", name, "link", "set", "link0", "up")
-            limit = ("rate", f"{bits_per_s:.0f}bit", "burst", _BURST, "latency", _QUEUE)
-            _run("tc", "-n", network.core, "qdisc", "add", "dev", port, "root", "tbf", *limit)
+            for namespace, device in ((network.core, port), (name, "link0")):
+                _run("ip", "-n", namespace, "link", "set", device, "mtu", str(mtu))
+            _run("tc", "-n", network.core, "qdisc", "add", "dev", port, *limit)
+            if both_ways:
+                _run("tc", "-n", name, "qdisc", "add", "dev", "link0", *limit)
         yield network
 
 

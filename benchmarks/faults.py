@@ -24,7 +24,7 @@ import numpy as np
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import load_job
 from asyncflow.driver.tasks import TRAIN
-from asyncflow.queue.audit import audit_ledger, trained_samples
+from asyncflow.queue.ledger.audit import audit_ledger, trained_samples
 
 ROLES = ["rollout", "storage", "controller", "trainer", "driver"]
 SETTLED_S = 600.0

@@ -22,10 +22,10 @@ from asyncflow.errors import StaleHandle
 from asyncflow.identity import RowPlace, Version
 from asyncflow.net.membership import Membership
 from asyncflow.net.roster import Member
-from asyncflow.queue import events as ev
-from asyncflow.queue.client import QueueClient
-from asyncflow.queue.ledger import read_ledger
-from asyncflow.queue.messages import RowMeta, StagedRow
+from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.ledger import events as ev
+from asyncflow.queue.ledger.records import read_ledger
+from asyncflow.queue.protocol.messages import RowMeta, StagedRow
 
 _POLL_S = 0.1
 _CALL_S = 10.0

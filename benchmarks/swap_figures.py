@@ -17,8 +17,8 @@ from stopped_receiver import Incident
 from swap_records import Turn, published, turns
 
 from asyncflow.api.load import load_job
-from asyncflow.queue.audit import audit_ledger
-from asyncflow.queue.messages import AuditReport
+from asyncflow.queue.ledger.audit import audit_ledger
+from asyncflow.queue.protocol.messages import AuditReport
 
 STALLED = 0.05
 """Most of a transfer's seconds that an instance may have stood still because of it."""

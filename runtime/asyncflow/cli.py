@@ -121,6 +121,63 @@ def import_(package: str, directory: Path) -> None:
     inspect.import_model(package, directory)
 
 
+@app.group()
+def queue() -> None:
+    """A live queue."""
+
+
+def _looking(command: Command) -> Command:
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+        click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True),
+        click.option("--key", type=_DIRECTORY, envvar="ASYNCFLOW_KEY_FILE", help="The queue's key file."),
+        click.argument("address"),
+    ):
+        command = option(command)
+    return command
+
+
+@queue.command()
+@_looking
+def ls(address: str, key: Path | None, timeout: float, as_json: bool) -> None:
+    """List the partitions of the queue at ADDRESS, e.g. tcp://127.0.0.1:5571."""
+    from asyncflow.commands import queue as command
+
+    command.ls(address, key=key, timeout=timeout, as_json=as_json)
+
+
+@queue.command()
+@_looking
+@click.argument("partition")
+def show(address: str, partition: str, key: Path | None, timeout: float, as_json: bool) -> None:
+    """Show how far the tasks of a partition are, and what each waits for."""
+    from asyncflow.commands import queue as command
+
+    command.show(address, partition, key=key, timeout=timeout, as_json=as_json)
+
+
+@queue.command()
+@_looking
+@click.argument("partition")
+@click.option("--task", default="", help="See the rows as this task sees them.")
+@click.option("--rows", "most", type=click.IntRange(1, 10_000), default=20, show_default=True, help="Most rows.")
+@click.option("--column", "columns", multiple=True, help="Show the values of this column; may be given again.")
+def peek(
+    address: str,
+    partition: str,
+    task: str,
+    most: int,
+    columns: tuple[str, ...],
+    key: Path | None,
+    timeout: float,
+    as_json: bool,
+) -> None:
+    """Look at the oldest rows of a partition; nothing is leased."""
+    from asyncflow.commands import queue as command
+
+    command.peek(address, partition, task=task, most=most, columns=columns, key=key, timeout=timeout, as_json=as_json)
+
+
 def invoke(arguments: Sequence[str]) -> int:
     """Run one command line and give its exit status; what went wrong is told on stderr in one message."""
     try:

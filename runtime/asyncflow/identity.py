@@ -13,7 +13,8 @@ NEWEST = 2**31 - 1
 
 _STEP_BITS = 32
 _UNIT_BITS = 12
-_COUNTER_BITS = 32
+COUNTER_BITS = 32
+"""Below these bits of a row id are the unit and its epoch."""
 _EPOCH_BITS = 19
 
 
@@ -56,13 +57,18 @@ class RowPlace(NamedTuple):
         """The row id, a positive int64. Raises ValueError where a part does not fit."""
         if not (0 <= self.epoch < 1 << _EPOCH_BITS and 0 <= self.unit < 1 << _UNIT_BITS):
             raise ValueError(f"epoch {self.epoch} or unit {self.unit} does not fit a row id")
-        if not 0 <= self.counter < 1 << _COUNTER_BITS:
+        if not 0 <= self.counter < 1 << COUNTER_BITS:
             raise ValueError(f"counter {self.counter} does not fit a row id")
-        return (self.epoch << _UNIT_BITS | self.unit) << _COUNTER_BITS | self.counter
+        return (self.epoch << _UNIT_BITS | self.unit) << COUNTER_BITS | self.counter
 
     @classmethod
     def of(cls, row: int) -> RowPlace:
         """Give the place that row id ``row`` names."""
-        counter = row & (1 << _COUNTER_BITS) - 1
-        unit = row >> _COUNTER_BITS & (1 << _UNIT_BITS) - 1
-        return cls(row >> _COUNTER_BITS + _UNIT_BITS, unit, counter)
+        counter = row & (1 << COUNTER_BITS) - 1
+        unit = row >> COUNTER_BITS & (1 << _UNIT_BITS) - 1
+        return cls(row >> COUNTER_BITS + _UNIT_BITS, unit, counter)
+
+
+def unit_of(row: int) -> int:
+    """Give the unit where row id ``row`` lies."""
+    return row >> COUNTER_BITS & (1 << _UNIT_BITS) - 1

@@ -101,7 +101,6 @@ def test_a_bad_override_is_refused_like_a_bad_file(override: str, reason: str) -
         ["trainer.backend.name=mindspeed"],
         ["reference={replicas: 1}", "algorithm.kl.coefficient=0.1"],
         ["critic={replicas: 1}"],
-        ["transferQueue.backend=mooncake"],
         ["transferQueue.name=shared"],
         ["weightSync.transport=hccl"],
         ["weightSync.name=shared"],

@@ -8,7 +8,7 @@ import pytest
 from asyncflow import cli
 from asyncflow.api.load import load_job, to_yaml
 from asyncflow.commands.manifest import FOLDER, folder_of, resolved_job
-from asyncflow.queue.messages import AuditReport
+from asyncflow.queue.protocol.messages import AuditReport
 
 BAD = sorted((Path(__file__).parents[1] / "api" / "bad").glob("*"))
 
@@ -132,7 +132,7 @@ def audited(monkeypatch, tmp_path):
             | {"last_committed_step": 1, "attempts": 1, "redeliveries": 0, "closed": True, "problems": []}
             | counts
         )
-        monkeypatch.setattr("asyncflow.queue.audit.audit_ledger", lambda _: report)
+        monkeypatch.setattr("asyncflow.queue.ledger.audit.audit_ledger", lambda _: report)
         return str(tmp_path)
 
     return found

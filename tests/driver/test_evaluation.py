@@ -15,10 +15,10 @@ from asyncflow.driver.evaluation import Evaluation, EvaluationResult
 from asyncflow.driver.tasks import EVAL, tasks_of
 from asyncflow.driver.wake import Wake
 from asyncflow.net.frames import Jagged
-from asyncflow.queue.client import QueueClient
-from asyncflow.queue.controller import Controller
-from asyncflow.queue.messages import LeasedRow
-from asyncflow.queue.unit import StorageUnit
+from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.controller.controller import Controller
+from asyncflow.queue.protocol.messages import LeasedRow
+from asyncflow.queue.unit.unit import StorageUnit
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"
 

@@ -11,7 +11,7 @@ from asyncflow.driver.journal import Journal
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.progress import Progress
 from asyncflow.driver.summary import summarize
-from asyncflow.queue.messages import AuditReport
+from asyncflow.queue.protocol.messages import AuditReport
 
 
 def step_line(step: int, *, attempt: int = 0, at: float = 0.0, **fields: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from asyncflow.driver.progress import Progress
 from asyncflow.driver.status import rollout_state, waiting_for
 from asyncflow.identity import Version
 from asyncflow.net.roster import Member
-from asyncflow.queue.messages import QueueStats
+from asyncflow.queue.protocol.messages import QueueStats
 
 SPEC = load_job(Path(__file__).parents[2] / "examples" / "quickstart.yaml").spec
 ALL = {"controller": 1, "storage": 2, "trainer": 1, "rollout": 2}

@@ -49,9 +49,15 @@ def spawn() -> Iterator[Spawn]:
         peer.process.stdout.close()
 
 
+@pytest.fixture(params=[ANY_PORT, "stream://127.0.0.1:*"], ids=["zmq", "stream"])
+def bind(request: pytest.FixtureRequest) -> str:
+    """Where servers listen, in each of the ways that messages travel."""
+    return str(request.param)
+
+
 @pytest.fixture
-async def server() -> AsyncIterator[RpcServer]:
-    made = RpcServer(name="server")
+async def server(bind: str) -> AsyncIterator[RpcServer]:
+    made = RpcServer(name="server", bind=bind)
     await made.start()
     yield made
     await made.close()

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from aiohttp import web
 from prometheus_client import CollectorRegistry, Gauge
 
 from asyncflow.errors import AsyncFlowError, ManifestError, Refused
-from asyncflow.net.http import RoleHttp
+from asyncflow.net.http import Answer, Request, RoleHttp
 
 TOKEN = "s3cret"
 
@@ -50,9 +49,9 @@ async def test_a_post_needs_the_token_of_the_file(session: aiohttp.ClientSession
     file.write_text(f"{TOKEN}\n")
     heard: list[str] = []
 
-    async def drain(request: web.Request) -> web.Response:
-        heard.append(request.match_info["id"])
-        return web.json_response({})
+    async def drain(request: Request) -> Answer:
+        heard.append(request.params["id"])
+        return Answer.json({})
 
     http = made(token_file=file)
     http.add_post("/v1/rollouts/{id}/drain", drain)
@@ -78,7 +77,7 @@ async def test_a_post_needs_the_token_of_the_file(session: aiohttp.ClientSession
 
 
 async def test_without_a_token_file_nobody_may_post(session: aiohttp.ClientSession) -> None:
-    async def never(request: web.Request) -> web.Response:
+    async def never(request: Request) -> Answer:
         raise AssertionError
 
     http = made()
@@ -95,7 +94,7 @@ async def test_errors_are_answered_in_their_own_words(session: aiohttp.ClientSes
         AsyncFlowError("e"),
     ]
 
-    async def fail(request: web.Request) -> web.Response:
+    async def fail(request: Request) -> Answer:
         raise errors[int(request.query["n"])]
 
     http = made()
@@ -113,9 +112,9 @@ async def test_errors_are_answered_in_their_own_words(session: aiohttp.ClientSes
 async def test_a_port_in_use_is_refused_and_close_does_not_wait_for_slow_clients(
     session: aiohttp.ClientSession,
 ) -> None:
-    async def slow(request: web.Request) -> web.Response:
+    async def slow(request: Request) -> Answer:
         await asyncio.sleep(60)
-        return web.Response()
+        return Answer()
 
     http, second = made(), made()
     http.add_get("/slow", slow)

@@ -37,7 +37,7 @@ async def test_frames_small_and_large_come_back_bit_for_bit(server: RpcServer, c
     sent = [b"", b"small", large.data, np.arange(100_000, dtype=np.float64).data, *batch]
     _, frames = await client.call_frames("add", Number(value=1), Number, timeout=10, frames=sent)
     assert [bytes(frame) for frame in frames] == [memoryview(frame).tobytes() for frame in sent]
-    assert all(frame.readonly and frame.format == "B" for frame in frames)
+    assert all(not frame.readonly and frame.format == "B" for frame in frames)
 
 
 async def test_a_parked_handler_delays_nobody_and_ends_when_nobody_waits(server: RpcServer, client: RpcClient) -> None:
@@ -55,7 +55,7 @@ async def test_a_parked_handler_delays_nobody_and_ends_when_nobody_waits(server:
     parked = asyncio.create_task(client.call("park", Number(value=1), Number, timeout=0.3))
     await client.call("add", Number(value=1), Number, timeout=10)
     assert not parked.done()
-    with pytest.raises(DeadlineExceeded, match=r"park was not answered by tcp://.* within 0.3 s: it is connected"):
+    with pytest.raises(DeadlineExceeded, match=r"park was not answered by \w+://.* within 0.3 s: it is connected"):
         await parked
     async with asyncio.timeout(10):
         await ended.wait()

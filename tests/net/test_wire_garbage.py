@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import pytest
 import zmq
 import zmq.asyncio
 from hypothesis import HealthCheck, given, settings
@@ -23,6 +24,11 @@ class Number(Struct, frozen=True, kw_only=True):
 
 async def add(request: Number, frames: Sequence[memoryview]) -> Number:
     return Number(value=request.value + 1)
+
+
+@pytest.fixture
+def bind() -> str:
+    return "tcp://127.0.0.1:*"
 
 
 MSGPACK = st.recursive(

@@ -21,7 +21,7 @@ NOT_YET = {
     "kubernetes/async-staggered.yaml": {"spec.schedule.update"},
     "kubernetes/async-token.yaml": {"spec.schedule.swapAt"},
     "kubernetes/existing-queue.yaml": {"spec.transferQueue.name", "spec.weightSync.name"},
-    "kubernetes/mooncake.yaml": {"spec.transferQueue.backend", "spec.weightSync.transport"},
+    "kubernetes/mooncake.yaml": {"spec.weightSync.transport"},
     "kubernetes/nvidia-vllm.yaml": {VLLM},
     "published/asyncflow-7b.yaml": {VLLM, MINDSPEED},
     "published/asyncflow-32b.yaml": {VLLM, MINDSPEED},

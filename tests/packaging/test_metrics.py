@@ -125,7 +125,7 @@ def test_variables_of_dashboards_are_emitted() -> None:
 
 def test_dashboards_are_whole() -> None:
     boards = [json.loads(dashboard.read_text()) for dashboard in DASHBOARDS]
-    assert {board["uid"] for board in boards} == {"asyncflow-fleet", "asyncflow-job"}
+    assert {board["uid"] for board in boards} == {"asyncflow-fleet", "asyncflow-job", "asyncflow-queue"}
     for board in boards:
         ids = [panel["id"] for panel in board["panels"]]
         assert len(set(ids)) == len(ids)

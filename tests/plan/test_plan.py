@@ -8,6 +8,7 @@ import pytest
 from asyncflow.api import RLJob, load_job
 from asyncflow.plan import plan
 from asyncflow.plan.flow import generated_by
+from asyncflow.plan.holding import held_bytes
 from asyncflow.plan.table import size, tables
 
 MANIFEST = """
@@ -105,6 +106,21 @@ def test_accelerators_bring_their_facts() -> None:
 
 def test_a_unit_may_use_the_memory_of_its_cells() -> None:
     assert (plan(job("transferQueue.bytesPerUnit=1Gi")).role("storage").resources.memory or 0) > 1 << 30
+
+
+def test_bytes_that_do_not_lie_with_the_units_have_holders() -> None:
+    sized = "transferQueue={backend: mooncake, storageUnits: 3, bytesPerUnit: 1Gi}"
+    planned = plan(job(sized))
+    assert [role.name for role in planned.roles[2:5]] == ["master", "holder", "storage"]
+    assert [role.replicas for role in planned.roles[2:5]] == [1, 3, 3]
+    assert planned.role("holder").after == ("master",)
+    assert planned.role("storage").after == ("driver", "holder")
+    assert held_bytes(job(sized).spec.transfer_queue) > 1 << 30
+    assert (planned.role("holder").resources.memory or 0) > 1 << 30 > (planned.role("storage").resources.memory or 0)
+
+    of_redis = plan(job("transferQueue={backend: redis, storageUnits: 2}"))
+    assert [role.name for role in of_redis.roles[2:4]] == ["holder", "storage"]
+    assert of_redis.role("holder").after == ("driver",)
 
 
 def test_budgets_come_from_the_failure_policy() -> None:

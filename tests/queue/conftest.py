@@ -1,13 +1,23 @@
 """A pure table with a counterfeit unit, in short words."""
 
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
 import pytest
 
+import debian
 from asyncflow.flow.selection import Appetite
 from asyncflow.identity import NEWEST, RowPlace
-from asyncflow.queue.claims import Claim
-from asyncflow.queue.messages import RowMeta, TaskSpec
-from asyncflow.queue.state import State, Work
-from asyncflow.queue.table import Cells, Held, Table
+from asyncflow.queue.controller.claims import Claim
+from asyncflow.queue.controller.state import State, Work
+from asyncflow.queue.controller.table import Table
+from asyncflow.queue.protocol.messages import RowMeta, TaskSpec
+from asyncflow.queue.protocol.unit_calls import Cells, Held
+
+sys.path.insert(0, str(Path(__file__).parent / "backends"))
+
+from store_world import MemoryWorld, make_world
 
 P = "train"
 TASKS = [
@@ -66,7 +76,7 @@ class Queue:
 
     def claim(self, task, *, now=0.0, **options):
         claim = self.park(task, **options)
-        grants = {grant.claim: grant.rows for grant in self.table.claims.serve(now)}
+        grants = {grant.claim: grant.lot.leased() for grant in self.table.claims.serve(now)}
         self.table.claims.withdraw(claim)
         return grants.get(claim, [])
 
@@ -96,7 +106,7 @@ class Queue:
         ready = set()
         for group in self.table.books.partitions[P].groups.values():
             is_open, blocked = [], False
-            for row in group.rows.values():
+            for row in group.rows:
                 work = row.work.get(queue.spec.name, Work())
                 idle = row.state is State.LIVE and not (work.lease or work.done)
                 if idle and set(queue.spec.needs) <= row.columns.keys():
@@ -164,3 +174,29 @@ def queue():
 @pytest.fixture(scope="session")
 def tasks():
     return TASKS
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Fetch what the stores need of the system before the first test, which is no part of any test's time limit."""
+    if session.config.option.collectonly or not any("stores" in item.fixturenames for item in session.items):
+        return
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    try:
+        debian.prepare(say=reporter.write_line if reporter is not None else lambda _: None)
+    except debian.DebianError as error:
+        pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
+
+
+@pytest.fixture(scope="session")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], MemoryWorld]]:
+    """Give a world by the name of its back end: one for all tests, so nobody may kill anything in it."""
+    worlds: dict[str, MemoryWorld] = {}
+
+    def world(name: str) -> MemoryWorld:
+        if name not in worlds:
+            worlds[name] = make_world(name, tmp_path_factory.mktemp(name))
+        return worlds[name]
+
+    yield world
+    for made in worlds.values():
+        made.close()

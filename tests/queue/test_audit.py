@@ -3,9 +3,9 @@
 import pytest
 
 from asyncflow.identity import RowPlace
-from asyncflow.queue import events as ev
-from asyncflow.queue.audit import Auditor, audit_ledger
-from asyncflow.queue.ledger import pack
+from asyncflow.queue.ledger import events as ev
+from asyncflow.queue.ledger.audit import Auditor, audit_ledger
+from asyncflow.queue.ledger.records import pack
 
 P = "train"
 

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -11,10 +12,11 @@ import msgspec
 import pytest
 
 from asyncflow.errors import LedgerCorrupt, Refused
-from asyncflow.queue.books import Books
-from asyncflow.queue.compaction import dump
-from asyncflow.queue.events import Committed, Completed, Event
-from asyncflow.queue.ledger import Ledger, newest, pack, read_ledger
+from asyncflow.queue.controller.books import Books
+from asyncflow.queue.controller.compaction import dump
+from asyncflow.queue.ledger.events import Committed, Completed, Declared, Event
+from asyncflow.queue.ledger.ledger import Ledger
+from asyncflow.queue.ledger.records import newest, pack, read_ledger
 
 P = "train"
 
@@ -133,9 +135,8 @@ async def test_compaction_keeps_the_state_and_one_file(queue, tmp_path):
     assert fold(read_ledger(tmp_path)) == fold(events)
 
 
-@pytest.mark.parametrize("sync", ["process", "interval", "always"])
-async def test_calls_that_come_together_share_a_write(tmp_path, sync):
-    ledger = Ledger(tmp_path, sync=sync)
+async def test_calls_that_come_together_share_a_sync(tmp_path):
+    ledger = Ledger(tmp_path, sync="always")
     list(ledger.recover())
     ledger.begin([])
     writes = []
@@ -150,7 +151,7 @@ async def test_calls_that_come_together_share_a_write(tmp_path, sync):
         await ledger.flushed()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("asyncflow.queue.ledger.os.write", write)
+        patch.setattr("asyncflow.queue.ledger.ledger.os.write", write)
         await asyncio.gather(*(call(step) for step in range(50)))
     assert len(writes) <= 2
     await ledger.close()
@@ -183,8 +184,8 @@ async def test_a_ledger_has_one_writer(tmp_path):
 WRITER = """
 import asyncio, sys
 from pathlib import Path
-from asyncflow.queue.events import Committed
-from asyncflow.queue.ledger import Ledger
+from asyncflow.queue.ledger.events import Committed
+from asyncflow.queue.ledger.ledger import Ledger
 
 async def main():
     ledger = Ledger(Path(sys.argv[1]))
@@ -213,3 +214,94 @@ def test_what_was_confirmed_survives_sigkill(tmp_path):
     steps = [event.step for event in read_ledger(tmp_path)]
     assert steps == list(range(len(steps)))
     assert len(steps) > confirmed
+
+
+FULL_DISK = """
+import asyncio, resource, sys
+from pathlib import Path
+from asyncflow.errors import Refused
+from asyncflow.net.rpc import RpcClient
+from asyncflow.queue.protocol import calls
+from asyncflow.queue.controller.controller import Controller
+from asyncflow.queue.protocol.messages import TaskSpec
+
+async def main():
+    controller = Controller(ledger_dir=Path(sys.argv[1]), sync=sys.argv[2], compact_bytes=int(sys.argv[4]))
+    client = RpcClient(name="test", resolve=await controller.start())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
+    for number in range(100_000):
+        spec = TaskSpec(partition="p", name=f"t{number % 50}", needs=["x" * (number % 7 + 1)])
+        try:
+            await client.call("queue.declare", calls.Declare([spec]), calls.Done, timeout=10)
+        except Refused as error:
+            print(error)
+            assert isinstance(controller.failed.exception(), OSError)
+            break
+        print(number, flush=True)
+    await client.close()
+    await controller.close()
+
+asyncio.run(main())
+"""
+
+
+def fill_the_disk(folder, sync, *, limit, compact):
+    command = [sys.executable, "-c", FULL_DISK, str(folder), sync, str(limit), str(compact)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    *numbers, last = done.stdout.splitlines()
+    return [int(number) for number in numbers], last
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("sync", ["process", "interval", "always"])
+def test_on_a_full_disk_the_controller_says_so_and_keeps_what_it_answered(tmp_path, sync):
+    answered, error = fill_the_disk(tmp_path, sync, limit=20_000, compact=1 << 30)
+    assert "the ledger cannot be written" in error
+    assert "nothing that was answered is lost" in error
+    assert len(answered) > 50
+    declared = [event.spec.name for event in read_ledger(tmp_path) if isinstance(event, Declared)]
+    assert declared == [f"t{number % 50}" for number in answered]
+    assert newest(tmp_path).stat().st_size == sum(len(pack(event)) for event in read_ledger(tmp_path))
+
+
+@pytest.mark.process
+def test_a_compaction_that_finds_no_room_stops_nothing(tmp_path):
+    ledger = Ledger(tmp_path, limit=100, compact=lambda: iter([Committed(P, n) for n in range(5000)]))
+    list(ledger.recover())
+    ledger.begin([])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
+    try:
+        for step in range(200):
+            ledger.append([Committed(P, step)])
+            assert ledger.commit() is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [event.step for event in read_ledger(tmp_path)] == list(range(200))
+    assert not list(tmp_path.glob("*.draft"))
+    for step in range(200, 1000):
+        ledger.append([Committed(P, step)])
+        ledger.commit()
+    assert int(newest(tmp_path).stem) > 1
+
+
+async def test_answers_wait_for_the_sync_that_covers_them(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr("asyncflow.queue.ledger.ledger.os.fdatasync", lambda fd: synced.append(os.fstat(fd).st_size))
+    ledger = Ledger(tmp_path, sync="always")
+    list(ledger.recover())
+    ledger.begin([])
+    ledger.append([Committed(P, 1)])
+    first = ledger.commit()
+    await asyncio.sleep(0)
+    assert not synced or not first.done()
+    assert ledger.commit() is first
+    ledger.append([Committed(P, 2)])
+    second = ledger.commit()
+    assert second is not first
+    await asyncio.wait_for(second, 10)
+    assert first.done()
+    assert synced[-1] == ledger.bytes
+    assert ledger.commit() is None
+    assert ledger.lag() == 0.0
+    await ledger.close()

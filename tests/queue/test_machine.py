@@ -20,10 +20,10 @@ from hypothesis.stateful import (
 )
 
 from asyncflow.errors import Fenced
-from asyncflow.queue.audit import Auditor
-from asyncflow.queue.books import Books
-from asyncflow.queue.compaction import dump
-from asyncflow.queue.state import State
+from asyncflow.queue.controller.books import Books
+from asyncflow.queue.controller.compaction import dump
+from asyncflow.queue.controller.state import State
+from asyncflow.queue.ledger.audit import Auditor
 
 P = "train"
 STEPS, GROUPS, SIZE = 3, 2, 2
@@ -62,7 +62,7 @@ class QueueMachine(RuleBasedStateMachine):
         fresh = serial not in {key[0] for key in self.created}
         if fresh or serial in wanted:
             gone = self.queue.table.books.partitions[P].groups.get(serial)
-            old = [row.sample for row in gone.rows.values() if row.state is State.WANTED] if gone else range(SIZE)
+            old = [row.sample for row in gone.rows if row.state is State.WANTED] if gone else range(SIZE)
             verdicts = self.queue.create(serial, size=SIZE, step=self.step_of(serial))
             assert verdicts == [sample in old for sample in range(SIZE)]
             self.created |= {(serial, sample) for sample in range(SIZE)}
@@ -101,8 +101,8 @@ class QueueMachine(RuleBasedStateMachine):
         if task != "score":
             for serial in {row.meta.serial for row in granted}:
                 group = self.queue.table.books.partitions[P].groups[serial]
-                mine = {row.sample for row in group.rows.values() if row.state is State.LIVE}
-                done = {row.sample for row in group.rows.values() if (w := row.work.get(task)) and w.done}
+                mine = {row.sample for row in group.rows if row.state is State.LIVE}
+                done = {row.sample for row in group.rows if (w := row.work.get(task)) and w.done}
                 assert {row.meta.sample for row in granted if row.meta.serial == serial} | done == mine
 
     def in_force(self, task, row):
@@ -122,7 +122,7 @@ class QueueMachine(RuleBasedStateMachine):
         for serial in {row.meta.serial for row in rows}:
             group = self.queue.table.books.partitions[P].groups[serial]
             mine = [row for row in rows if row.meta.serial == serial]
-            rest = [row for row in group.rows.values() if not row.state.final]
+            rest = [row for row in group.rows if not row.state.final]
             if len(mine) == len(rest):
                 ok = self.queue.table.claims.drop(mine[0].lease, [row.row for row in mine], "filtered:test")
                 assert all(ok)
@@ -217,7 +217,7 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def every_sample_is_in_one_state(self):
         partition = self.queue.table.books.partitions[P]
-        alive = {(s, j): row for s, g in partition.groups.items() for j, row in g.rows.items()}
+        alive = {(s, j): row for s, g in partition.groups.items() for j, row in enumerate(g.rows)}
         ended = {(s, j) for s, f in partition.finished.items() for j in range(len(f.outcome))}
         assert alive.keys() | ended == self.created
         assert not alive.keys() & ended
@@ -225,7 +225,7 @@ class QueueMachine(RuleBasedStateMachine):
         for state in State:
             in_groups = sum(row.state is state for row in alive.values())
             letters = {State.TRAINED: "t", State.FILTERED: "f", State.DROPPED: "d"}
-            finished = sum(f.outcome.count(letters.get(state, "-")) for f in partition.finished.values())
+            finished = sum(f.outcome.count(letters.get(state, "-")) for _, f in partition.finished.items())
             assert partition.counts[state] == in_groups + finished
         assert {row for row in alive.values() if row.state is State.WANTED} == set(partition.wanted)
 
@@ -241,8 +241,10 @@ class QueueMachine(RuleBasedStateMachine):
         assert all(times == 1 for times in held.values())
         working = {(task, n) for n, row in books.rows.items() for task, work in row.work.items() if work.lease}
         assert held.keys() == working
+        works = [row.work for row in books.rows.values() if row.state is State.LIVE]
         for name, queue in books.partitions[P].queues.items():
             assert queue.leased == sum(task == name for task, _ in held)
+            assert queue.busy == sum(bool(name in work and (work[name].lease or work[name].done)) for work in works)
 
     @invariant()
     def indexes_agree_with_the_rows(self):

@@ -1,8 +1,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncflow.flow.ready import ReadyIndex
 from asyncflow.flow.schedule import Window
-from asyncflow.flow.selection import Appetite, ReadyIndex, balance
+from asyncflow.flow.selection import Appetite
 
 windows = st.tuples(st.integers(0, 3), st.integers(0, 3)).map(lambda ends: Window(min(ends), max(ends)))
 
@@ -33,7 +34,7 @@ def test_index_forgets_what_was_discarded():
         if number:
             index.discard(number)
     assert len(index) == 1
-    assert sum(len(shelf) for shelf in index._shelves.values()) < 200
+    assert sum(len(shelf.entries) for shelf in index._shelves.values()) < 200
 
 
 def test_an_item_keeps_its_place_but_not_its_weight():
@@ -51,23 +52,3 @@ def test_appetite():
     assert not Appetite(2).suits(Window(3, 3))
     assert Appetite(2, (3,)).accepts(Window(3, 3))
     assert not Appetite(2, (4,)).accepts(Window(3, 3))
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 5), st.integers(1, 100))
-def test_balance_deals_each_item_once_and_keeps_the_budget(weights, ranks, budget):
-    dealt, left = balance(weights, ranks=ranks, budget=budget)
-    assert sorted([i for rank in dealt for i in rank] + left) == list(range(len(weights)))
-    assert any(dealt)
-    for rank in dealt:
-        assert sum(weights[i] for i in rank) <= budget or len(rank) == 1
-    assert balance(weights, ranks=ranks, budget=budget) == (dealt, left)
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 5))
-def test_balance_is_as_good_as_lpt_promises(weights, ranks):
-    dealt, left = balance(weights, ranks=ranks, budget=10**9)
-    assert not left
-    loads = [sum(weights[i] for i in rank) for rank in dealt]
-    best = max(max(weights), -(-sum(weights) // ranks))
-    assert max(loads) <= best * 4 / 3 + max(weights)
-    assert max(loads) - min(loads) <= max(weights)

@@ -3,9 +3,9 @@
 import pytest
 
 from asyncflow.errors import Fenced, Refused
-from asyncflow.queue.compaction import dump
-from asyncflow.queue.messages import RowMeta, TaskSpec
-from asyncflow.queue.state import State
+from asyncflow.queue.controller.compaction import dump
+from asyncflow.queue.controller.state import State
+from asyncflow.queue.protocol.messages import RowMeta, TaskSpec
 
 P = "train"
 

@@ -21,10 +21,10 @@ from asyncflow.identity import NEWEST, Version
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.net.frames import Jagged
 from asyncflow.net.rpc import RpcClient, RpcServer
-from asyncflow.queue.client import QueueClient
-from asyncflow.queue.controller import Controller
-from asyncflow.queue.messages import LeasedRow, RowMeta, TaskSpec
-from asyncflow.queue.unit import StorageUnit
+from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.controller.controller import Controller
+from asyncflow.queue.protocol.messages import LeasedRow, RowMeta, TaskSpec
+from asyncflow.queue.unit.unit import StorageUnit
 from asyncflow.rewards.pool import RewardPool
 from asyncflow.rollout.engines import open_engine
 from asyncflow.rollout.job import RolloutSettings

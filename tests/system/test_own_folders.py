@@ -16,9 +16,9 @@ from pod_world import TOLD_TO_END, Pods, pods
 from asyncflow.api.load import load_job
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.plan import plan
-from asyncflow.queue.audit import audit_ledger, trained_samples
-from asyncflow.queue.events import Returned
-from asyncflow.queue.ledger import read_ledger
+from asyncflow.queue.ledger.audit import audit_ledger, trained_samples
+from asyncflow.queue.ledger.events import Returned
+from asyncflow.queue.ledger.records import read_ledger
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 

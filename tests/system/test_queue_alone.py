@@ -15,10 +15,10 @@ from pod_world import TOLD_TO_END, Pods, pods
 from asyncflow.api.load import load
 from asyncflow.api.queue import QueueStatus, TransferQueue
 from asyncflow.net.frames import Jagged
-from asyncflow.queue.audit import audit_ledger
-from asyncflow.queue.client import QueueClient
-from asyncflow.queue.messages import LeasedRow, RowMeta, TaskSpec
-from asyncflow.queue.visitor import visit
+from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.client.visitor import visit
+from asyncflow.queue.ledger.audit import audit_ledger
+from asyncflow.queue.protocol.messages import LeasedRow, RowMeta, TaskSpec
 from asyncflow_operator.desired.queues import queue_roles
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]

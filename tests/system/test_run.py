@@ -15,7 +15,7 @@ import pytest
 
 from asyncflow.api.names import LAST_WORD_ENV
 from asyncflow.driver.tasks import TRAIN
-from asyncflow.queue.audit import audit_ledger, trained_samples
+from asyncflow.queue.ledger.audit import audit_ledger, trained_samples
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 

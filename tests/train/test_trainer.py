@@ -16,8 +16,8 @@ from asyncflow.errors import Fenced, ProtocolError, StaleHandle
 from asyncflow.flow.schedule import Schedule
 from asyncflow.identity import Version
 from asyncflow.net.roster import Directives
-from asyncflow.queue.audit import audit_ledger
-from asyncflow.queue.messages import StagedRow
+from asyncflow.queue.ledger.audit import audit_ledger
+from asyncflow.queue.protocol.messages import StagedRow
 from asyncflow.train.backends.base import TrainerBackend
 from asyncflow.train.checkpoint import Checkpoints
 from asyncflow.train.ranks import Group

@@ -19,10 +19,10 @@ from asyncflow.identity import Version
 from asyncflow.net.frames import Jagged
 from asyncflow.net.roster import Directives
 from asyncflow.net.rpc import RpcClient, RpcServer
-from asyncflow.queue.client import QueueClient
-from asyncflow.queue.controller import Controller
-from asyncflow.queue.messages import RowMeta, TaskSpec
-from asyncflow.queue.unit import StorageUnit
+from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.controller.controller import Controller
+from asyncflow.queue.protocol.messages import RowMeta, TaskSpec
+from asyncflow.queue.unit.unit import StorageUnit
 from asyncflow.train.backends.base import TrainerBackend
 from asyncflow.train.batch import COLUMNS
 from asyncflow.train.checkpoint import Checkpoints

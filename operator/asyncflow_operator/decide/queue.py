@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from asyncflow.api.names import LABEL_JOB, LABEL_QUEUE, LABEL_ROLE, RPC_PORT, RoleName, service
+from asyncflow.api.names import LABEL_JOB, LABEL_QUEUE, LABEL_ROLE, QUEUE_ROLES, RPC_PORT, RoleName, service
 from asyncflow.api.queue import QueueStatus, TransferQueue
 from asyncflow.api.status import RoleRecord
 from asyncflow.plan import plan as plan_of
@@ -78,9 +78,9 @@ def _of_job(state: QueueState, queue: TransferQueue, job: JobState) -> _Setting:
     planned = plan_of(job.job).roles if job.job is not None else ()
     units = queue.spec.storage_units
     roles = tuple(
-        replace(role, replicas=units, core=units, most=units) if role.name == "storage" else role
+        replace(role, replicas=units, core=units, most=units) if role.name in ("holder", "storage") else role
         for role in planned
-        if role.name in ("controller", "storage")
+        if role.name in QUEUE_ROLES
     )
     spec = job.job.spec if job.job is not None else None
     gang = spec.scheduling.gang if spec is not None else "none"

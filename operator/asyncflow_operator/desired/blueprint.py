@@ -14,7 +14,7 @@ from typing import Any, Final
 from asyncflow.api.accelerators import PROFILES
 from asyncflow.api.base import Spec
 from asyncflow.api.job import RLJob
-from asyncflow.api.names import LABEL_QUEUE, RPC_PORT, RoleName, service
+from asyncflow.api.names import LABEL_QUEUE, QUEUE_ROLES, RPC_PORT, RoleName, service
 from asyncflow.api.placement import SchedulingSpec, TemplateSpec
 from asyncflow.api.queue import TransferQueue
 from asyncflow.plan import plan
@@ -88,7 +88,7 @@ def job_blueprint(
         image=image_of(role, templates=used, pinned=pinned, registry=registry),
         leader=f"tcp://{service(family.name, 'driver')}.{family.namespace}.svc:{RPC_PORT}",
         leads=name == "driver",
-        labels={LABEL_QUEUE: family.name} if name in ("controller", "storage") else {},
+        labels={LABEL_QUEUE: family.name} if name in QUEUE_ROLES else {},
         mounts=job_mounts(job, role),
         grace_s=grace_s.get(name, _GRACE_S),
         world=role.replicas if role.gang else 1,
@@ -136,6 +136,8 @@ def wish_of(job: RLJob, name: RoleName) -> dict[str, object]:
     of_role: dict[str, dict[str, object]] = {
         "driver": {"resources": spec.driver.resources},
         "controller": {"cpu": spec.transfer_queue.resources.cpu, "ledger": spec.storage.ledger.claim},
+        "master": {"cpu": spec.transfer_queue.resources.cpu},
+        "holder": {"cpu": spec.transfer_queue.resources.cpu, "bytes": spec.transfer_queue.bytes_per_unit},
         "storage": {"resources": spec.transfer_queue.resources, "bytes": spec.transfer_queue.bytes_per_unit},
         "trainer": {
             "ranks": spec.trainer.replicas,

@@ -12,10 +12,9 @@ from asyncflow.api.durability import LimitsSpec, RestartSpec
 from asyncflow.api.names import HTTP_PORT, RPC_PORT, RoleName
 from asyncflow.api.placement import TemplateSpec
 from asyncflow.api.queue import TransferQueue
+from asyncflow.plan.holding import holding_roles, unit_after, unit_bytes
 from asyncflow.plan.roles import Port, Readiness, Resources, RestartPolicy, Role
 
-_OVERHEAD: Final = 256 << 20
-"""Bytes of a storage unit's process beside its cells."""
 _THREADS: Final = MappingProxyType({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
 _RESTARTS: Final = RestartSpec()
 _PORTS: Final = (Port(name="rpc", number=RPC_PORT), Port(name="http", number=HTTP_PORT))
@@ -26,16 +25,20 @@ def queue_roles(queue: TransferQueue) -> tuple[Role, ...]:
     """Give the roles in the order in which they start."""
     spec = queue.spec
     cpu = float(spec.resources.cpu.amount) if spec.resources.cpu is not None else 1.0
-    held = spec.bytes_per_unit.bytes + _OVERHEAD
-    memory = spec.resources.memory.bytes if spec.resources.memory is not None else held
+    memory = spec.resources.memory.bytes if spec.resources.memory is not None else unit_bytes(spec)
+
+    def holding(name: RoleName, replicas: int, resources: Resources, after: tuple[RoleName, ...]) -> Role:
+        return _role(name, replicas=replicas, resources=resources, template=spec.template, after=after)
+
     return (
         _role("controller", replicas=1, resources=Resources(cpu=cpu), template=spec.template, durable=True),
+        *holding_roles(spec, "controller", holding),
         _role(
             "storage",
             replicas=spec.storage_units,
             resources=Resources(cpu=cpu, memory=memory),
             template=spec.template,
-            after=("controller",),
+            after=unit_after(spec, "controller"),
         ),
     )
 

@@ -101,7 +101,7 @@ class FailurePolicySpec(Spec):
     controller: RestartSpec = RestartSpec(max_restarts=10)
     """Of the queue's controllers."""
     storage: RestartSpec = RestartSpec(max_restarts=10)
-    """Of the storage units, together."""
+    """Of the storage units, together; of their holders and the master as well, each role for itself."""
     rollout: RestartSpec = RestartSpec(max_restarts=20)
     """Of the rollouts, together; each is replaced alone."""
     trainer: RestartSpec = RestartSpec(max_restarts=3)

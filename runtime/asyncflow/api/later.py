@@ -50,7 +50,6 @@ _PLANNED: dict[str, tuple[_Later, ...]] = {
         _Later("trainer.backend.name", _is("mindspeed", "simulated"), "torch or counting"),
         _Later("reference", _given, "nothing: the trainer computes the reference itself"),
         _Later("critic", _given, "nothing"),
-        _Later("transfer_queue.backend", _is("mooncake", "redis"), "memory"),
         _Later("transfer_queue.name", _given, "nothing: the job makes its own queue"),
         _Later("weight_sync.transport", _is("mooncake", "nccl", "hccl"), "host"),
         _Later("weight_sync.name", _given, "nothing: the job keeps its own versions"),
@@ -66,7 +65,7 @@ _PLANNED: dict[str, tuple[_Later, ...]] = {
         _Later("algorithm.filter_zero_variance", _is("drop"), "keep", when=lambda spec: spec.schedule.deterministic),
         _Later("reward.on_timeout", _is("drop"), "zero", when=lambda spec: spec.schedule.deterministic),
     ),
-    "TransferQueue": (_Later("backend", _is("mooncake", "redis"), "memory"),),
+    "TransferQueue": (),
     "WeightSync": (_Later("transport", _is("mooncake", "nccl", "hccl"), "host"),),
 }
 

@@ -19,7 +19,7 @@ _WIDTH = 160
 
 _ACCOUNT = (
     *("dispatched", "trained", "filtered", "dropped", "unfinished", "lost", "duplicated"),
-    *("redeliveries", "attempts", "last_committed_step"),
+    *("redeliveries", "resets", "peeked", "attempts", "last_committed_step"),
 )
 
 
@@ -53,7 +53,7 @@ def plan(file: Path, overrides: Sequence[str]) -> None:
 
 def audit(directory: Path) -> int:
     """Print the account of all samples; 1 where one was lost or trained twice."""
-    from asyncflow.queue.audit import audit_ledger
+    from asyncflow.queue.ledger.audit import audit_ledger
 
     ledger = directory / "ledger"
     if not ledger.is_dir():

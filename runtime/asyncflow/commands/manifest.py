@@ -16,14 +16,15 @@ from asyncflow.api.load import Manifest, check_files, load
 from asyncflow.api.names import FOLDER
 from asyncflow.api.problems import Problem, refusal
 from asyncflow.errors import ManifestError
-from asyncflow.plugins import installed
+from asyncflow.plugins import installed, load_plugin
+from asyncflow.queue.backends.base import BACKENDS, Backend
 from asyncflow.rewards.registry import check as check_reward
 
 _PLUGINS = (
     (("rollout", "engine", "name"), "asyncflow.rollout_engines"),
     (("trainer", "backend", "name"), "asyncflow.trainer_backends"),
     (("weightSync", "transport"), "asyncflow.transports"),
-    (("transferQueue", "backend"), "asyncflow.storage_backends"),
+    (("transferQueue", "backend"), BACKENDS),
 )
 
 
@@ -43,11 +44,14 @@ def checked(file: Path, overrides: Sequence[str] = ()) -> Manifest:
 def resolved_job(file: Path, overrides: Sequence[str] = ()) -> RLJob:
     """Read and check a job, with its paths made absolute, so that it means the same wherever it is written.
 
-    Raises ManifestError as ``checked`` does, and for a manifest that is no job or a job that is suspended.
+    Raises ManifestError as ``checked`` does, for a manifest that is no job or a job that is suspended, and where this
+    machine lacks what the queue's back end needs.
     """
     manifest = checked(file, overrides)
     if not isinstance(manifest, RLJob):
         raise ManifestError(f"kind = {manifest.kind!r}: not a job", where=str(file), hint="Give an RLJob")
+    backend = manifest.spec.transfer_queue.backend
+    load_plugin(BACKENDS, backend, kind=Backend, where="spec.transferQueue.backend").check()
     if manifest.spec.suspend:
         raise ManifestError("the job is suspended", where=str(file), hint="Run it with --set suspend=false")
     return _anchored(manifest, folder_of(manifest, file))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from asyncflow.queue.messages import PartitionSnapshot
+from asyncflow.queue.protocol.messages import PartitionSnapshot
 
 
 @dataclass(kw_only=True)

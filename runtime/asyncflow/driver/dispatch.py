@@ -17,8 +17,8 @@ from asyncflow.driver.prompts import PROMPTS_PER_PUT, PromptColumns
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.flow.admission import Admission, Flow, admit
 from asyncflow.flow.schedule import Schedule
-from asyncflow.queue.client import QueueClient
-from asyncflow.queue.messages import RowMeta
+from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.protocol.messages import RowMeta
 
 log = logging.getLogger(__name__)
 

@@ -40,8 +40,8 @@ from asyncflow.flow.admission import Flow, admission_of
 from asyncflow.flow.schedule import Schedule
 from asyncflow.net.directory import Directory
 from asyncflow.net.rpc import RpcServer
-from asyncflow.queue.client import QueueClient
-from asyncflow.queue.messages import QueueStats
+from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.protocol.messages import QueueStats
 from asyncflow.telemetry.metrics import DriverMetrics
 from asyncflow.train.report import Reported, TrainReport
 from asyncflow.weights.service import CatalogueService

@@ -26,7 +26,7 @@ from asyncflow.driver.summary import summarize
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.driver.wake import Wake
 from asyncflow.errors import DeadlineExceeded, PeerLost
-from asyncflow.queue.client import QueueClient
+from asyncflow.queue.client.client import QueueClient
 
 HEAR_S = 2.0
 """How long a last heartbeat is waited for, so that the figures of the last second count too."""

@@ -25,8 +25,8 @@ from asyncflow.data.prompter import Prompter
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
 from asyncflow.driver.prompts import PROMPTS_PER_PUT, PromptColumns
 from asyncflow.driver.tasks import EVAL
-from asyncflow.queue.client import QueueClient
-from asyncflow.queue.messages import LeasedRow, RowMeta
+from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.protocol.messages import LeasedRow, RowMeta
 
 log = logging.getLogger(__name__)
 

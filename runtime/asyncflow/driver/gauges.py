@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncflow.api.status import DriverStatus
-from asyncflow.queue.messages import QueueStats
+from asyncflow.queue.protocol.messages import QueueStats
 from asyncflow.telemetry.metrics import DriverMetrics
 
 

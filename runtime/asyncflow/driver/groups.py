@@ -21,8 +21,8 @@ from asyncflow.api.job import RLJobSpec
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.net.frames import Jagged
-from asyncflow.queue.client import QueueClient
-from asyncflow.queue.messages import LeasedRow
+from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.protocol.messages import LeasedRow
 
 log = logging.getLogger(__name__)
 

@@ -22,14 +22,14 @@ from asyncflow.driver.lives import Lives
 from asyncflow.driver.status import rollout_state
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, StaleHandle
 from asyncflow.net.directory import Directives, Directory, Member
-from asyncflow.queue.client import QueueClient
+from asyncflow.queue.client.client import QueueClient
 from asyncflow.weights.service import CatalogueService
 
 log = logging.getLogger(__name__)
 
 EXPIRE_S = 10.0
-LAST = frozenset(("controller", "storage"))
-"""Roles that are dismissed last, because the others hand back to them."""
+LAST = (frozenset(("controller", "storage")), frozenset(("holder", "master")))
+"""Roles that are dismissed last, because the others hand back to them, and those that they in turn rely on."""
 HEAR_AGAIN_S = 0.05
 
 
@@ -165,7 +165,10 @@ class Members:
         )
 
     def _may_go(self, member: Member) -> bool:
-        return member.role not in LAST or all(other.role in LAST for other in self._directory.members())
+        return self._turn(member) <= min(map(self._turn, self._directory.members()))
+
+    def _turn(self, member: Member) -> int:
+        return next((1 + turn for turn, roles in enumerate(LAST) if member.role in roles), 0)
 
     def _joined(self, member: Member) -> None:
         if member.role == "trainer":

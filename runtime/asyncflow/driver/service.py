@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from aiohttp import web
-
 from asyncflow.api.status import DriverStatus
-from asyncflow.net.http import RoleHttp
+from asyncflow.net.http import Answer, Request, RoleHttp
 
 
 class Control(Protocol):
@@ -31,20 +29,20 @@ class Control(Protocol):
 def add_routes(http: RoleHttp, *, status: Callable[[], DriverStatus], control: Control) -> None:
     """Add the driver's routes to ``http``, before it starts."""
 
-    async def get_status(_request: web.Request) -> web.Response:
-        return web.json_response(text=status().model_dump_json(by_alias=True))
+    async def get_status(_request: Request) -> Answer:
+        return Answer.json(status().model_dump_json(by_alias=True))
 
-    async def drain(request: web.Request) -> web.Response:
-        control.drain(request.match_info["id"])
-        return web.json_response({"draining": request.match_info["id"]}, status=202)
+    async def drain(request: Request) -> Answer:
+        control.drain(request.params["id"])
+        return Answer.json({"draining": request.params["id"]}, status=202)
 
-    async def checkpoint(_request: web.Request) -> web.Response:
+    async def checkpoint(_request: Request) -> Answer:
         control.checkpoint()
-        return web.json_response({"checkpoint": "asked for"}, status=202)
+        return Answer.json({"checkpoint": "asked for"}, status=202)
 
-    async def suspend(_request: web.Request) -> web.Response:
+    async def suspend(_request: Request) -> Answer:
         control.suspend()
-        return web.json_response({"suspend": "asked for"}, status=202)
+        return Answer.json({"suspend": "asked for"}, status=202)
 
     http.add_get("/v1/status", get_status)
     http.add_post("/v1/rollouts/{id}/drain", drain)

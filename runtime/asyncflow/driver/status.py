@@ -14,7 +14,7 @@ from asyncflow.api.status import CheckpointState, DriverStatus, Lag, Phase, Queu
 from asyncflow.driver.progress import Progress
 from asyncflow.identity import Version
 from asyncflow.net.roster import Member, Status
-from asyncflow.queue.messages import QueueStats
+from asyncflow.queue.protocol.messages import QueueStats
 
 Standing = Literal["starting", "ready", "lagging", "draining", "lost"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.progress import Progress
-from asyncflow.queue.messages import AuditReport
+from asyncflow.queue.protocol.messages import AuditReport
 
 
 def summarize(

@@ -9,7 +9,7 @@ Invariant: a function of the manifest; whoever serves the queue declares them be
 from __future__ import annotations
 
 from asyncflow.api.job import RLJobSpec
-from asyncflow.queue.messages import TaskSpec
+from asyncflow.queue.protocol.messages import TaskSpec
 
 TRAIN = "train"
 EVAL = "eval"

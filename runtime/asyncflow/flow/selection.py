@@ -1,27 +1,24 @@
-"""Which ready rows a claim gets, and which rank gets which rows of a slot.
+"""Which rows a claimer can serve, and which rank gets which rows of a slot.
 
-``ReadyIndex`` keeps what is ready on one shelf for each window of versions that may begin it, each in the task's order,
-so that a claim looks at the heads of the shelves and never at all rows. ``Appetite`` is what a claimer can serve.
-``balance`` deals rows to ranks, heaviest first.
+``Appetite`` is what a claimer can serve; ``balance`` deals samples or groups to ranks.
 
-Invariants: an item is on at most one shelf; a claim costs O(shelves + log items) an item; the same items give the same
-choice whatever happened before.
+Invariant: the same items give the same choice whatever happened before.
 """
 
 from __future__ import annotations
 
+import bisect
 import heapq
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
 
 from asyncflow.flow.schedule import Window
 
-T = TypeVar("T", bound=Hashable)
-Rank: TypeAlias = tuple[int, ...]
+_SWAPS = 4
+"""Most swaps for each rank after LPT; hardly ever as many."""
 
-ANY = Window(0, 0)
-"""The shelf of items that any version may begin."""
+_CLOSE = 200
+"""Ranks are even when they differ by less than this part of the heaviest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,91 +40,82 @@ class Appetite:
         return self.suits(window) or any(window.oldest <= step <= window.newest for step in self.accept)
 
 
-class ReadyIndex(Generic[T]):
-    """Items that are ready, in order within their window of versions."""
+def balance(weights: Sequence[int], *, ranks: int, budget: int, before: Sequence[int] = ()) -> list[list[list[int]]]:
+    """Deal items of ``weights`` to ``ranks`` so that all end with about the same; give what each does in each slot.
 
-    def __init__(self) -> None:
-        self._shelves: dict[Window, list[tuple[Rank, int, T]]] = {}
-        self._places: dict[T, tuple[Window, int, int]] = {}
-        self._counts: dict[Window, int] = {}
-        self._ticks = 0
-        self.weight = 0
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __contains__(self, item: T) -> bool:
-        return item in self._places
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(self._places)
-
-    def count(self, window: Window) -> int:
-        """Give how many items lie on the shelf ``window``."""
-        return self._counts.get(window, 0)
-
-    def add(self, item: T, *, window: Window, order: Rank, weight: int = 1) -> None:
-        """Put ``item`` on its shelf; smaller ``order`` comes first, equal ones as they were added.
-
-        weight: what it adds to ``ReadyIndex.weight``. An item that is there already keeps its place.
-        """
-        place = self._places.get(item)
-        if place is not None:
-            self.weight += weight - place[2]
-            self._places[item] = (place[0], place[1], weight)
-            return
-        self._ticks += 1
-        self._places[item] = (window, self._ticks, weight)
-        self._counts[window] = self.count(window) + 1
-        self.weight += weight
-        heapq.heappush(self._shelves.setdefault(window, []), (order, self._ticks, item))
-
-    def discard(self, item: T) -> None:
-        """Take ``item`` out, if it is there."""
-        place = self._places.pop(item, None)
-        if place is None:
-            return
-        window, _, weight = place
-        self.weight -= weight
-        self._counts[window] -= 1
-        shelf = self._shelves[window]
-        if not self._counts[window]:
-            del self._shelves[window], self._counts[window]
-        elif len(shelf) > 2 * self._counts[window] + 64:
-            self._shelves[window] = [entry for entry in shelf if self._holds(entry)]
-            heapq.heapify(self._shelves[window])
-
-    def head(self, fits: Callable[[Window], bool]) -> T | None:
-        """Give the first item whose window ``fits``; it stays where it is."""
-        first: tuple[Rank, int, T] | None = None
-        for window, shelf in self._shelves.items():
-            if not fits(window):
-                continue
-            while not self._holds(shelf[0]):
-                heapq.heappop(shelf)
-            if first is None or shelf[0][:2] < first[:2]:
-                first = shelf[0]
-        return None if first is None else first[2]
-
-    def _holds(self, entry: tuple[Rank, int, T]) -> bool:
-        place = self._places.get(entry[2])
-        return place is not None and place[1] == entry[1]
-
-
-def balance(weights: Sequence[int], *, ranks: int, budget: int) -> tuple[list[list[int]], list[int]]:
-    """Deal items of ``weights`` to ``ranks``, heaviest first, each to the rank that has least (LPT).
-
-    budget: most weight of one rank; an item heavier than it goes alone to a rank that has nothing yet.
-    Gives the indices of each rank and those left over, each in ascending order. At least one item is dealt.
+    before: what each rank had already. budget: most weight of one rank in one slot; an item heavier than it goes alone.
+    Gives the indices of the items by slot and rank, in ascending order. Heavy ones come first, so what comes last evens
+    out what is there; a rank may have nothing in the last slots.
     """
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
-    left: list[int] = []
-    loads = [(0, rank) for rank in range(ranks)]
-    for index in sorted(range(len(weights)), key=lambda index: (-weights[index], index)):
+    shares, totals = _shares(weights, list(before) or [0] * ranks)
+    _even_out(shares, totals, weights)
+    packed = [_slots(share, weights, budget) for share in shares]
+    return [
+        [sorted(slots[number]) if number < len(slots) else [] for slots in packed]
+        for number in range(max(map(len, packed)))
+    ]
+
+
+def _slots(share: Iterable[int], weights: Sequence[int], budget: int) -> list[list[int]]:
+    """Put each item, heaviest first, into the first slot that has room for it."""
+    slots: list[list[int]] = []
+    loads: list[int] = []
+    for index in _heaviest_first(share, weights):
+        weight = weights[index]
+        place = next((place for place, load in enumerate(loads) if load + weight <= budget), len(slots))
+        if place == len(slots):
+            slots.append([])
+            loads.append(0)
+        slots[place].append(index)
+        loads[place] += weight
+    return slots
+
+
+def _heaviest_first(indices: Iterable[int], weights: Sequence[int]) -> list[int]:
+    return sorted(indices, key=lambda index: (-weights[index], index))
+
+
+def _shares(weights: Sequence[int], totals: list[int]) -> tuple[list[list[int]], list[int]]:
+    """Give each item, heaviest first, to the rank that has least (LPT)."""
+    shares: list[list[int]] = [[] for _ in totals]
+    loads = [(total, rank) for rank, total in enumerate(totals)]
+    heapq.heapify(loads)
+    for index in _heaviest_first(range(len(weights)), weights):
         load, rank = loads[0]
-        if load and load + weights[index] > budget:
-            left.append(index)
-            continue
         heapq.heapreplace(loads, (load + weights[index], rank))
-        dealt[rank].append(index)
-    return [sorted(indices) for indices in dealt], sorted(left)
+        shares[rank].append(index)
+        totals[rank] += weights[index]
+    return shares, totals
+
+
+def _even_out(shares: list[list[int]], totals: list[int], weights: Sequence[int]) -> None:
+    """Swap items between the ranks that have most and least, as long as that brings them closer."""
+    for _ in range(_SWAPS * len(shares)):
+        most = max(range(len(totals)), key=lambda rank: totals[rank])
+        least = min(range(len(totals)), key=lambda rank: totals[rank])
+        if (totals[most] - totals[least]) * _CLOSE <= totals[most]:
+            return
+        swap = _best_swap(shares[most], shares[least], totals[most] - totals[least], weights)
+        if swap is None:
+            return
+        given, taken = swap
+        gain = weights[given] - weights[taken]
+        shares[most][shares[most].index(given)] = taken
+        shares[least][shares[least].index(taken)] = given
+        totals[most] -= gain
+        totals[least] += gain
+
+
+def _best_swap(most: list[int], least: list[int], gap: int, weights: Sequence[int]) -> tuple[int, int] | None:
+    """Give the pair whose difference comes closest to half of ``gap``; None where no swap makes it smaller."""
+    light = sorted(least, key=lambda index: (weights[index], index))
+    sizes = [weights[index] for index in light]
+    best: tuple[int, int, int] | None = None
+    for index in most:
+        place = bisect.bisect_left(sizes, weights[index] - gap / 2)
+        for other in light[max(0, place - 1) : place + 1]:
+            gain = weights[index] - weights[other]
+            miss = abs(gap - 2 * gain)
+            if 0 < gain < gap and (best is None or miss < best[0]):
+                best = (miss, index, other)
+    return None if best is None else best[1:]

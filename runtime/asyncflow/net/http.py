@@ -8,28 +8,29 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from http import HTTPStatus
 from pathlib import Path
 from typing import TypeAlias
 
-from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, Refused
 from asyncflow.net import hosts
+from asyncflow.net.http_server import Answer, Handler, HttpServer, Request
+
+__all__ = ["Answer", "HttpHandler", "Ready", "Request", "RoleHttp", "ready"]
 
 log = logging.getLogger(__name__)
 
-HttpHandler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+HttpHandler: TypeAlias = Handler
 Ready: TypeAlias = Callable[[], tuple[bool, str]]
 
-_MAX_BODY = 1 << 20
-_CLOSE_S = 0.5
-_STATUS: list[tuple[type[AsyncFlowError], int]] = [
-    (ManifestError, web.HTTPBadRequest.status_code),
-    (Refused, web.HTTPConflict.status_code),
-    (DeadlineExceeded, web.HTTPGatewayTimeout.status_code),
+_STATUS: list[tuple[type[AsyncFlowError], HTTPStatus]] = [
+    (ManifestError, HTTPStatus.BAD_REQUEST),
+    (Refused, HTTPStatus.CONFLICT),
+    (DeadlineExceeded, HTTPStatus.GATEWAY_TIMEOUT),
 ]
 
 
@@ -49,49 +50,43 @@ class RoleHttp:
         self._registry = registry
         self._ready = ready
         self._token_file = token_file
-        self._app = web.Application(client_max_size=_MAX_BODY, middlewares=[_errors])
-        self._runner: web.AppRunner | None = None
+        self._server = HttpServer()
         self.add_get("/metrics", self._metrics)
         self.add_get("/healthz", self._healthz)
         self.add_get("/readyz", self._readyz)
 
     def add_get(self, path: str, handler: HttpHandler) -> None:
-        """Answer GET ``path`` (aiohttp's syntax) by ``handler``; to be called before ``start``."""
-        self._app.router.add_get(path, handler)
+        """Answer GET ``path`` by ``handler``; parts of it in braces are ``params`` of the request."""
+        self._server.route("GET", path, _in_words(handler))
 
     def add_post(self, path: str, handler: HttpHandler) -> None:
-        """Answer POST ``path`` by ``handler``, for holders of the token only; to be called before ``start``."""
+        """Answer POST ``path`` by ``handler``, for holders of the token only."""
 
-        async def guarded(request: web.Request) -> web.StreamResponse:
+        async def guarded(request: Request) -> Answer:
             if not self._authorized(request):
-                return web.json_response({"what": "the bearer token is missing or wrong"}, status=401)
+                return Answer.json({"what": "the bearer token is missing or wrong"}, status=HTTPStatus.UNAUTHORIZED)
             return await handler(request)
 
-        self._app.router.add_post(path, guarded)
+        self._server.route("POST", path, _in_words(guarded))
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, *, advertise: str = "") -> str:
         """Serve from the running loop; give the URL that others dial (at the host ``advertise``, if set).
 
         Port 0 takes any free one. Raises Refused where it cannot listen.
         """
-        runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=_CLOSE_S, handle_signals=False)
-        await runner.setup()
         try:
-            await web.TCPSite(runner, host, port, reuse_address=True).start()
+            bound = await self._server.start(host, port)
         except OSError as error:
-            await runner.cleanup()
             hint = "Another process may hold that port"
             raise Refused(f"cannot listen at http://{host}:{port}: {error}", hint=hint) from error
-        self._runner = runner
-        return f"http://{hosts.dialled(host, advertise)}:{runner.addresses[0][1]}"
+        return f"http://{hosts.dialled(host, advertise)}:{bound}"
 
     async def close(self) -> None:
         """Stop serving, within a second."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._server.close()
 
-    def _authorized(self, request: web.Request) -> bool:
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    def _authorized(self, request: Request) -> bool:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if self._token_file is None or scheme.lower() != "bearer":
             return False
         try:
@@ -99,24 +94,26 @@ class RoleHttp:
         except OSError as error:
             log.error("the token file cannot be read: %s", error)
             return False
-        return bool(token) and hmac.compare_digest(token, given.strip().encode("utf-8", "surrogateescape"))
+        return bool(token) and hmac.compare_digest(token, given.strip().encode("latin-1"))
 
-    async def _metrics(self, request: web.Request) -> web.Response:
-        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-        return web.Response(body=encode(self._registry), headers={"Content-Type": content_type})
+    async def _metrics(self, request: Request) -> Answer:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Answer(encode(self._registry), content_type=content_type)
 
-    async def _healthz(self, _request: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
+    async def _healthz(self, _request: Request) -> Answer:
+        return Answer.text("ok\n")
 
-    async def _readyz(self, _request: web.Request) -> web.Response:
+    async def _readyz(self, _request: Request) -> Answer:
         ready, reason = self._ready()
-        return web.Response(text=f"{reason}\n", status=200 if ready else 503)
+        return Answer.text(f"{reason}\n", status=HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE)
 
 
-@web.middleware
-async def _errors(request: web.Request, handler: HttpHandler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except AsyncFlowError as error:
-        status = next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
-        return web.json_response(error.to_wire(), status=status)
+def _in_words(handler: HttpHandler) -> HttpHandler:
+    async def answer(request: Request) -> Answer:
+        try:
+            return await handler(request)
+        except AsyncFlowError as error:
+            status = next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+            return Answer.json(error.to_wire(), status=status)
+
+    return answer

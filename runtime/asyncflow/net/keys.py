@@ -38,6 +38,10 @@ class Keys:
         """A name for the job's key that tells nothing about it: the ZAP domain of its servers."""
         return hashlib.blake2b(self._public, digest_size=8).hexdigest()
 
+    def derived(self, purpose: str) -> bytes:
+        """Give 32 bytes for ``purpose`` that only holders of this key can make, and that tell nothing about it."""
+        return hashlib.blake2b(purpose.encode(), key=self._secret, digest_size=32).digest()
+
     @classmethod
     def load(cls, path: Path) -> Keys:
         """Read the key that ``generate`` wrote; ManifestError where the file is missing or holds something else."""

@@ -1,4 +1,4 @@
-"""The calling side: one DEALER socket to one peer, many calls at once, told apart by a call id.
+"""The calling side: one door to one peer, many calls at once, told apart by a call id.
 
 Invariants: every call ends at its deadline at the latest; a connection that broke is never used again, and the calls
 that were on it raise ``PeerLost`` at once, because nobody can know whether they were carried out; a caller that waits
@@ -13,16 +13,17 @@ import asyncio
 import functools
 import itertools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 import zmq
 from msgspec import Struct
-from zmq.utils.monitor import parse_monitor_message
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, ProtocolError, from_wire
-from asyncflow.net import wire
+from asyncflow.net import doors, wire
+from asyncflow.net.dialling import Health
 from asyncflow.net.frames import Buffer
 from asyncflow.net.keys import Keys
 
@@ -30,28 +31,12 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Struct)
 _Answered = tuple[memoryview, list[memoryview]]
+_Told = Callable[[_Answered | AsyncFlowError], None]
 
 _RESOLVE_S = 0.1
 _SHORTEST_S = 0.001
-_CONNECT_MS = 3000
-"""A Service may still lead to a pod that is gone: nobody answers there, and the kernel would ask for two minutes."""
 _UNHEARD_BYTES = 64 << 20
 """Bytes of calls given up while the peer said nothing, which wait in the connection and can only be freed with it."""
-
-_EVENTS = (
-    zmq.EVENT_CONNECT_RETRIED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_DISCONNECTED
-)
-_STATES = {
-    zmq.EVENT_CONNECT_RETRIED: "nobody listens there",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the handshake failed: do both sides hold the key of this job?",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the handshake failed: do both sides hold the key of this job?",
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the peer refused the key of this job",
-}
 
 
 @functools.cache
@@ -66,84 +51,72 @@ class _Link:
         self, address: str, *, keys: Keys | None, max_message: int, lost: Callable[[_Link, str], None]
     ) -> None:
         self.address = address
-        self.state = "the connection was not made"
-        self.waiting: dict[int, asyncio.Future[_Answered]] = {}
+        self.health = Health()
+        self.waiting: dict[int, _Told] = {}
         self.dropped = 0
         self._lost = lost
         self._unheard = 0
-        self._connected = False
-        socket = wire.open_socket(zmq.DEALER, max_message=max_message)
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
-        if keys is not None:
-            keys.guard_client(socket)
-        self._monitor = wire.Wire(socket.get_monitor_socket(_EVENTS), self._event)
-        socket.connect(address)
-        self._wire = wire.Wire(socket, self._answer)
-        self._socket = socket
+        self._door = doors.call(
+            address, keys=keys, most=max_message, health=self.health, deliver=self._answer, lost=self._broke
+        )
 
     def send(self, call: int, parts: Sequence[Buffer]) -> None:
-        self._wire.send(call, parts)
+        self._door.send(call, parts)
 
     def forget(self, call: int, size: int) -> None:
         """Wait no longer for ``call`` of ``size`` bytes: take it back, or tell the server."""
-        if self.waiting.pop(call, None) is None or self._wire.withdraw(call):
+        if self.waiting.pop(call, None) is None or self._door.withdraw(call):
             return
         self._unheard += size
         if self._unheard > _UNHEARD_BYTES:
             self._lost(self, f"the peer heard nothing of the last {self._unheard} bytes")
         else:
-            self._wire.send(call, [wire.encode(wire.Cancel(call))])
+            self._door.send(call, [wire.encode(wire.Cancel(call))])
 
     def close(self, why: str) -> None:
         """Close the connection; the calls on it raise PeerLost."""
-        if self._wire.closed:
+        if self._door.closed:
             return
-        self._socket.disable_monitor()
-        self._monitor.close()
-        self._wire.close()
+        self._door.close()
         waiting, self.waiting = self.waiting, {}
-        for future in waiting.values():
-            if not future.done():
-                future.set_exception(PeerLost(why, where=self.address, hint="Nobody knows whether the call was done"))
+        for told in waiting.values():
+            told(PeerLost(why, where=self.address, hint="Nobody knows whether the call was done"))
 
-    def _event(self, parts: list[zmq.Frame]) -> None:
-        event = parse_monitor_message([part.bytes for part in parts])["event"]
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._connected = True
-            self.state = "it is connected and silent: stopped, overloaded, or it waits for something itself"
-        elif event == zmq.EVENT_DISCONNECTED and self._connected:
-            self._wire.drain()
-            self._lost(self, "the connection to the peer broke")
-        else:
-            self.state = _STATES.get(zmq.Event(event), self.state)
+    def _broke(self, why: str) -> None:
+        self._lost(self, why)
 
     def _answer(self, parts: list[zmq.Frame]) -> None:
         self._unheard = 0
         try:
             header = wire.to_client(parts[0].buffer)
-        except msgspec.MsgspecError:
+        except wire.MALFORMED:
             self.dropped += 1
             return
-        future = self.waiting.pop(header.call, None)
-        if future is None or future.done():
+        told = self.waiting.pop(header.call, None)
+        if told is None:
             return
         if isinstance(header, wire.Failure):
-            future.set_exception(_failure(parts[1:], self.address))
+            told(_failure(parts[1:], self.address))
         elif len(parts) != 2 + header.frames:
             wrong = f"an answer of {header.frames} frames came in {len(parts)} parts"
-            future.set_exception(ProtocolError(wrong, where=self.address))
+            told(ProtocolError(wrong, where=self.address))
         else:
-            future.set_result((memoryview(parts[1].bytes), wire.views(parts[2:])))
+            told((memoryview(parts[1].bytes), wire.views(parts[2:])))
 
 
 def _failure(body: list[zmq.Frame], address: str) -> AsyncFlowError:
     try:
         return from_wire(wire.error_body(body[0].buffer))
-    except (IndexError, msgspec.MsgspecError):
+    except (IndexError, *wire.MALFORMED):
         return ProtocolError("an error came that cannot be read", where=address)
+
+
+def _read(reply: type[R], answer: memoryview, method: str, address: str) -> R | ProtocolError:
+    try:
+        read: R = _decoder(reply).decode(answer)
+    except wire.MALFORMED as wrong:
+        return ProtocolError(f"{method}: the answer is no {reply.__name__}: {wrong}", where=address)
+    return read
 
 
 class RpcClient:
@@ -182,7 +155,7 @@ class RpcClient:
     async def call_frames(
         self, method: str, request: Struct, reply: type[R], *, timeout: float, frames: Sequence[Buffer] = ()
     ) -> tuple[R, list[memoryview]]:
-        """Call ``method`` with ``request`` and ``frames``; give the reply and its frames (read-only views).
+        """Call ``method`` with ``request`` and ``frames``; give the reply and its frames, writable.
 
         timeout: seconds that all of it may take, finding and reaching the peer included. Frames of 64 KiB and more are
         sent from where they lie: they must not change any more, even when the call was given up.
@@ -195,23 +168,64 @@ class RpcClient:
         body = wire.encode(request)
         size = wire.check_size(f"the call of {method}", body, frames, limit=self._max_message)
         link = self._current() or await self._found(method, timeout, deadline)
-        call = next(self._ids)
         future: asyncio.Future[_Answered] = loop.create_future()
-        link.waiting[call] = future
-        expiry = loop.call_at(deadline, self._expire, link, future, method, timeout)
-        self._keep_watch()
-        left = min(max(deadline - loop.time(), _SHORTEST_S), wire.MAX_TIMEOUT)
-        header = wire.Call(call, method, left, len(frames))
+
+        def told(answer: _Answered | AsyncFlowError) -> None:
+            if future.done():
+                return
+            if isinstance(answer, AsyncFlowError):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+
+        call = next(self._ids)
+        expiry = loop.call_at(deadline, self._expire, link, call, size, method, timeout)
         try:
-            link.send(call, [wire.encode(header), body, *frames])
+            self._send(link, call, method, [body, *frames], deadline, told)
             answer, out = await future
         finally:
             expiry.cancel()
             link.forget(call, size)
-        try:
-            return _decoder(reply).decode(answer), out
-        except msgspec.MsgspecError as wrong:
-            raise ProtocolError(f"{method}: the answer is no {reply.__name__}: {wrong}", where=link.address) from wrong
+        found = _read(reply, answer, method, link.address)
+        if isinstance(found, ProtocolError):
+            raise found
+        return found, out
+
+    def ask(
+        self,
+        method: str,
+        request: Struct,
+        reply: type[R],
+        *,
+        timeout: float,
+        done: Callable[[R | AsyncFlowError], None],
+    ) -> None:
+        """Call ``method`` and have ``done`` called with the reply, or with the error that ``call`` would raise.
+
+        It is called where the answer is read, and must not raise. A peer that has no address now is lost.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        body = wire.encode(request)
+        size = wire.check_size(f"the call of {method}", body, (), limit=self._max_message)
+        link = self._current()
+        if link is None:
+            done(PeerLost(f"{method}: the peer has no address", where=self.name))
+            return
+        call = next(self._ids)
+        expiry = loop.call_at(deadline, self._expire, link, call, size, method, timeout)
+
+        def told(answer: _Answered | AsyncFlowError) -> None:
+            expiry.cancel()
+            done(answer if isinstance(answer, AsyncFlowError) else _read(reply, answer[0], method, link.address))
+
+        self._send(link, call, method, [body], deadline, told)
+
+    def _send(self, link: _Link, call: int, method: str, parts: list[Buffer], deadline: float, told: _Told) -> None:
+        link.waiting[call] = told
+        self._keep_watch()
+        left = min(max(deadline - time.monotonic(), _SHORTEST_S), wire.MAX_TIMEOUT)
+        link.send(call, [wire.encode(wire.Call(call, method, left, len(parts) - 1)), *parts])
 
     async def close(self) -> None:
         """Close the connection; calls in flight raise PeerLost, later ones too."""
@@ -257,10 +271,12 @@ class RpcClient:
                 self._homeless.discard(moved)
         return link
 
-    def _expire(self, link: _Link, future: asyncio.Future[_Answered], method: str, timeout: float) -> None:
-        if not future.done():
-            what = f"{method} was not answered by {link.address} within {timeout:g} s: {link.state}"
-            future.set_exception(DeadlineExceeded(what, where=self.name))
+    def _expire(self, link: _Link, call: int, size: int, method: str, timeout: float) -> None:
+        told = link.waiting.get(call)
+        if told is not None:
+            link.forget(call, size)
+            what = f"{method} was not answered by {link.address} within {timeout:g} s: {link.health.state}"
+            told(DeadlineExceeded(what, where=self.name))
 
     def _on_lost(self, link: _Link, why: str) -> None:
         if self._link is link:

@@ -1,4 +1,4 @@
-"""The answering side of calls: one ROUTER socket, one asyncio task per call.
+"""The answering side of calls: one door for all callers; one asyncio task per call, or none for what needs no waiting.
 
 Invariants: a parked handler delays nobody; no handler runs longer than its caller waits, because the caller's deadline
 travels with the call and cancels the handler; whatever bytes come, the service goes on, and what it drops is counted.
@@ -10,22 +10,28 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import zmq
 from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError, ProtocolError, Refused, RemoteError
-from asyncflow.net import hosts, wire
+from asyncflow.net import doors, wire
 from asyncflow.net.frames import Buffer
 from asyncflow.net.keys import Keys
 
 log = logging.getLogger(__name__)
 
 Reply: TypeAlias = Struct | tuple[Struct, Sequence[Buffer]]
+NowHandler: TypeAlias = Callable[[Any, Sequence[memoryview]], "Reply | asyncio.Future[Any]"]
+"""As a ``Handler``, but a plain function, called where the request is read: it gives the reply, or a future of one.
+
+The future is cancelled when its caller waits no more.
+"""
+
 Handler: TypeAlias = Callable[[Any, Sequence[memoryview]], Awaitable[Reply]]
-"""Gets the request and its frames (read-only views); gives the reply, with frames if there are any.
+"""Gets the request and its frames (writable views, its own); gives the reply, with frames if there are any.
 
 Calls of one client begin in the order in which it made them. A handler is cancelled when its caller waits no more,
 so it must leave everything whole wherever it awaits. Frames of a reply of 64 KiB and more are sent from where they lie:
@@ -34,7 +40,6 @@ they must not change any more.
 
 MAX_CALLS = 65_536
 _CLOSE_S = 0.8
-_BIND_S = 3.0
 
 
 class RpcCounters:
@@ -47,12 +52,18 @@ class RpcCounters:
         self.dropped: Counter[str] = Counter()
 
 
+class _Route(NamedTuple):
+    decoder: msgspec.msgpack.Decoder[Any]
+    now: NowHandler | None = None
+    later: Handler | None = None
+
+
 class RpcServer:
     """Answers calls at one address.
 
-    name: of this server, in logs and errors; bind: zmq address, ``*`` for any free port; keys: the job's key, None for
-    plain text; max_message: most bytes of one message, frames included; advertise: host that others dial, by default
-    the bound one, or this machine's own address when bound to all interfaces.
+    name: of this server, in logs and errors; bind: address (see ``doors``), ``*`` for any free port; keys: the job's
+    key, None for plain text; max_message: most bytes of one message, frames included; advertise: host that others dial,
+    by default the bound one, or this machine's own address when bound to all interfaces.
     """
 
     def __init__(
@@ -71,15 +82,22 @@ class RpcServer:
         self._max_message = max_message
         self._advertise = advertise
         self._address = ""
-        self._routes: dict[str, tuple[msgspec.msgpack.Decoder[Any], Handler]] = {}
-        self._running: dict[tuple[bytes, int], asyncio.Task[None]] = {}
-        self._wire: wire.Wire | None = None
+        self._routes: dict[str, _Route] = {}
+        self._running: dict[tuple[bytes, int], asyncio.Future[Any]] = {}
+        self._door: doors.Door | None = None
 
     def route(self, method: str, request: type[Struct], handler: Handler) -> None:
         """Answer calls of ``method`` by ``handler``; their bodies must be a ``request``."""
+        self._add(method, _Route(msgspec.msgpack.Decoder(request), later=handler))
+
+    def route_now(self, method: str, request: type[Struct], handler: NowHandler) -> None:
+        """Answer calls of ``method`` by a ``handler`` that does not wait, or gives a future of what it waits for."""
+        self._add(method, _Route(msgspec.msgpack.Decoder(request), now=handler))
+
+    def _add(self, method: str, route: _Route) -> None:
         if method in self._routes:
             raise ValueError(f"{self.name} has two handlers for {method}")
-        self._routes[method] = (msgspec.msgpack.Decoder(request), handler)
+        self._routes[method] = route
 
     @property
     def address(self) -> str:
@@ -91,42 +109,29 @@ class RpcServer:
 
         An address still held by a predecessor that is just dying is waited for; Refused when it does not come free.
         """
-        socket = wire.open_socket(zmq.ROUTER, max_message=self._max_message)
-        if self._keys is not None:
-            self._keys.guard_server(socket)
-        deadline = asyncio.get_running_loop().time() + _BIND_S
-        while True:
-            try:
-                socket.bind(self._bind)
-                break
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EADDRINUSE or asyncio.get_running_loop().time() > deadline:
-                    socket.close()
-                    hint = "Another process may hold that address; choose another or end that process"
-                    raise Refused(f"cannot listen at {self._bind}: {error}", where=self.name, hint=hint) from error
-                await asyncio.sleep(0.05)
-        self._address = self._dialled(socket.getsockopt_string(zmq.LAST_ENDPOINT))
-        self._wire = wire.Wire(socket, self._deliver)
+        self._address, self._door = await doors.listen(
+            self._bind,
+            name=self.name,
+            keys=self._keys,
+            most=self._max_message,
+            advertise=self._advertise,
+            deliver=self._deliver,
+            dropped=self._cut_off,
+        )
         return self._address
 
     async def close(self) -> None:
         """Cancel all handlers and close the socket, within a second; callers see ``PeerLost``."""
-        if self._wire is None:
+        if self._door is None:
             return
-        self._wire.close()
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            _, stuck = await asyncio.wait(tasks, timeout=_CLOSE_S)
-            for task in stuck:
-                log.warning("%s: handler %s did not end when it was cancelled", self.name, task.get_name())
-
-    def _dialled(self, endpoint: str) -> str:
-        if not endpoint.startswith("tcp://"):
-            return endpoint
-        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        return f"tcp://{hosts.dialled(host, self._advertise)}:{port}"
+        self._door.close()
+        running = list(self._running.values())
+        for work in running:
+            work.cancel()
+        if running:
+            _, stuck = await asyncio.wait(running, timeout=_CLOSE_S)
+            for work in stuck:
+                log.warning("%s: %r did not end when it was cancelled", self.name, work)
 
     def _deliver(self, parts: list[zmq.Frame]) -> None:
         if len(parts) < 2:
@@ -135,13 +140,13 @@ class RpcServer:
         peer = parts[0].bytes
         try:
             header = wire.to_server(parts[1].buffer)
-        except msgspec.MsgspecError:
+        except wire.MALFORMED:
             self._drop("header")
             return
         if isinstance(header, wire.Cancel):
-            task = self._running.get((peer, header.call))
-            if task is not None:
-                task.cancel()
+            running = self._running.get((peer, header.call))
+            if running is not None:
+                running.cancel()
             return
         try:
             wire.check_call(header, len(parts) - 1)
@@ -165,57 +170,91 @@ class RpcServer:
         else:
             self._begin(peer, header, route, parts)
 
-    def _begin(
-        self,
-        peer: bytes,
-        header: wire.Call,
-        route: tuple[msgspec.msgpack.Decoder[Any], Handler],
-        parts: list[zmq.Frame],
-    ) -> None:
-        decoder, handler = route
+    def _begin(self, peer: bytes, header: wire.Call, route: _Route, parts: list[zmq.Frame]) -> None:
         try:
-            request = decoder.decode(parts[2].buffer)
-        except msgspec.MsgspecError as wrong:
+            request = route.decoder.decode(parts[2].buffer)
+        except wire.MALFORMED as wrong:
             self._refuse(peer, header, ProtocolError(f"{header.method}: {wrong}", where=self.name))
             return
         self.counters.calls[header.method] += 1
-        loop = asyncio.get_running_loop()
-        call = (peer, header.call)
-        task = loop.create_task(self._serve(peer, header, handler, request, wire.views(parts[3:])))
-        self._running[call] = task
-        deadline = loop.call_later(header.timeout, task.cancel)
+        frames = wire.views(parts[3:]) if header.frames else ()
+        if route.now is not None:
+            self._serve_now(peer, header, route.now, request, frames)
+        elif route.later is not None:
+            work = self._serve(peer, header, route.later, request, frames)
+            self._keep((peer, header.call), asyncio.get_running_loop().create_task(work), header.timeout)
 
-        def ended(done: asyncio.Task[None]) -> None:
+    def _keep(self, call: tuple[bytes, int], running: asyncio.Future[Any], timeout: float) -> None:
+        """Remember what answers ``call``, so that it ends when its caller waits no more."""
+        self._running[call] = running
+        deadline = asyncio.get_running_loop().call_later(timeout, running.cancel)
+
+        def ended(done: asyncio.Future[Any]) -> None:
             deadline.cancel()
             del self._running[call]
             self.counters.cancelled += done.cancelled()
 
-        task.add_done_callback(ended)
+        running.add_done_callback(ended)
+
+    def _serve_now(
+        self, peer: bytes, header: wire.Call, handler: NowHandler, request: Struct, frames: Sequence[memoryview]
+    ) -> None:
+        try:
+            reply = handler(request, frames)
+            if isinstance(reply, asyncio.Future):
+                reply.add_done_callback(lambda done: self._answer_done(peer, header, done))
+                self._keep((peer, header.call), reply, header.timeout)
+            else:
+                self._answer(peer, header, reply)
+        except AsyncFlowError as error:
+            self._refuse(peer, header, error)
+        except Exception as error:
+            log.exception("%s: %s failed", self.name, header.method)
+            self._refuse(peer, header, self._unexpected(header, error))
+
+    def _answer_done(self, peer: bytes, header: wire.Call, done: asyncio.Future[Reply]) -> None:
+        if done.cancelled():
+            return
+        try:
+            self._answer(peer, header, done.result())
+        except AsyncFlowError as error:
+            self._refuse(peer, header, error)
+        except Exception as error:
+            log.exception("%s: %s failed", self.name, header.method)
+            self._refuse(peer, header, self._unexpected(header, error))
 
     async def _serve(
         self, peer: bytes, header: wire.Call, handler: Handler, request: Struct, frames: Sequence[memoryview]
     ) -> None:
         try:
-            reply = await handler(request, frames)
-            answer, out = reply if isinstance(reply, tuple) else (reply, ())
-            body = wire.encode(answer)
-            wire.check_size(f"the answer to {header.method}", body, out, limit=self._max_message)
+            self._answer(peer, header, await handler(request, frames))
         except AsyncFlowError as error:
             self._refuse(peer, header, error)
         except Exception as error:
             log.exception("%s: %s failed", self.name, header.method)
-            hint = f"The log of {self.name} has the traceback"
-            self._refuse(peer, header, RemoteError(f"{header.method}: {error!r}", where=self.name, hint=hint))
-        else:
-            self._send((peer, header.call), [peer, wire.encode(wire.Answer(header.call, len(out))), body, *out])
+            self._refuse(peer, header, self._unexpected(header, error))
+
+    def _answer(self, peer: bytes, header: wire.Call, reply: Reply) -> None:
+        answer, out = reply if isinstance(reply, tuple) else (reply, ())
+        body = wire.encode(answer)
+        wire.check_size(f"the answer to {header.method}", body, out, limit=self._max_message)
+        self._send((peer, header.call), [peer, wire.encode(wire.Answer(header.call, len(out))), body, *out])
+
+    def _unexpected(self, header: wire.Call, error: Exception) -> RemoteError:
+        hint = f"The log of {self.name} has the traceback"
+        return RemoteError(f"{header.method}: {error!r}", where=self.name, hint=hint)
 
     def _refuse(self, peer: bytes, header: wire.Call, error: AsyncFlowError) -> None:
         self.counters.errors[error.code] += 1
         self._send((peer, header.call), [peer, wire.encode(wire.Failure(header.call)), wire.encode(error.to_wire())])
 
     def _send(self, call: tuple[bytes, int], parts: Sequence[Buffer]) -> None:
-        if self._wire is not None and not self._wire.closed:
-            self._wire.send(call, parts)
+        if self._door is not None and not self._door.closed:
+            self._door.send(call, parts)
+
+    def _cut_off(self, why: str) -> None:
+        self.counters.dropped["peer"] += 1
+        log.debug("%s: cut off a peer: %s", self.name, why)
 
     def _drop(self, reason: str) -> None:
         self.counters.dropped[reason] += 1

@@ -21,6 +21,7 @@ from msgspec import Meta, Struct
 
 from asyncflow.errors import ProtocolError
 from asyncflow.net.frames import Buffer
+from asyncflow.net.stream import Part
 
 ZERO_COPY = 64 * 1024
 """Bytes from which on a frame is sent from where it lies, and given out where it arrived; smaller ones are copied."""
@@ -68,6 +69,9 @@ class Failure(Struct, frozen=True, array_like=True, tag="f1"):
     call: CallId
 
 
+MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError)
+"""What a decoder raises for bytes that are not what they should be; msgspec passes on what UTF-8 has to say."""
+
 encode = msgspec.msgpack.Encoder().encode
 to_server = msgspec.msgpack.Decoder(Call | Cancel).decode
 to_client = msgspec.msgpack.Decoder(Answer | Failure).decode
@@ -91,12 +95,9 @@ def check_size(what: str, body: bytes, frames: Sequence[Buffer], *, limit: int) 
     return size
 
 
-def views(parts: Sequence[zmq.Frame]) -> list[memoryview]:
-    """Give read-only views of received frames; the small ones are copied so that they pin no receive buffer."""
-    return [
-        memoryview(part.bytes) if len(part) < ZERO_COPY else memoryview(part.buffer).cast("B").toreadonly()
-        for part in parts
-    ]
+def views(parts: Sequence[zmq.Frame | Part]) -> list[memoryview]:
+    """Give writable views of received frames; the small ones are copied so that they pin no receive buffer."""
+    return [memoryview(bytearray(part.buffer) if len(part) < ZERO_COPY else part.buffer) for part in parts]
 
 
 def context() -> zmq.Context[Socket]:
@@ -124,7 +125,7 @@ def open_socket(kind: int, *, max_message: int) -> Socket:
 class Wire:
     """Sends and receives multipart messages on ``socket`` from the running loop; owns the socket.
 
-    deliver: called with the parts of each message that came; it must not raise.
+    deliver: called with the parts of each message that came; it must not raise, and may send.
     """
 
     def __init__(self, socket: Socket, deliver: Callable[[list[zmq.Frame]], None]) -> None:
@@ -134,6 +135,7 @@ class Wire:
         self._fd = int(socket.getsockopt(zmq.FD))
         self._outbox: dict[Hashable, Sequence[Buffer]] = {}
         self._again = False
+        self._turning = False
         self.closed = False
         self._loop.add_reader(self._fd, self._turn)
         self._look()
@@ -142,7 +144,8 @@ class Wire:
         """Send ``parts`` now, or as soon as the socket takes them; ``key`` names the message for ``withdraw``."""
         if self._outbox or not self._try(parts):
             self._outbox[key] = parts
-        self._look()
+        if not self._turning:
+            self._look()
 
     def withdraw(self, key: Hashable) -> bool:
         """Take back the message ``key`` if it has not left yet, and say whether that was so."""
@@ -163,17 +166,33 @@ class Wire:
 
     def _turn(self) -> None:
         self._again = False
+        self._turning = True
+        quiet = False
         try:
-            for _ in range(_BURST):
-                if self.closed or not self._receive():
-                    break
-            while not self.closed and self._outbox:
-                key = next(iter(self._outbox))
-                if not self._try(self._outbox[key]):
-                    break
-                del self._outbox[key]
+            quiet = self._receive_some()
+            if self._outbox:
+                quiet = False
+                self._send_some()
         finally:
-            self._look()
+            self._turning = False
+            if not quiet:
+                self._look()
+
+    def _receive_some(self) -> bool:
+        """Deliver a burst of messages; True where there are no more, as the socket itself has just said."""
+        for _ in range(_BURST):
+            if self.closed or not self._receive() or self.closed:
+                return False
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & _READ:
+                return True
+        return False
+
+    def _send_some(self) -> None:
+        while not self.closed and self._outbox:
+            key = next(iter(self._outbox))
+            if not self._try(self._outbox[key]):
+                break
+            del self._outbox[key]
 
     def _look(self) -> None:
         """Come back in the next turn of the loop if there is still something that this socket could do."""
@@ -184,18 +203,24 @@ class Wire:
             self._loop.call_soon(self._turn)
 
     def _receive(self) -> bool:
+        receive = self._socket.recv
         try:
-            parts = self._socket.recv_multipart(_NOBLOCK, copy=False)
+            part = receive(_NOBLOCK, copy=False)
         except zmq.Again:
             return False
+        parts = [part]
+        while part.more:
+            part = receive(_NOBLOCK, copy=False)
+            parts.append(part)
         self._deliver(parts)
         return True
 
     def _try(self, parts: Sequence[Buffer]) -> bool:
-        last = len(parts) - 1
+        send, last = self._socket.send, len(parts) - 1
         for index, part in enumerate(parts):
+            small = len(part) < ZERO_COPY if type(part) is bytes else memoryview(part).nbytes < ZERO_COPY
             try:
-                self._socket.send(part, _MORE if index < last else _NOBLOCK, copy=memoryview(part).nbytes < ZERO_COPY)
+                send(part, _MORE if index < last else _NOBLOCK, copy=small)
             except zmq.Again:
                 # Refused at its first part, a message can wait. Later parts are only refused when the connection broke
                 # in between: the message went with it, which the owner learns from the loss of the connection.

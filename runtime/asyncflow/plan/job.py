@@ -13,21 +13,21 @@ from typing import Any
 from asyncflow.api.accelerators import PROFILES
 from asyncflow.api.durability import RestartSpec
 from asyncflow.api.job import RLJob, RLJobSpec
-from asyncflow.api.names import HTTP_PORT, RPC_PORT
+from asyncflow.api.names import HTTP_PORT, RPC_PORT, RoleName
 from asyncflow.api.placement import AcceleratorSpec, ResourcesSpec, TemplateSpec
 from asyncflow.plan.flow import edges
+from asyncflow.plan.holding import holding_roles, unit_after, unit_bytes
 from asyncflow.plan.roles import JobPlan, Port, Readiness, Resources, RestartPolicy, Role
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-_OVERHEAD = 256 << 20
-"""Bytes of a storage unit's process beside its cells."""
 _CPU_ONLY = AcceleratorSpec()
 
 
 def plan(job: RLJob) -> JobPlan:
     """Give the roles of ``job`` and the flow between them."""
     spec = job.spec
-    roles = (_driver(spec), _controller(spec), _storage(spec), _trainer(spec), _rollout(spec))
+    holding = holding_roles(spec.transfer_queue, "driver", lambda *given: _holding(spec, *given))
+    roles = (_driver(spec), _controller(spec), *holding, _storage(spec), _trainer(spec), _rollout(spec))
     return JobPlan(job=job.name, roles=roles, edges=edges(spec))
 
 
@@ -68,8 +68,22 @@ def _storage(spec: RLJobSpec) -> Role:
         replicas=queue.storage_units,
         core=queue.storage_units,
         most=queue.storage_units,
-        after=("driver",),
-        resources=_resources(queue.resources, threads=1, least_memory=queue.bytes_per_unit.bytes + _OVERHEAD),
+        after=unit_after(queue, "driver"),
+        resources=_resources(queue.resources, threads=1, least_memory=unit_bytes(queue)),
+        restart=_restart(spec.failure_policy.storage),
+        env=_env(spec.template, threads=1),
+        **_listening(spec),
+    )
+
+
+def _holding(spec: RLJobSpec, name: RoleName, replicas: int, resources: Resources, after: tuple[RoleName, ...]) -> Role:
+    return Role(
+        name=name,
+        replicas=replicas,
+        core=replicas,
+        most=replicas,
+        after=after,
+        resources=resources,
         restart=_restart(spec.failure_policy.storage),
         env=_env(spec.template, threads=1),
         **_listening(spec),

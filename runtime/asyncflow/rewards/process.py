@@ -86,5 +86,5 @@ class RewardProcess:
                 return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)
         except TimeoutError as error:
             raise DeadlineExceeded(f"{what} did not come in {timeout:g} s", where=f"pid {self.pid}") from error
-        except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError) as error:
+        except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise PeerLost(f"the reward process died while it worked: {error}", where=f"pid {self.pid}") from error

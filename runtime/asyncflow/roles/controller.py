@@ -13,15 +13,15 @@ import asyncio
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from aiohttp import web
-
 from asyncflow.api.queue import QueueStatus
 from asyncflow.driver.tasks import tasks_of
 from asyncflow.errors import RoleFailed
 from asyncflow.net.directory import Directory, Member
-from asyncflow.net.http import HttpHandler
+from asyncflow.net.http import Answer, HttpHandler, Request
 from asyncflow.net.membership import Membership
-from asyncflow.queue.controller import Controller
+from asyncflow.net.rpc import RpcServer
+from asyncflow.queue.controller.controller import Controller
+from asyncflow.queue.controller.outlook import waits
 from asyncflow.roles.base import run_role
 from asyncflow.roles.post import JobPost, Post, QueuePost, RoleOptions
 from asyncflow.telemetry.metrics import ControllerMetrics
@@ -36,7 +36,7 @@ def main(options: RoleOptions) -> int:
 
 async def serve(post: JobPost) -> None:
     """Serve a job until told to stop. Raises RoleFailed when the ledger cannot be written any more."""
-    controller, metrics = _controller(post, host=post.host), ControllerMetrics()
+    controller, metrics = _controller(post), ControllerMetrics()
     address = await controller.start()
     controller.table.declare(tasks_of(post.job.spec))
     controller.settle()
@@ -49,9 +49,11 @@ async def serve(post: JobPost) -> None:
 async def serve_alone(post: QueuePost) -> None:
     """Serve whoever joins, until told to stop. Raises RoleFailed when the ledger cannot be written any more."""
     listened = urlsplit(post.options.driver)
-    controller = _controller(post, host=listened.hostname or post.host, port=listened.port or 0)
-    directory, metrics = Directory(), ControllerMetrics()
-    directory.attach(controller.server)
+    front = RpcServer(
+        name="directory", bind=f"tcp://{listened.hostname}:{listened.port}", keys=post.keys, advertise=post.host
+    )
+    controller, directory, metrics = _controller(post), Directory(), ControllerMetrics()
+    directory.attach(front)
 
     def gone(member: Member, _reason: str) -> None:
         controller.table.claims.expire_worker(member.incarnation)
@@ -61,19 +63,19 @@ async def serve_alone(post: QueuePost) -> None:
     address = await controller.start()
     metrics.watch_rpc(controller.server.counters)
     membership = await post.join(
-        metrics=metrics, address=address, directory=address, pages=_pages(controller, directory)
+        metrics=metrics, address=address, directory=await front.start(), pages=_pages(controller, directory)
     )
     await _until_told(post, controller, metrics)
     await directory.close()
     await _close(membership, controller)
+    await front.close()
 
 
-def _controller(post: Post, *, host: str, port: int = 0) -> Controller:
+def _controller(post: Post) -> Controller:
     return Controller(
         ledger_dir=post.options.workdir / "ledger",
         sync=post.ledger.sync,
-        host=host,
-        port=port,
+        host=post.host,
         advertise=post.host,
         keys=post.keys,
     )
@@ -95,9 +97,9 @@ async def _close(membership: Membership, controller: Controller) -> None:
 
 
 def _pages(controller: Controller, directory: Directory) -> Mapping[str, HttpHandler]:
-    async def get_status(_request: web.Request) -> web.Response:
+    async def get_status(_request: Request) -> Answer:
         status = _status(controller, units=len(directory.members("storage")))
-        return web.json_response(text=status.model_dump_json(by_alias=True, exclude_unset=True))
+        return Answer.json(status.model_dump_json(by_alias=True, exclude_unset=True))
 
     return {"/v1/status": get_status}
 
@@ -123,7 +125,11 @@ def _show(controller: Controller, metrics: ControllerMetrics) -> None:
     metrics.redeliveries.set(stats.redeliveries)
     metrics.fenced_writes.set(stats.fenced)
     metrics.ledger_bytes.set(stats.ledger_bytes)
-    for task, count in stats.parked.items():
-        metrics.parked.labels(task).set(count)
+    metrics.ledger_lag.set(controller.ledger_lag)
+    for task in stats.ready:
+        metrics.parked.labels(task).set(stats.parked.get(task, 0))
+    metrics.unready.clear()
+    for partition, task, row in waits(controller.table, controller.now()):
+        metrics.unready.labels(f"{partition}/{task}", row.lacks[0]).set(row.seconds)
     for state, count in (("staged", stats.staged), ("committed", stats.committed), ("live", stats.live)):
         metrics.rows.labels("", state).set(count)

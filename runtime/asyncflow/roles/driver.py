@@ -20,7 +20,7 @@ from asyncflow.models.source import materialize_config
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.net.directory import Directory
 from asyncflow.net.rpc import RpcServer
-from asyncflow.queue.client import QueueClient
+from asyncflow.queue.client.client import QueueClient
 from asyncflow.roles.base import run_role
 from asyncflow.roles.post import JobPost, RoleOptions, job_folder
 from asyncflow.telemetry.metrics import DriverMetrics

@@ -10,7 +10,7 @@ from asyncflow.flow.instance import Instance
 from asyncflow.models.source import materialize_config
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.net.roster import Status
-from asyncflow.queue.client import QueueClient
+from asyncflow.queue.client.client import QueueClient
 from asyncflow.rewards.pool import RewardPool
 from asyncflow.roles.base import run_role
 from asyncflow.roles.post import JobPost, RoleOptions, job_folder

@@ -1,11 +1,12 @@
-"""One storage unit of the queue."""
+"""One storage unit of the queue. It is ready when its back end is, and the controller has taken it in."""
 
 from __future__ import annotations
 
 import asyncio
 
 from asyncflow.net.membership import Membership
-from asyncflow.queue.unit import StorageUnit, open_backend
+from asyncflow.queue.backends.base import Site
+from asyncflow.queue.unit.unit import StorageUnit, open_backend
 from asyncflow.roles.base import run_role
 from asyncflow.roles.post import Post, RoleOptions
 from asyncflow.telemetry.metrics import StorageMetrics
@@ -22,6 +23,14 @@ async def serve(post: Post) -> None:
     """Hold cells until told to stop. Raises Fenced when another incarnation has taken this place."""
     queue, metrics = post.queue, StorageMetrics()
     membership: Membership | None = None
+    site = Site(
+        unit=post.options.index,
+        incarnation=post.worker,
+        host=post.host,
+        find=lambda role, index: membership.address(role, index) if membership is not None else None,
+        keys=post.keys,
+    )
+    backend = open_backend(queue.backend, site)
     unit = StorageUnit(
         index=post.options.index,
         limit_bytes=queue.bytes_per_unit.bytes,
@@ -29,24 +38,38 @@ async def serve(post: Post) -> None:
         incarnation=post.worker,
         host=post.host,
         keys=post.keys,
-        backend=open_backend(queue.backend),
+        backend=backend,
     )
     address = await unit.start()
     metrics.watch_rpc(unit.server.counters)
     metrics.limit.set(queue.bytes_per_unit.bytes)
 
+    opening = asyncio.create_task(backend.open())
+
     def ready() -> tuple[bool, str]:
+        if not opening.done():
+            return False, f"the back end {queue.backend} does not answer yet"
         return unit.ready, "ready" if unit.ready else "the controller has not taken it in yet"
 
     membership = await post.join(metrics=metrics, address=address, ready=ready)
     stopping = asyncio.create_task(post.stopping.wait())
-    while not stopping.done() and not unit.failed.done():
+    while not stopping.done() and not unit.failed.done() and not _failed(opening):
         metrics.held.set(unit.holdings.budget.used)
         metrics.put.set(unit.put_bytes)
         metrics.fetched.set(unit.fetched_bytes)
+        metrics.waiting.set(len(unit.holdings.budget))
+        metrics.budget_waits.set(unit.holdings.budget.waits)
+        metrics.budget_waited.set(unit.holdings.budget.waited_s)
         await asyncio.wait((stopping, unit.failed), timeout=PULSE_S, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
+    opening.cancel()
     await membership.close()
     await unit.close()
+    if _failed(opening):
+        opening.result()
     if unit.failed.done() and not unit.failed.cancelled():
         unit.failed.result()
+
+
+def _failed(task: asyncio.Task[None]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is not None

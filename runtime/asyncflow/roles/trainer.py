@@ -20,7 +20,7 @@ from asyncflow.models.source import materialize_config, materialize_weights
 from asyncflow.net.membership import Membership
 from asyncflow.net.rpc import RpcServer
 from asyncflow.plugins import load_plugin
-from asyncflow.queue.client import QueueClient
+from asyncflow.queue.client.client import QueueClient
 from asyncflow.roles.base import run_role
 from asyncflow.roles.post import JobPost, RoleOptions
 from asyncflow.telemetry.metrics import TrainerMetrics

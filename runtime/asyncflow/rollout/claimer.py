@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from asyncflow.errors import AsyncFlowError
 from asyncflow.flow.instance import Ask, Instance, Purpose
-from asyncflow.queue.client import QueueClient
-from asyncflow.queue.messages import LeasedRow
+from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.protocol.messages import LeasedRow
 from asyncflow.rollout.job import RolloutSettings
 from asyncflow.rollout.outage import Outage
 

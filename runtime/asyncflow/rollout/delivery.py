@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from asyncflow.errors import AsyncFlowError, Refused
-from asyncflow.queue.client import QueueClient
+from asyncflow.queue.client.client import QueueClient
 from asyncflow.rollout.job import Outcome, columns
 from asyncflow.rollout.outage import Outage
 

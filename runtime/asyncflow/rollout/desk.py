@@ -15,8 +15,8 @@ from typing import Any
 from asyncflow.data.base import Prompt
 from asyncflow.errors import AsyncFlowError
 from asyncflow.flow.instance import Instance
-from asyncflow.queue.client import QueueClient
-from asyncflow.queue.messages import LeasedRow
+from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.protocol.messages import LeasedRow
 from asyncflow.rollout.job import INPUTS, Job, RolloutSettings
 from asyncflow.rollout.outage import Outage
 

@@ -18,7 +18,7 @@ from asyncflow.flow.instance import Work
 from asyncflow.flow.schedule import Window
 from asyncflow.identity import Version
 from asyncflow.net.frames import Jagged
-from asyncflow.queue.messages import TOKENS_TAG, LeasedRow, Tag
+from asyncflow.queue.protocol.messages import TOKENS_TAG, LeasedRow, Tag
 from asyncflow.rewards.wire import Example, RewardResult
 from asyncflow.rollout.engines.base import Completion, GenerationRequest
 from asyncflow.rollout.sampling import purpose_seed
@@ -72,13 +72,13 @@ class Job:
     @property
     def purpose(self) -> Literal["train", "eval"]:
         """What the row is for."""
-        return self.row.meta.purpose
+        return "eval" if self.row.meta.purpose == "eval" else "train"
 
     @property
     def work(self) -> Work:
         """The row as ``flow.instance`` sees it; the job itself is its name."""
         meta = self.row.meta
-        return Work(self, meta.purpose, Window(meta.min_version, meta.max_version))
+        return Work(self, self.purpose, Window(meta.min_version, meta.max_version))
 
     def request(self, settings: RolloutSettings) -> GenerationRequest:
         """Give what the engine is asked for."""

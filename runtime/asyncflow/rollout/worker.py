@@ -21,7 +21,7 @@ from asyncflow.errors import DeadlineExceeded
 from asyncflow.flow.instance import Instance
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.net.roster import Status
-from asyncflow.queue.client import QueueClient
+from asyncflow.queue.client.client import QueueClient
 from asyncflow.rewards.pool import RewardPool
 from asyncflow.rollout.claimer import Claimer
 from asyncflow.rollout.delivery import Delivery

@@ -88,6 +88,13 @@ class ControllerMetrics(RoleMetrics):
         self.redeliveries = self.gauge("redeliveries_count", "rows given out again, since the start")
         self.fenced_writes = self.gauge("fenced_writes_count", "writes refused as too late, since the start")
         self.ledger_bytes = self.gauge("ledger_bytes", "size of the ledger")
+        self.ledger_lag = self.gauge("ledger_lag_seconds", "age of the oldest change that is not as safe as it will be")
+        self.unready = self.gauge(
+            "oldest_unready_seconds",
+            "age of the oldest row that is not ready, and a column that it lacks",
+            "task",
+            "lacks",
+        )
 
 
 class StorageMetrics(RoleMetrics):
@@ -101,6 +108,9 @@ class StorageMetrics(RoleMetrics):
         self.limit = self.gauge("limit_bytes", "bytes of cells allowed")
         self.put = self.gauge("put_bytes", "bytes written since the start")
         self.fetched = self.gauge("fetched_bytes", "bytes read since the start")
+        self.waiting = self.gauge("waiting_puts_count", "puts that wait for room")
+        self.budget_waits = self.gauge("budget_waits_count", "puts that had to wait for room, since the start")
+        self.budget_waited = self.gauge("budget_waited_seconds", "time that puts waited for room, since the start")
 
 
 class RolloutMetrics(RoleMetrics):

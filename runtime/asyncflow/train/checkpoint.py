@@ -133,7 +133,7 @@ class Checkpoints:
         for path in sorted(self.folder.glob(f"step-*/{MANIFEST}")):
             try:
                 manifest = msgspec.json.decode(path.read_bytes(), type=CheckpointManifest)
-            except (OSError, msgspec.MsgspecError) as wrong:
+            except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as wrong:
                 raise CheckpointError(
                     f"the manifest cannot be read: {wrong}",
                     where=str(path),

@@ -29,7 +29,7 @@ from asyncflow.errors import ProtocolError, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.net.roster import Directives
 from asyncflow.net.rpc import persist
-from asyncflow.queue.messages import StepTotals
+from asyncflow.queue.protocol.messages import StepTotals
 from asyncflow.telemetry.busy import BusyClock
 from asyncflow.train.backends.base import TrainerBackend
 from asyncflow.train.checkpoint import Checkpoint, CheckpointManifest, Checkpoints

@@ -79,3 +79,21 @@ def test_its_pods_keep_their_digest_over_versions_and_scalings(
         for state in (before, after)
     }
     assert digests == {desired.queue_pod_digest(before, "storage")}
+
+
+def test_its_bytes_have_holders_where_they_do_not_lie_with_the_units(desired: Desired, queue_state: QueueStates):
+    state = queue_state(backend="mooncake", storageUnits=2, bytesPerUnit="1Gi")
+    assert state.queue is not None
+    roles = queue_roles(state.queue)
+    assert [(role.name, role.replicas) for role in roles] == [
+        ("controller", 1),
+        ("master", 1),
+        ("holder", 2),
+        ("storage", 2),
+    ]
+    assert [role.after for role in roles] == [(), ("controller",), ("master",), ("controller", "holder")]
+    holder = desired.queue_pod(state, "holder", 1, 0)["spec"]["containers"][0]
+    assert int(holder["resources"]["limits"]["memory"]) > 1 << 30
+    assert holder["command"][3:5] == ["role", "holder"]
+    budget = next(each for each in desired.queue_supporting(state) if each["kind"] == "PodDisruptionBudget")
+    assert budget["spec"]["minAvailable"] == 5

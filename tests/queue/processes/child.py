@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from asyncflow.net.frames import Jagged
-from asyncflow.queue.client import QueueClient
-from asyncflow.queue.controller import Controller
-from asyncflow.queue.messages import RowMeta
-from asyncflow.queue.unit import StorageUnit
+from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.controller.controller import Controller
+from asyncflow.queue.protocol.messages import RowMeta
+from asyncflow.queue.unit.unit import StorageUnit
 
 P = "train"
 

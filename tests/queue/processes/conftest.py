@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.net.frames import Jagged
-from asyncflow.queue.messages import RowMeta, TaskSpec
+from asyncflow.queue.protocol.messages import RowMeta, TaskSpec
 
 CHILD = Path(__file__).with_name("child.py")
 _spec = importlib.util.spec_from_file_location("queue_child", CHILD)

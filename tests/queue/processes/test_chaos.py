@@ -8,7 +8,7 @@ import pytest
 
 from asyncflow.errors import StaleHandle
 from asyncflow.net.rpc import persist
-from asyncflow.queue.audit import audit_ledger
+from asyncflow.queue.ledger.audit import audit_ledger
 
 pytestmark = pytest.mark.process
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from asyncflow.errors import StaleHandle
-from asyncflow.queue.audit import audit_ledger
+from asyncflow.queue.ledger.audit import audit_ledger
 
 pytestmark = pytest.mark.process
 
@@ -131,10 +131,10 @@ import sys, asyncio
 from pathlib import Path
 async def main():
     if sys.argv[1] == "controller":
-        from asyncflow.queue.controller import Controller
+        from asyncflow.queue.controller.controller import Controller
         server = Controller(ledger_dir=Path(sys.argv[2]))
     else:
-        from asyncflow.queue.unit import StorageUnit
+        from asyncflow.queue.unit.unit import StorageUnit
         server = StorageUnit(index=0, limit_bytes=1, controller="tcp://127.0.0.1:9")
     await server.start()
     status = Path("/proc/self/status").read_text()

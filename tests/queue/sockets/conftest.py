@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from asyncflow.net.frames import Jagged
-from asyncflow.queue.client import QueueClient
-from asyncflow.queue.controller import Controller
-from asyncflow.queue.messages import RowMeta
-from asyncflow.queue.unit import StorageUnit
+from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.controller.controller import Controller
+from asyncflow.queue.protocol.messages import RowMeta
+from asyncflow.queue.unit.unit import StorageUnit
 
 P = "train"
 

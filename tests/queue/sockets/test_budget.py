@@ -1,17 +1,11 @@
 """Bytes are budgeted: puts wait in line, clearing frees at once."""
 
 import asyncio
-import contextlib
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from asyncflow.errors import DeadlineExceeded, Refused
-from asyncflow.queue import creation
-from asyncflow.queue.backends.memory import MemoryBackend
-from asyncflow.queue.budget import Budget
+from asyncflow.queue.client import creation
 
 P = "train"
 
@@ -35,37 +29,6 @@ async def test_a_put_waits_for_room_and_then_says_why_it_could_not(cluster):
         assert await behind == [True, True]
         assert queue.units[0].holdings.budget.used == 96
         assert (await queue.client.stats(timeout=10)).dropped == 4
-
-
-async def test_budget_is_first_come_first_served_and_forgets_those_who_left():
-    budget = Budget(10, where="test")
-    await budget.reserve(8, timeout=1)
-    big = asyncio.create_task(budget.reserve(9, timeout=10))
-    small = asyncio.create_task(budget.reserve(2, timeout=10))
-    await asyncio.sleep(0)
-    assert (budget.used, len(budget)) == (8, 2)
-    big.cancel()
-    await asyncio.wait([big])
-    await small
-    assert (budget.used, len(budget)) == (10, 0)
-    granted_and_cancelled = asyncio.create_task(budget.reserve(5, timeout=10))
-    await asyncio.sleep(0)
-    budget.release(10)
-    granted_and_cancelled.cancel()
-    await asyncio.wait([granted_and_cancelled])
-    assert budget.used == 0
-
-
-async def test_a_cell_does_not_pin_the_batch_in_which_it_came():
-    backend = MemoryBackend()
-    batch = np.arange(1_000_000)
-    await backend.put([(1, batch[5:7])])
-    (cell,) = await backend.get([1])
-    assert cell.base is None
-    assert not cell.flags.writeable
-    await backend.free([1, 2])
-    with pytest.raises(KeyError):
-        await backend.get([1])
 
 
 async def test_what_was_promised_gets_through_a_unit_that_creations_have_filled(cluster):
@@ -134,40 +97,3 @@ async def test_a_put_larger_than_a_unit_goes_in_parts(cluster):
         assert await queue.create(0, 2, 4, length=1 << 14, outputs={"response": 1 << 10}) == [True] * 6
         held = sum(unit.holdings.budget.used for unit in queue.units.values())
         assert held == 6 * 8 << 14
-
-
-sizes = st.integers(0, 40)
-
-
-@given(st.lists(st.tuples(sizes, st.lists(sizes, max_size=3), st.booleans()), max_size=12), st.randoms())
-def test_promised_writes_never_wait_whatever_else_does(rows, random):
-    """Rows come as they find room, write in any order what they were promised or less, some twice, and go."""
-
-    async def live(budget, size, outputs, repeats):
-        await budget.reserve(size, promise=sum(outputs), timeout=10)
-        written = size
-        for most in outputs:
-            await asyncio.sleep(0)
-            size = random.randint(0, most)
-            async with asyncio.timeout(0):
-                await budget.draw(size, timeout=10)
-            assert budget.used <= budget.limit
-            await asyncio.sleep(0)
-            budget.release(0, promise=most)
-            written += size
-            if repeats:
-                with contextlib.suppress(DeadlineExceeded):
-                    await budget.reserve(size, timeout=0)
-                    budget.release(size)
-        await asyncio.sleep(0)
-        budget.release(written)
-
-    async def run():
-        budget = Budget(100, where="test")
-        fitting = [row for row in rows if row[0] + sum(row[1]) <= budget.limit]
-        async with asyncio.TaskGroup() as group:
-            for row in fitting:
-                group.create_task(live(budget, *row))
-        assert (budget.used, budget.promised, len(budget)) == (0, 0, 0)
-
-    asyncio.run(run())

@@ -9,7 +9,7 @@ from asyncflow.errors import Fenced, Refused, StaleHandle
 from asyncflow.identity import RowPlace
 from asyncflow.net.frames import Jagged
 from asyncflow.net.keys import Keys
-from asyncflow.queue.messages import RowMeta
+from asyncflow.queue.protocol.messages import RowMeta
 
 P = "train"
 

@@ -1,34 +1,91 @@
-"""The interface of a storage back end: a store of numbered arrays, written once.
+"""The interface of a storage back end: a store of parcels, each written once.
 
-The unit numbers cells, knows what they mean and keeps the budget; the controller is the truth about what exists. So a
-back end needs to know nothing but bytes.
+A *parcel* is what one put brought: columns of the same rows, under a number that is never used again. The unit knows
+what the rows mean and keeps the budget; the controller is the truth about what exists. So a back end needs to know
+nothing but bytes.
 
-Invariants: ``get`` gives what ``put`` was given, bit by bit; an array that was put shares no memory with the caller's;
-when ``free`` returns, its bytes can be used again.
+Invariants: ``get`` gives what ``put`` was given, bit by bit; a parcel is there whole or not at all, until cells of it
+are freed; when ``free`` returns, those bytes can be used again.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final, NamedTuple, Self
 
-from asyncflow.net.frames import Array
+from asyncflow.net.frames import Jagged
+from asyncflow.net.keys import Keys
+
+BACKENDS: Final = "asyncflow.storage_backends"
+"""The group of entry points in which back ends are found."""
+
+
+class Place(NamedTuple):
+    """Where a row of a parcel lies: the number of the parcel, and which of its rows it is, from 0."""
+
+    parcel: int
+    row: int
+
+
+class BytesLost(Exception):
+    """Cells are gone from the store, although nobody freed them; ``places`` are those of their rows."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        super().__init__(f"the store lost cells of {len(places)} rows")
+        self.places = places
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Where a back end works.
+
+    unit, incarnation: whose cells it holds; host: the address of this process; find: gives the address of process i of
+    a role, None while there is none; keys: the job's.
+    """
+
+    unit: int
+    incarnation: str
+    host: str
+    find: Callable[[str, int], str | None]
+    keys: Keys | None = None
 
 
 class Backend(ABC):
-    """Holds arrays by number."""
+    """Holds parcels by number. Whoever calls it may be cancelled wherever it awaits.
+
+    immediate: none of its methods ever awaits anything, so that the unit may call them without a task.
+    """
+
+    immediate: ClassVar[bool] = False
+
+    @classmethod
+    def made(cls, site: Site) -> Self:  # noqa: ARG003
+        """Make one for a unit."""
+        return cls()
+
+    @classmethod  # noqa: B027
+    def check(cls) -> None:
+        """See that this machine has what its processes need, if they run here. Raises ManifestError."""
+
+    async def open(self) -> None:  # noqa: B027
+        """Wait until cells can be put; what is put before that waits."""
 
     @abstractmethod
-    async def put(self, cells: Iterable[tuple[int, Array]]) -> None:
-        """Store a copy of each array under its number, which was never used before."""
+    async def put(self, parcel: int, columns: Mapping[str, Jagged]) -> None:
+        """Store all columns, which are never changed any more, or none of them: what fails leaves nothing behind."""
 
     @abstractmethod
-    async def get(self, cells: Sequence[int]) -> list[Array]:
-        """Give the arrays of these numbers, read-only; KeyError for one that is not there."""
+    async def get(self, places: Sequence[Place], columns: Sequence[str]) -> dict[str, Jagged]:
+        """Give cells of rows (at least one) that all have these columns, in the order asked; nobody writes to them.
+
+        Raises BytesLost when some of them are gone.
+        """
 
     @abstractmethod
-    async def free(self, cells: Iterable[int]) -> None:
-        """Forget these numbers; one that is not there is passed over."""
+    async def free(self, places: Sequence[Place], columns: Sequence[str]) -> None:
+        """Forget these columns of rows that all have them and are named once."""
 
     @abstractmethod
     async def close(self) -> None:

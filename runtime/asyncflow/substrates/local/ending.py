@@ -18,7 +18,8 @@ _FIRST_BY = 0.25
 _ORDER: tuple[tuple[frozenset[str], float], ...] = (
     (frozenset({"trainer"}), 0.65),
     (frozenset({"driver"}), 0.8),
-    (frozenset({"controller", "storage"}), 1.0),
+    (frozenset({"controller", "storage"}), 0.9),
+    (frozenset({"holder", "master"}), 1.0),
 )
 """Roles in the order of their ends, and the share of the time after which those still alive are killed."""
 

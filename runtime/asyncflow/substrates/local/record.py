@@ -54,6 +54,6 @@ def load_record(path: Path) -> Record | None:
         return msgspec.json.decode(path.read_bytes(), type=Record)
     except FileNotFoundError:
         return None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         hint = "Without it attempts would be used twice; use --fresh"
         raise ManifestError(f"the record of placements cannot be read: {error}", where=str(path), hint=hint) from error

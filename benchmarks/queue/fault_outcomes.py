@@ -1,0 +1,151 @@
+"""What became of each fault, found in the diaries of the clients when all is over.
+
+Times are of one monotonic clock, which all processes of a machine share.
+
+Invariant: judging reads files and changes nothing; a time says from when a process was hit until somebody else, or its
+successor, had done what it did before.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fault_clients import CHAIN, Line, diary
+
+HOLDERS = ("unit", "holder", "master")
+"""Who has rows to lose."""
+
+
+@dataclass(kw_only=True)
+class Fault:
+    """attempt: which of the member's was hit, at a monotonic time; seconds: for how long it was stopped; over: when
+    the next of those faults came that lose rows."""
+
+    kind: str
+    action: str
+    member: str
+    attempt: int
+    at: float
+    seconds: float = 0.0
+    over: float = math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a fault, in words, and how long that took; None where nothing had to happen."""
+
+    fault: Fault
+    words: str
+    seconds: float | None
+
+
+def judge(faults: Sequence[Fault], folder: Path) -> list[Outcome]:
+    """Give the outcome of each fault."""
+    diaries = _Diaries(folder)
+    over = math.inf
+    for fault in reversed(faults):
+        fault.over = over
+        if fault.kind in HOLDERS:
+            over = fault.at
+    return [_outcome(fault, diaries) for fault in faults]
+
+
+def table(outcomes: Iterable[Outcome]) -> str:
+    """Give all outcomes as text: by kind and action, how often each came and how long it took."""
+    rows = [("process", "fault", "outcome", "times", "median s", "longest s")]
+    groups: defaultdict[tuple[str, str, str], list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        groups[outcome.fault.kind, outcome.fault.action, outcome.words].append(outcome)
+    for (kind, action, words), group in sorted(groups.items()):
+        times = [outcome.seconds for outcome in group if outcome.seconds is not None]
+        spans = (f"{statistics.median(times):.2f}", f"{max(times):.2f}") if times else ("", "")
+        rows.append((kind, action, words, str(len(group)), *spans))
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
+class _Diaries:
+    """The diaries of all clients: by file, and by what was done, in order of time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.did: defaultdict[str, list[Line]] = defaultdict(list)
+        for file in folder.glob("*.jsonl"):
+            member, _, attempt = file.stem.rpartition("-")
+            for line in diary(folder, member, int(attempt)):
+                line |= {"kind": member.rstrip("0123456789"), "member": member, "attempt": int(attempt)}
+                self.did[line["did"]].append(line)
+        for lines in self.did.values():
+            lines.sort(key=lambda line: line["t"])
+
+    def of(self, fault: Fault) -> list[Line]:
+        return diary(self._folder, fault.member, fault.attempt)
+
+    def next(self, after: float, did: str, kind: str = "") -> float | None:
+        """Give how long after that time somebody did something."""
+        times = (line["t"] for line in self.did[did] if line["t"] > after and kind in ("", line["kind"]))
+        found = next(times, None)
+        return None if found is None else found - after
+
+    def last(self, after: float, did: str, *, before: float) -> float | None:
+        """Give how long after one time, and before another, somebody did something for the last time."""
+        times = [line["t"] for line in self.did[did] if after < line["t"] < before]
+        return times[-1] - after if times else None
+
+
+def _outcome(fault: Fault, diaries: _Diaries) -> Outcome:
+    if fault.kind in CHAIN:
+        return _of_consumer(fault, diaries)
+    goes_on = fault.at + fault.seconds
+    if fault.kind == "producer":
+        words, after = "went on" if fault.action == "stop" else "successor creates", diaries.next(goes_on, "created")
+    elif fault.kind == "trainer":
+        words = "the gang counts on" if fault.action == "stop" else "the gang counts again, from its checkpoint"
+        after = diaries.next(goes_on, "counted")
+    elif fault.action == "kill" and fault.kind in HOLDERS:
+        words, after = "its rows are made again", diaries.last(fault.at, "created again", before=fault.over)
+        if after is None:
+            words = "it held no rows that were wanted"
+    else:
+        words, after = "rows are claimed again", diaries.next(goes_on, "claimed")
+    return Outcome(fault=fault, words=words, seconds=after)
+
+
+def _of_consumer(fault: Fault, diaries: _Diaries) -> Outcome:
+    """Say who had the rows that a consumer held when it was hit."""
+    held: list[int] = []
+    for line in diaries.of(fault):
+        if line["t"] < fault.at:
+            held = line["rows"] if line["did"] == "claimed" else []
+    if not held:
+        return Outcome(fault=fault, words="held no row", seconds=None)
+    had: dict[int, float] = {}
+    made_again = False
+    for line in diaries.did["claimed"]:
+        if line["kind"] == fault.kind and line["t"] > fault.at:
+            for row, tries in zip(line["rows"], line["tries"], strict=True):
+                if row in held and tries > 0:
+                    had.setdefault(row, line["t"] - fault.at)
+                made_again |= row in held and tries == 0
+    verdicts = next((line["ok"] for line in diaries.of(fault) if _answers(line, held, fault)), [False])
+    if all(verdicts):
+        words = "completed in time"
+    elif had:
+        words = "back too late: fenced, another had its rows" if fault.action == "stop" else "another had its rows"
+    else:
+        words = "its rows were lost with their unit, made again" if made_again else "its rows were complete already"
+    return Outcome(fault=fault, words=words, seconds=max(had.values(), default=None) if not all(verdicts) else None)
+
+
+def _answers(line: Line, held: list[int], fault: Fault) -> bool:
+    return line["did"] == "completed" and line["t"] > fault.at and line["rows"] == held
+
+
+def by_kind(faults: Iterable[Fault]) -> dict[str, int]:
+    """Give how many faults of each kind there were."""
+    return dict(Counter(f"{fault.kind} {fault.action}" for fault in faults))

@@ -1,0 +1,197 @@
+"""A queue that stands alone, as its processes run anywhere, on this machine: a controller, units, and who holds bytes.
+
+Invariant: what was started is ended when the context ends, by its process id, and its folder is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import environment
+
+from asyncflow.api.load import load
+from asyncflow.api.names import HOST_ENV, KEY_FILE_ENV
+from asyncflow.api.queue import TransferQueue
+from asyncflow.net.keys import Keys
+from asyncflow.queue.client.blocking import BlockingQueue
+from asyncflow.queue.client.blocking_visitor import visiting
+from asyncflow_operator.desired.queues import queue_roles
+
+_START_S = 60.0
+_END_S = 10.0
+_MANIFEST = """
+apiVersion: asyncflow.dev/v1alpha1
+kind: TransferQueue
+metadata: {{name: bench}}
+spec: {{backend: {backend}, storageUnits: {units}, bytesPerUnit: {bytes_per_unit}, ledger: {{sync: {sync}}}}}
+"""
+
+Within = Callable[[str, Sequence[str]], list[str]]
+"""Gives, for the name of a process (controller, unit0, ...), the command that runs another one in its place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handle:
+    """What a client needs to know of a queue, in a form that goes to other processes."""
+
+    address: str
+    key_file: str = ""
+
+    def visit(self) -> contextlib.AbstractContextManager[BlockingQueue]:
+        """Be a client."""
+        return visiting(self.address, keys=Keys.load(Path(self.key_file)) if self.key_file else None)
+
+
+@dataclass(kw_only=True)
+class Servers:
+    """The processes that run. pids: by name; starts: what starts each, given its attempt; urls: where each is ready."""
+
+    handle: Handle
+    folder: Path
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    starts: dict[str, Callable[[int], subprocess.Popen[bytes]]] = field(default_factory=dict)
+    urls: dict[str, str] = field(default_factory=dict)
+
+    def start(self, name: str, attempt: int) -> None:
+        """Start a process: where there was one that has ended, its successor."""
+        self.processes[name] = self.starts[name](attempt)
+
+    def is_ready(self, name: str) -> bool:
+        """Ask a process that runs on this host whether it is ready."""
+        try:
+            urllib.request.urlopen(self.urls[name], timeout=0.5).close()
+        except OSError:
+            return False
+        return True
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return {name: process.pid for name, process in self.processes.items()}
+
+    def resident_mb(self) -> dict[str, float]:
+        """Give the resident memory of each."""
+        return {name: resident_mb(pid) for name, pid in self.pids.items()}
+
+    def logs(self) -> str:
+        return "\n".join(f"== {file.name}\n{file.read_text()[-2000:]}" for file in sorted(self.folder.glob("*.log")))
+
+
+def resident_mb(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) / 1024
+    raise ValueError(f"process {pid} has no resident memory: it has ended")
+
+
+@contextlib.contextmanager
+def servers(
+    *,
+    units: int = 1,
+    backend: str = "memory",
+    bytes_per_unit: str = "4Gi",
+    sync: str = "interval",
+    keys: bool = False,
+    hosts: Callable[[str], str] = lambda _: "127.0.0.1",
+    within: Within = lambda _, argv: list(argv),
+) -> Iterator[Servers]:
+    """Start a queue and give it when it is ready. hosts: the address of each process; within: see ``Within``."""
+    folder = Path(tempfile.mkdtemp(prefix="asyncflow-bench-"))
+    with contextlib.ExitStack() as started:
+        started.callback(shutil.rmtree, folder, ignore_errors=True)
+        manifest = folder / "queue.yaml"
+        manifest.write_text(_MANIFEST.format(backend=backend, units=units, bytes_per_unit=bytes_per_unit, sync=sync))
+        if backend != "memory":
+            environment.prepare_libraries()
+        key_file = folder / "key"
+        if keys:
+            Keys.generate(key_file)
+        address = f"tcp://{hosts('controller')}:{_free_port()}"
+        made = Servers(handle=Handle(address=address, key_file=str(key_file) if keys else ""), folder=folder)
+
+        queue = load(manifest)
+        assert isinstance(queue, TransferQueue)
+        for role in queue_roles(queue):
+            for index in range(role.replicas):
+                name = role.name if role.replicas == 1 and role.name != "storage" else f"{role.name}{index}"
+                name = name.replace("storage", "unit")
+                workdir, http = folder / name, _free_port()
+                workdir.mkdir()
+                command = partial(
+                    role.command,
+                    index=index,
+                    driver=address,
+                    job=str(manifest),
+                    workdir=str(workdir),
+                    http_port=http,
+                    python=sys.executable,
+                )
+                env = {
+                    **os.environ,
+                    **role.env,
+                    HOST_ENV: hosts(name),
+                    **({KEY_FILE_ENV: str(key_file)} if keys else {}),
+                }
+
+                def start(
+                    attempt: int,
+                    name: str = name,
+                    command: Callable[..., list[str]] = command,
+                    env: dict[str, str] = env,
+                ) -> subprocess.Popen[bytes]:
+                    with (folder / f"{name}.log").open("ab") as log:
+                        argv = within(name, command(attempt=attempt))
+                        return subprocess.Popen(argv, env=env, stdout=log, stderr=log, cwd=folder)
+
+                made.starts[name] = start
+                made.urls[name] = f"http://{hosts(name)}:{http}/readyz"
+                made.start(name, attempt=0)
+                started.callback(lambda name=name: _end(made.processes[name]))
+                _until_ready(made.urls[name], made.processes[name], made, within, name)
+        yield made
+
+
+def _until_ready(url: str, process: subprocess.Popen[bytes], made: Servers, within: Within, name: str) -> None:
+    """Wait until a process says that it is ready, asked from where it runs."""
+    program = f"import urllib.request; urllib.request.urlopen({url!r}, timeout=2)"
+    elsewhere = within(name, []) != []
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            if elsewhere:
+                subprocess.run(
+                    within(name, [sys.executable, "-c", program]), check=True, timeout=10, capture_output=True
+                )
+            else:
+                urllib.request.urlopen(url, timeout=2).close()
+            return
+        time.sleep(0.05)
+    raise RuntimeError(f"a process of the queue did not become ready\n{made.logs()}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port

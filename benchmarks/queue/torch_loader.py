@@ -1,0 +1,87 @@
+"""Does the data set hide fetching behind computing? One batch after another, with a stand-in for an accelerator.
+
+    python benchmarks/queue/torch_loader.py [--rounds 5] [--batches 20]
+
+Computing is a wait twice as long as fetching a batch takes, measured in the same round; so a loop that does one after
+the other takes 1.5 times that, one that hides fetching entirely 1.0. Each round has a queue of its own and runs all
+cases; the table shows medians. Ends with 1 where one batch ahead does not reach the bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+
+import numpy as np
+from servers import servers
+from torch.utils.data import DataLoader
+
+from asyncflow.net.frames import Jagged
+from asyncflow.queue.client.visitor import visit
+from asyncflow.queue.protocol.messages import RowMeta, TaskSpec
+from asyncflow.queue.torch import StreamingDataset
+
+ROWS, VALUES = 32, 131_072
+BAR = 1.15
+CASES = {"one after the other": (0, 0), "one batch ahead": (1, 0), "two loader workers": (1, 2)}
+
+
+async def fill(address: str, partition: str, batches: int) -> None:
+    """Put as many rows as all cases together read, and close the partition."""
+    async with visit(address) as queue:
+        tasks = [TaskSpec(partition=partition, name=name, needs=["values"]) for name in ("alone", *CASES)]
+        await queue.declare(tasks, timeout=30)
+        for batch in range(batches):
+            metas = [RowMeta(partition=partition, serial=batch * ROWS + i, sample=0, step=1) for i in range(ROWS)]
+            values = Jagged.from_rows([np.zeros(VALUES, np.float32)] * ROWS, "float32")
+            await queue.create(metas, {"values": values}, group_size=1, timeout=30)
+        await queue.close_partition(partition=partition, step=1, timeout=30)
+
+
+def seconds_a_batch(
+    address: str, partition: str, task: str, *, ahead: int, workers: int, compute_s: float, batches: int
+) -> float:
+    """Read everything; give the median time from batch to batch."""
+    data = StreamingDataset(queue=address, partition=partition, task=task, columns=["values"], rows=ROWS, ahead=ahead)
+    with data:
+        times, count, begun = [], 0, time.perf_counter()
+        for batch in DataLoader(data, batch_size=None, num_workers=workers, in_order=not workers):
+            count += len(batch)
+            assert len(batch.columns["values"].values) == len(batch) * VALUES
+            time.sleep(compute_s)
+            times.append(time.perf_counter() - begun)
+            begun += times[-1]
+        assert count == batches * ROWS
+        return statistics.median(times)
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--batches", type=int, default=20)
+    given = options.parse_args()
+    ratios: dict[str, list[float]] = {name: [] for name in CASES}
+    for number in range(given.rounds):
+        with servers() as queue:
+            address, partition = queue.handle.address, f"round{number}"
+            asyncio.run(fill(address, partition, given.batches))
+            alone = seconds_a_batch(
+                address, partition, "alone", ahead=0, workers=0, compute_s=0.0, batches=given.batches
+            )
+            for name, (ahead, workers) in CASES.items():
+                taken = seconds_a_batch(
+                    address, partition, name, ahead=ahead, workers=workers, compute_s=2 * alone, batches=given.batches
+                )
+                ratios[name].append(taken / (2 * alone))
+    megabytes = ROWS * VALUES * 4 / 1e6
+    print(f"{given.rounds} rounds of {given.batches} batches of {megabytes:.1f} MB; computing lasts twice as long")
+    for name, found in ratios.items():
+        print(f"{name:22} {statistics.median(found):5.2f} times computing alone")
+    return int(statistics.median(ratios["one batch ahead"]) > BAR)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

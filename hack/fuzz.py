@@ -1,0 +1,180 @@
+"""Feed every decoder of the queue with bytes made by atheris, for longer than `make test` does.
+
+    python hack/fuzz.py --seconds 60           # all targets, one after another
+    python hack/fuzz.py batch --seconds 600    # one
+
+A target fails where anything but the error that it names comes out. `make fuzz` brings atheris, which no test needs.
+"""
+
+import argparse
+import contextlib
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from asyncflow.errors import LedgerCorrupt, ProtocolError
+from asyncflow.net import wire
+from asyncflow.net.frames import BatchHeader, decode_batch, encode_batch
+from asyncflow.net.jagged import OBJECT, TEXT, Jagged
+from asyncflow.net.stream import Inbox, staging
+from asyncflow.queue.client.open_values import decode, encode_columns, pack_object, unpack_object
+from asyncflow.queue.ledger import events as ev
+from asyncflow.queue.ledger.records import pack, read_ledger
+from asyncflow.queue.protocol import calls, open_calls, unit_calls
+
+MOST = 1 << 20
+LONGEST = 4096
+LIMITS = ("-rss_limit_mb=2048", "-timeout=10", "-print_final_stats=1")
+REQUESTS = [
+    msgspec.msgpack.Decoder(kind)
+    for module in (calls, unit_calls, open_calls)
+    for kind in vars(module).values()
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__ == module.__name__
+]
+_header = msgspec.msgpack.Decoder(BatchHeader)
+_staging = staging()
+_pieces = msgspec.msgpack.Decoder(list[bytes])
+
+
+def header(data: bytes) -> None:
+    """The header of a message."""
+    for decoder in (wire.to_server, wire.to_client):
+        try:
+            found = decoder(data)
+            if isinstance(found, wire.Call):
+                wire.check_call(found, 2 + found.frames)
+        except (*wire.MALFORMED, ProtocolError):
+            continue
+
+
+def request(data: bytes) -> None:
+    """The body of a message, as each of the requests and replies that there are."""
+    for decoder in REQUESTS:
+        try:
+            decoder.decode(data)
+        except wire.MALFORMED:
+            continue
+
+
+def stream(data: bytes) -> None:
+    """What comes on a plain stream, in pieces whose lengths the first byte says."""
+    inbox, step = Inbox(most=MOST, seal=None, staging=_staging), 1 + (data[0] if data else 0)
+    try:
+        for at in range(1, len(data), step):
+            piece = data[at : at + step]
+            while piece:
+                room = inbox.room()
+                fits = min(len(room), len(piece))
+                room[:fits] = piece[:fits]
+                for message in inbox.took(fits):
+                    assert sum(map(len, message)) <= len(data)
+                piece = piece[fits:]
+    except ProtocolError:
+        return
+
+
+def batch(data: bytes) -> None:
+    """A batch: a list of its header and its frames."""
+    try:
+        head, *frames = _pieces.decode(data)
+        told = _header.decode(head)
+    except (*wire.MALFORMED, ValueError):
+        return
+    try:
+        columns = decode_batch(told, frames, max_bytes=MOST)
+    except ProtocolError:
+        return
+    for column in columns.values():
+        assert len(column) == told.rows
+        value(column)
+
+
+def value(column: Jagged) -> None:
+    """The values of a column."""
+    try:
+        assert len(decode(column)) == len(column)
+    except ProtocolError:
+        return
+
+
+def plain(data: bytes) -> None:
+    """An object, alone and as a row of a column."""
+    with contextlib.suppress(ProtocolError):
+        unpack_object(data)
+    for dtype in (OBJECT, TEXT):
+        value(Jagged(np.frombuffer(data, np.uint8), np.array([0, len(data) // 2, len(data)]), dtype))
+
+
+def ledger(data: bytes) -> None:
+    """A ledger's file."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        (Path(folder) / "000000000001.wal").write_bytes(data)
+        with contextlib.suppress(LedgerCorrupt):
+            list(read_ledger(Path(folder)))
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    target.__name__: target for target in (header, request, stream, batch, plain, ledger)
+}
+
+
+def seeds() -> dict[str, list[bytes]]:
+    """Something valid for each target, from which atheris goes on."""
+    call = wire.encode(wire.Call(1, "queue.claim", 1.0, 0))
+    claim = wire.encode(calls.ClaimRows("p", "t", "w", "k", 8, None, None, [], 0.1))
+    columns = {"a": np.arange(6).reshape(2, 3), "b": ["x", "yy"], "c": [{"d": (1, np.ones(2))}, None], "e": [1.5, 2.5]}
+    told, frames = encode_batch(encode_columns(columns))
+    pieces = msgspec.msgpack.encode([wire.encode(told), *map(bytes, frames)])
+    records = b"".join(map(pack, (ev.Started(1), ev.Put("p", 1 << 32, 1, 1, 7), ev.RowsCleared("p", [7]))))
+    return {
+        "header": [call],
+        "request": [claim],
+        "stream": [b"\x07" + struct.pack("<QI2Q", 25, 2, 3, 2) + b"abcde"],
+        "batch": [pieces],
+        "plain": [pack_object(value) for value in columns["c"]],
+        "ledger": [records],
+    }
+
+
+def run_all(names: list[str], seconds: int) -> int:
+    """Run targets in processes of their own, since atheris never returns; give how many failed."""
+    failed = 0
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            for number, seed in enumerate(seeds()[name]):
+                (Path(folder) / f"seed{number}").write_bytes(seed)
+            words = [f"-max_total_time={seconds}", f"-max_len={LONGEST}", *LIMITS]
+            command = [sys.executable, __file__, name, "--here", folder, *words]
+            ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        runs = next((line for line in ended.stderr.splitlines() if "number_of_executed_units" in line), "no statistics")
+        print(f"{name:<8} {'ok' if ended.returncode == 0 else 'FAILED'}  {runs.split()[-1]} inputs")
+        if ended.returncode:
+            print(ended.stderr[-4000:])
+            failed += 1
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("target", nargs="?", choices=sorted(TARGETS))
+    parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--here", help=argparse.SUPPRESS)
+    options, words = parser.parse_known_args()
+    if not options.here:
+        return run_all([options.target] if options.target else list(TARGETS), options.seconds)
+    import atheris
+
+    atheris.instrument_all()
+    atheris.Setup([sys.argv[0], options.here, *words], TARGETS[options.target])
+    atheris.Fuzz()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""The commands that look into a live queue: ls, show and peek.
+
+Invariant: they lease nothing and change nothing, but that the audit counts the rows that were looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import msgspec
+from msgspec import Struct
+from rich.console import Console
+from rich.table import Table
+
+from asyncflow.errors import ManifestError
+from asyncflow.net.keys import Keys
+from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.client.open_values import decode
+from asyncflow.queue.client.visitor import visit
+from asyncflow.queue.protocol.messages import QueueStats, Tag
+from asyncflow.queue.protocol.open_calls import Sight
+from asyncflow.queue.protocol.views import PartitionView, TaskView
+
+T = TypeVar("T")
+_WIDTH = 160
+_CALL_S = 10.0
+_LONGEST = 60
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+class Overview(Struct, frozen=True, kw_only=True):
+    """What ``ls --json`` gives."""
+
+    stats: QueueStats
+    partitions: list[PartitionView]
+
+
+class SeenRow(Struct, frozen=True, kw_only=True):
+    """What ``peek --json`` gives of a row. state: for the task, if one was named; values: in words, those it has."""
+
+    row: int
+    key: str
+    tags: dict[str, Tag]
+    state: str
+    attempt: int
+    bytes: dict[str, int]
+    values: dict[str, str]
+
+
+def ls(address: str, *, key: Path | None, timeout: float, as_json: bool) -> None:
+    """Print the partitions of a queue, and how full it is."""
+
+    async def look(queue: QueueClient) -> Overview:
+        names = await queue.partitions(timeout=_CALL_S)
+        views = [await queue.show(name, timeout=_CALL_S) for name in names]
+        return Overview(stats=await queue.stats(timeout=_CALL_S), partitions=views)
+
+    overview = _look(address, look, key=key, timeout=timeout)
+    if as_json:
+        _print_json(overview)
+        return
+    table = _table("PARTITION", "FOR", "ROWS", "WANTED", "READY", "LEASED", "WAITING CLAIMS")
+    for view in overview.partitions:
+        counts = (_by_task(view, lambda task: task.ready), _by_task(view, lambda task: task.leased))
+        parked = _by_task(view, lambda task: task.parked)
+        table.add_row(view.name, view.purpose or "-", str(view.rows), str(view.wanted), *counts, parked)
+    _print(table)
+    stats = overview.stats
+    units = "1 unit" if stats.units == 1 else f"{stats.units} units"
+    click.echo(f"{units}, {_bytes(stats.bytes)} of {_bytes(stats.limit)} held, ledger {_bytes(stats.ledger_bytes)}")
+    click.echo(f"{stats.lease_expiries} leases ended without an answer, {stats.redeliveries} rows given out again")
+
+
+def show(address: str, partition: str, *, key: Path | None, timeout: float, as_json: bool) -> None:
+    """Print the tasks of one partition and what each waits for."""
+    view = _look(address, lambda queue: queue.show(partition, timeout=_CALL_S), key=key, timeout=timeout)
+    if as_json:
+        _print_json(view)
+        return
+    if not view.purpose and not view.tasks:
+        raise ManifestError(f"there is no partition {partition!r}", where=address, hint="See asyncflow queue ls")
+    expected = "" if view.expected is None else f" of {view.expected} expected"
+    click.echo(f"{view.name} ({view.purpose or 'empty'}): {view.rows} rows{expected}, {view.wanted} wanted")
+    click.echo("columns: " + ", ".join(f"{name} {dtype}" for name, dtype in view.columns.items()))
+    table = _table("TASK", "NEEDS", "WRITES", "READY", "LEASED", "DONE", "WAITING CLAIMS", "OLDEST NOT READY", "LACKS")
+    for task in view.tasks:
+        counts = (task.ready, task.leased, task.done, task.parked)
+        oldest = (
+            (f"row {task.oldest.row}, {task.oldest.seconds:.0f} s", _list(task.oldest.lacks)) if task.oldest else ()
+        )
+        name = f"{task.name} (groups)" if task.groups else task.name
+        table.add_row(name, _list(task.needs), _list(task.writes), *map(str, counts), *(oldest or ("-", "-")))
+    _print(table)
+
+
+def peek(
+    address: str,
+    partition: str,
+    *,
+    task: str,
+    most: int,
+    columns: Sequence[str],
+    key: Path | None,
+    timeout: float,
+    as_json: bool,
+) -> None:
+    """Print the oldest rows of a partition, as ``task`` sees them, with the values of some columns."""
+
+    async def look(queue: QueueClient) -> list[SeenRow]:
+        sight = await queue.peek(partition, task=task, most=most, timeout=_CALL_S)
+        values = {name: await _values(queue, sight, name) for name in columns}
+        return [_seen(sight, index, values, task=task) for index in range(len(sight.rows))]
+
+    rows = _look(address, look, key=key, timeout=timeout)
+    if as_json:
+        _print_json(rows)
+        return
+    table = _table("ROW", "KEY", "TAGS", *(["STATE", "ATTEMPT"] if task else []), "BYTES", *columns)
+    for row in rows:
+        tags, sizes = (_list(f"{name}={value}" for name, value in pairs.items()) for pairs in (row.tags, row.bytes))
+        seen = (row.state, str(row.attempt)) if task else ()
+        table.add_row(
+            str(row.row), row.key or "-", tags, *seen, sizes, *(row.values.get(name, "-") for name in columns)
+        )
+    _print(table)
+
+
+def _look(
+    address: str, look: Callable[[QueueClient], Coroutine[Any, Any, T]], *, key: Path | None, timeout: float
+) -> T:
+    """Do ``look`` as a visitor of the queue at ``address``."""
+
+    async def run() -> T:
+        async with visit(address, keys=Keys.load(key) if key is not None else None, timeout=timeout) as queue:
+            return await look(queue)
+
+    return asyncio.run(run())
+
+
+async def _values(queue: QueueClient, sight: Sight, column: str) -> dict[int, str]:
+    """Give the values of a column in words, by row."""
+    sizes = sight.sizes.get(column, [])
+    there = [row for row, size in zip(sight.rows, sizes, strict=False) if size >= 0]
+    fetched = await queue.fetch(there, [column], timeout=_CALL_S)
+    return dict(zip(there, map(_words, decode(fetched[column])), strict=True))
+
+
+def _words(value: Any) -> str:
+    words = " ".join(repr(value.tolist() if hasattr(value, "tolist") else value).split())
+    return words if len(words) <= _LONGEST else f"{words[: _LONGEST - 1]}…"
+
+
+def _seen(sight: Sight, index: int, values: Mapping[str, Mapping[int, str]], *, task: str) -> SeenRow:
+    row = sight.rows[index]
+    return SeenRow(
+        row=row,
+        key=sight.keys[index],
+        tags=sight.tags[index],
+        state=_state(sight, index) if task else "",
+        attempt=sight.attempts[index],
+        bytes={name: sizes[index] for name, sizes in sight.sizes.items() if sizes[index] >= 0},
+        values={name: of[row] for name, of in values.items() if row in of},
+    )
+
+
+def _state(sight: Sight, index: int) -> str:
+    if sight.lacks[index]:
+        return f"lacks {_list(sight.lacks[index])}"
+    if sight.done[index]:
+        return "done"
+    if sight.leased[index]:
+        return "leased"
+    return "ready" if sight.ready[index] else "its group is not ready"
+
+
+def _by_task(view: PartitionView, count: Callable[[TaskView], int]) -> str:
+    return _list(f"{task.name} {count(task)}" for task in view.tasks if count(task))
+
+
+def _list(words: Any) -> str:
+    return ", ".join(words) or "-"
+
+
+def _bytes(count: float) -> str:
+    for unit in _UNITS[:-1]:
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} {_UNITS[-1]}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, header_style="dim")
+    return table
+
+
+def _print(table: Table) -> None:
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = _WIDTH
+    console.print(table)
+
+
+def _print_json(value: object) -> None:
+    click.echo(msgspec.json.format(msgspec.json.encode(value)).decode())

@@ -1,0 +1,136 @@
+"""One connected stream in an asyncio loop.
+
+Invariants: nothing here ever blocks the loop, and no peer keeps it for more than a few reads at a time; a stream that
+broke is never used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket as sockets
+from collections.abc import Callable
+
+from asyncflow.errors import AsyncFlowError, PeerLost, ProtocolError
+from asyncflow.net.stream import Inbox, Outbox, Part
+
+SCHEME = "stream://"
+SILENT = "it is connected and silent: stopped, overloaded, or it waits for something itself"
+UNSHAKEN = "the handshake failed: do both sides hold the key of this job?"
+_READS = 4
+_LOST_MS = 25_000
+
+Deliver = Callable[[list[Part]], None]
+
+
+def tune(made: sockets.socket) -> None:
+    """Let both ends of a stream send at once what they are given, and notice within 25 s that a host vanished."""
+    made.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)
+    made.setsockopt(sockets.SOL_SOCKET, sockets.SO_KEEPALIVE, 1)
+    made.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPIDLE, 10)
+    made.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPINTVL, 5)
+    made.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPCNT, 3)
+    made.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_USER_TIMEOUT, _LOST_MS)
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Give what an address of ``SCHEME`` names."""
+    host, _, port = address.removeprefix(SCHEME).rpartition(":")
+    return "" if host == "*" else host, 0 if port == "*" else int(port)
+
+
+class Flow:
+    """One connected stream.
+
+    shake: takes the peer's first bytes, of ``size``, and gives the inbox and the outbox, or how many bytes it takes
+    next; lost: told why it broke.
+    """
+
+    def __init__(
+        self,
+        socket: sockets.socket,
+        *,
+        size: int,
+        shake: Callable[[bytes], tuple[Inbox, Outbox] | int],
+        deliver: Deliver,
+        lost: Callable[[AsyncFlowError], None],
+    ) -> None:
+        self.closed = False
+        self.outbox: Outbox | None = None
+        self._socket = socket
+        self._first = memoryview(bytearray(size))
+        self._came = 0
+        self._shake = shake
+        self._inbox: Inbox | None = None
+        self._deliver = deliver
+        self._lost = lost
+        self._writing = False
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(socket, self._read)
+
+    def close(self) -> None:
+        """Close the stream at once."""
+        if not self.closed:
+            self.closed = True
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+            self._socket.close()
+
+    def _read(self) -> None:
+        """Deliver what came, but not for ever."""
+        try:
+            for _ in range(_READS):
+                if self.closed:
+                    break
+                room = self._first[self._came :] if self._inbox is None else self._inbox.room()
+                count = self._socket.recv_into(room)
+                if not count:
+                    self._fail(PeerLost("the connection to the peer broke"))
+                    break
+                self._took(count)
+                if count < len(room):
+                    break
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._fail(PeerLost(f"the connection to the peer broke: {error}"))
+        except ProtocolError as wrong:
+            self._fail(wrong)
+        except MemoryError:
+            self._fail(ProtocolError("there is no memory for what a peer wants to send"))
+
+    def flush(self) -> None:
+        """Send what the stream takes now; the rest follows when it takes more."""
+        if self.outbox is None or self.closed:
+            return
+        try:
+            while views := self.outbox.views():
+                self.outbox.sent(self._socket.sendmsg(views))
+        except BlockingIOError:
+            if not self._writing:
+                self._writing = True
+                self._loop.add_writer(self._socket, self.flush)
+            return
+        except OSError as error:
+            self._fail(PeerLost(f"the connection to the peer broke: {error}"))
+            return
+        if self._writing:
+            self._writing = False
+            self._loop.remove_writer(self._socket)
+
+    def _took(self, count: int) -> None:
+        if self._inbox is not None:
+            for parts in self._inbox.took(count):
+                if not self.closed:
+                    self._deliver(parts)
+            return
+        self._came += count
+        if self._came == len(self._first):
+            shaken = self._shake(bytes(self._first))
+            if isinstance(shaken, int):
+                self._first, self._came = memoryview(bytearray(shaken)), 0
+            else:
+                self._inbox, self.outbox = shaken
+
+    def _fail(self, why: AsyncFlowError) -> None:
+        self.close()
+        self._lost(why)

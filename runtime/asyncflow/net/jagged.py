@@ -1,0 +1,254 @@
+"""A column of a batch: rows of different lengths, one after another in one flat array, never padded.
+
+Invariant: a ``Jagged`` that exists is whole: its offsets rise from nothing to all its values, and cut them into rows of
+the shape that it names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from asyncflow.errors import ProtocolError
+
+Array: TypeAlias = npt.NDArray[Any]
+Offsets: TypeAlias = npt.NDArray[np.int64]
+Inner: TypeAlias = tuple[int, ...] | None
+"""Shape of a row without its first axis: ``()`` where rows are 1-D, ``(3, 4)`` where they are [n, 3, 4], None where
+they are single values without any axis."""
+
+BFLOAT16 = "bfloat16"
+"""Name of the dtype that numpy lacks: its values travel and lie in memory as their uint16 bits."""
+TEXT, BYTES, OBJECT = "text", "bytes", "object"
+"""Dtypes of Python values, which lie as uint8: UTF-8, the bytes themselves, and msgpack of plain data."""
+
+_PLAIN = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
+DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name).newbyteorder("<") for name in _PLAIN}
+DTYPES |= {"bool": np.dtype(np.bool_), BFLOAT16: np.dtype("<u2")}
+DTYPES |= dict.fromkeys((TEXT, BYTES, OBJECT), np.dtype(np.uint8))
+"""The dtypes that may cross a socket, by name, and how their values lie in memory."""
+
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder().decode
+
+
+class Jagged:
+    """Rows of one column.
+
+    values: 1-D array of all values; offsets: int64 [rows + 1], row i is ``values[offsets[i]:offsets[i + 1]]``;
+    dtype: name in ``DTYPES``, by default that of ``values`` (others are said explicitly); inner: see ``Inner``.
+    Raises ValueError where they do not fit together.
+    """
+
+    __slots__ = ("dtype", "inner", "offsets", "values")
+
+    def __init__(self, values: Array, offsets: Offsets, dtype: str = "", inner: Inner = ()) -> None:
+        self.dtype = dtype or values.dtype.name
+        self.inner = inner
+        self.values = values
+        self.offsets = offsets
+        if self.dtype not in DTYPES or values.dtype != DTYPES[self.dtype]:
+            raise ValueError(f"values of dtype {values.dtype} cannot be a column of dtype {self.dtype!r}")
+        if values.ndim != 1 or offsets.ndim != 1 or offsets.dtype != np.int64 or offsets.size == 0:
+            raise ValueError(f"a column needs 1-D values and int64 offsets, not {values.shape} and {offsets.shape}")
+        if offsets[0] != 0 or offsets[-1] != values.size or bool((offsets[1:] < offsets[:-1]).any()):
+            raise ValueError(f"offsets must rise from 0 to {values.size}")
+        self._check_shape()
+
+    def _check_shape(self) -> None:
+        if self.inner == ():
+            return
+        if self.dtype in (TEXT, BYTES, OBJECT):
+            raise ValueError(f"a row of dtype {self.dtype} has no inner shape, so not {self.inner}")
+        if self.inner is None:
+            if self.values.size != len(self) or bool((self.lengths != 1).any()):
+                raise ValueError(f"{len(self)} rows without an axis hold {self.values.size} values")
+            return
+        if min(self.inner) < 1:
+            raise ValueError(f"a row of inner shape {self.inner} holds nothing")
+        width, size = math.prod(self.inner), self.values.size
+        if size and (width > size or bool((self.offsets % width).any())):
+            raise ValueError(f"rows of inner shape {self.inner} need multiples of {width} values")
+
+    @classmethod
+    def trusted(cls, values: Array, offsets: Offsets, dtype: str, inner: Inner = ()) -> Jagged:
+        """Make a column of what is known to fit together, without looking."""
+        made = object.__new__(cls)
+        made.values, made.offsets, made.dtype, made.inner = values, offsets, dtype, inner
+        return made
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Any], dtype: str | npt.DTypeLike, *, inner: Inner = ()) -> Jagged:
+        """Make a column of ``rows``: arrays of the shape that ``inner`` says, or the Python values of ``dtype``.
+
+        Arrays are cast to ``dtype``, which is a name or numpy's type.
+        """
+        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+        if name not in DTYPES:
+            raise ValueError(f"a column cannot have dtype {name!r}; it may be one of {', '.join(DTYPES)}")
+        if name in (TEXT, BYTES, OBJECT):
+            data = [_to_bytes(row, name) for row in rows]
+            values = np.frombuffer(bytearray().join(data), np.uint8)
+            return cls(values, _offsets(np.fromiter(map(len, data), np.int64, len(data))), name, inner)
+        stored = DTYPES[name]
+        ndim = 0 if inner is None else 1 + len(inner)
+        arrays = [
+            row
+            if type(row) is np.ndarray and row.ndim == ndim and row.dtype == stored and row.shape[1:] == (inner or ())
+            else _as_row(row, name, inner)
+            for row in rows
+        ]
+        flat = arrays if ndim == 1 else [row.reshape(-1) for row in arrays]
+        values = np.concatenate(flat) if flat else np.empty(0, stored)
+        return cls(values, _offsets(np.fromiter([row.size for row in arrays], np.int64, len(arrays))), name, inner)
+
+    @classmethod
+    def of(cls, rows: Sequence[Any]) -> Jagged:
+        """Make a column of ``rows`` (at least one) of whatever dtype and inner shape the first one has."""
+        first = rows[0]
+        for kind, name in ((str, TEXT), (bytes, BYTES)):
+            if isinstance(first, kind):
+                return cls.from_rows(rows, name)
+        if not isinstance(first, np.ndarray | np.generic | bool | int | float):
+            return cls.from_rows(rows, OBJECT)
+        array = np.asarray(first)
+        return cls.from_rows(rows, array.dtype.name, inner=array.shape[1:] if array.ndim else None)
+
+    @classmethod
+    def concat(cls, parts: Sequence[Jagged]) -> Jagged:
+        """Put the rows of ``parts`` (at least one, all of one form) one after another."""
+        return cls.gather([(part, 0, len(part)) for part in parts])
+
+    @classmethod
+    def gather(cls, runs: Sequence[tuple[Jagged, int, int]]) -> Jagged:
+        """Put the rows from start to stop of each column of ``runs`` (at least one, all of one form) one after another.
+
+        A single run shares its column's memory.
+        """
+        first, start, stop = runs[0]
+        if any(column.dtype != first.dtype or column.inner != first.inner for column, _, _ in runs):
+            forms = ", ".join(sorted({column.form for column, _, _ in runs}))
+            raise ValueError(f"rows of {forms} cannot be one column")
+        if len(runs) == 1:
+            if start == 0 and stop == len(first):
+                return first
+            offsets = first.offsets[start : stop + 1] - first.offsets[start]
+            return cls.trusted(_values(first, start, stop), offsets, first.dtype, first.inner)
+        values = np.concatenate([_values(column, a, b) for column, a, b in runs])
+        lengths = np.concatenate([column.offsets[a + 1 : b + 1] - column.offsets[a:b] for column, a, b in runs])
+        return cls.trusted(values, _offsets(lengths), first.dtype, first.inner)
+
+    def __len__(self) -> int:
+        return self.offsets.size - 1
+
+    def row(self, index: int) -> Array:
+        """Give row ``index`` (from 0) as a view of its values, in its shape."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of a column of {len(self)} rows")
+        return self._shaped(_values(self, index, index + 1))
+
+    def rows(self) -> list[Any]:
+        """Give all rows as ``from_rows`` takes them: views of arrays, or Python values.
+
+        Raises ProtocolError for bytes that are no such value.
+        """
+        bounds = self.offsets.tolist()
+        if self.dtype in (TEXT, BYTES, OBJECT):
+            data = self.values.tobytes()
+            return [_from_bytes(data[a:b], self.dtype) for a, b in pairwise(bounds)]
+        views = [self.values[a:b] for a, b in pairwise(bounds)]
+        return views if self.inner == () else [self._shaped(view) for view in views]
+
+    def take(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Jagged:
+        """Give a new column of the rows ``indices``, in that order; a row may be taken more than once."""
+        chosen = np.asarray(indices, np.int64)
+        if chosen.size and (chosen.min() < 0 or chosen.max() >= len(self)):
+            raise IndexError(f"rows {chosen.min()} to {chosen.max()} of a column of {len(self)} rows")
+        starts, stops = self.offsets[chosen], self.offsets[chosen + 1]
+        parts = [self.values[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
+        values = np.concatenate(parts) if parts else np.empty(0, self.values.dtype)
+        return self.trusted(values, _offsets(stops - starts), self.dtype, self.inner)
+
+    @property
+    def form(self) -> str:
+        """Dtype and inner shape in a word, as "float32", "float32[3,4]" or "float32 scalar"."""
+        if self.inner is None:
+            return f"{self.dtype} scalar"
+        return f"{self.dtype}[{','.join(map(str, self.inner))}]" if self.inner else self.dtype
+
+    @property
+    def lengths(self) -> Offsets:
+        """Number of values of each row, int64 [rows]."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and offsets."""
+        return self.values.nbytes + self.offsets.nbytes
+
+    def __eq__(self, other: object) -> bool:
+        """Equal when form, row lengths and the bits of all values are (so that a NaN equals itself)."""
+        if not isinstance(other, Jagged):
+            return NotImplemented
+        same_shape = self.form == other.form and np.array_equal(self.offsets, other.offsets)
+        return same_shape and self.values.tobytes() == other.values.tobytes()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Jagged({len(self)} rows, {self.values.size} values, {self.form})"
+
+    def _shaped(self, values: Array) -> Array:
+        return values if self.inner == () else values.reshape(() if self.inner is None else (-1, *self.inner))
+
+
+def _values(column: Jagged, start: int, stop: int) -> Array:
+    return column.values[column.offsets[start] : column.offsets[stop]]
+
+
+def _as_row(row: Any, dtype: str, inner: Inner) -> Array:
+    if dtype == BFLOAT16 and isinstance(row, np.ndarray) and row.dtype != DTYPES[BFLOAT16]:
+        raise ValueError(f"a bfloat16 row is given by its uint16 bits, not by {row.dtype}")
+    array = np.asarray(row, dtype=DTYPES[dtype])
+    if inner is None:
+        if array.ndim:
+            raise ValueError(f"a row without an axis is one value, not {array.shape}")
+    elif array.ndim != 1 + len(inner) or array.shape[1:] != inner:
+        expected = " by ".join(["n", *map(str, inner)]) if inner else "one dimension"
+        raise ValueError(f"a row has {expected}, not the shape {array.shape}")
+    return array
+
+
+def _to_bytes(row: Any, dtype: str) -> bytes:
+    if dtype == OBJECT:
+        try:
+            return _pack(row)
+        except (TypeError, OverflowError, RecursionError) as wrong:
+            hint = "numbers up to 64 bits, str, bytes, lists and dicts of them"
+            raise ValueError(f"an object row must be plain data ({hint}): {wrong}") from wrong
+    if dtype == TEXT and isinstance(row, str):
+        return row.encode()
+    if dtype == BYTES and isinstance(row, bytes | bytearray | memoryview):
+        return bytes(row)
+    raise ValueError(f"a row of dtype {dtype} cannot be a {type(row).__name__}")
+
+
+def _from_bytes(data: bytes, dtype: str) -> Any:
+    if dtype == BYTES:
+        return data
+    try:
+        return data.decode() if dtype == TEXT else _unpack(data)
+    except (UnicodeDecodeError, msgspec.MsgspecError, RecursionError) as wrong:
+        raise ProtocolError(f"{len(data)} bytes are no {dtype}: {wrong}", where="column") from wrong
+
+
+def _offsets(lengths: Offsets) -> Offsets:
+    offsets = np.zeros(lengths.size + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets

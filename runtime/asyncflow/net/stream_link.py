@@ -1,0 +1,172 @@
+"""A stream for one thread that blocks, with the face of ``rpc_blocking.Link``.
+
+Invariant: a link that broke, on which an answer did not come in time, or that could not be sent whole, is never used
+again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket as sockets
+import struct
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, ProtocolError
+from asyncflow.net import wire
+from asyncflow.net.flow import SILENT, UNSHAKEN, host_and_port, tune
+from asyncflow.net.frames import Buffer
+from asyncflow.net.sealed import WELCOME_SIZE, Handshake
+from asyncflow.net.stream import Inbox, Outbox, Part, staging
+
+_PAUSE_S = 0.05
+_CONNECT_S = 3.0
+_LOOK_S = 0.1
+
+
+class StreamLink:
+    """One stream to ``address``, for whoever holds it. gone: why it is used no more, if that is so."""
+
+    def __init__(self, address: str, *, secret: bytes | None, max_message: int) -> None:
+        self.address = address
+        self.gone: AsyncFlowError | None = None
+        self.state = "the connection was not made"
+        self._secret = secret
+        self._most = max_message
+        self._socket: sockets.socket | None = None
+        self._inbox: Inbox | None = None
+        self._outbox = Outbox(seal=None)
+        self._ready: list[list[Part]] = []
+        self._waits_s = 0.0
+
+    def send(
+        self, call: int, method: str, request: msgspec.Struct, frames: Sequence[Buffer], *, deadline: float
+    ) -> None:
+        """Send a call as soon as the peer is connected. Raises DeadlineExceeded, PeerLost, ProtocolError."""
+        body = wire.encode(request)
+        if frames:
+            wire.check_size(f"the call of {method}", body, frames, limit=self._most)
+        socket = self._socket or self._connected(method, deadline)
+        left = min(self._left(method, deadline), wire.MAX_TIMEOUT)
+        header = wire.encode(wire.Call(call, method, left, len(frames)))
+        self._outbox.push(call, [header, body, *frames])
+        try:
+            while views := self._outbox.views():
+                self._left(method, deadline)
+                with contextlib.suppress(BlockingIOError):
+                    self._outbox.sent(socket.sendmsg(views))
+        except OSError as error:
+            raise self._broken(error) from error
+
+    def forget(self, call: int) -> None:
+        """Tell the peer, if it can be told at once, that nobody waits for ``call`` any more."""
+        if self._socket is None:
+            return
+        self._outbox.push(("cancel", call), [wire.encode(wire.Cancel(call))])
+        with contextlib.suppress(OSError):
+            self._outbox.sent(self._socket.sendmsg(self._outbox.views(), [], sockets.MSG_DONTWAIT))
+
+    def receive(self, seconds: float) -> list[Part]:
+        """Give the next message, waiting up to ``seconds``; nothing if none came. Raises PeerLost, ProtocolError."""
+        if self.gone is not None:
+            raise self.gone
+        until = time.monotonic() + seconds
+        flags = self._patience(seconds)
+        while not self._ready:
+            if self._socket is None or self._inbox is None:
+                raise PeerLost("the connection was not made", where=self.address)
+            try:
+                count = self._socket.recv_into(self._inbox.room(), 0, flags)
+            except BlockingIOError:
+                return []
+            except OSError as error:
+                raise self._broken(error) from error
+            if not count:
+                raise self._broken("it was closed")
+            try:
+                self._ready = self._inbox.took(count)
+            except ProtocolError as wrong:
+                raise self._broken(wrong) from wrong
+            if not self._ready and time.monotonic() > until:
+                return []
+        return self._ready.pop(0)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a message is here already, of which the socket knows nothing any more."""
+        return bool(self._ready)
+
+    @property
+    def socket(self) -> sockets.socket | None:
+        """What to poll when there are several links to wait for."""
+        return self._socket
+
+    def close(self) -> None:
+        """Close it; what was not sent is dropped."""
+        if self._socket is not None:
+            self._socket.close()
+
+    def _patience(self, seconds: float) -> int:
+        """Let the socket wait for so long; give the flags of the call."""
+        if seconds <= 0:
+            return sockets.MSG_DONTWAIT
+        if self._socket is not None and seconds != self._waits_s:
+            self._waits_s = seconds
+            self._socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_RCVTIMEO, _timeval(seconds))
+        return 0
+
+    def _connected(self, method: str, deadline: float) -> sockets.socket:
+        """Try until the stream is there."""
+        while True:
+            socket = sockets.socket()
+            try:
+                socket.settimeout(min(_CONNECT_S, self._left(method, deadline)))
+                socket.connect(host_and_port(self.address))
+                tune(socket)
+                self._shake(socket)
+                socket.settimeout(None)
+                socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDTIMEO, _timeval(_LOOK_S))
+            except (OSError, ProtocolError) as error:
+                socket.close()
+                refused = isinstance(error, ConnectionRefusedError)
+                self.state = "nobody listens there" if refused else f"{error}"
+            except BaseException:
+                socket.close()
+                raise
+            else:
+                self._socket = socket
+                self.state = SILENT
+                return socket
+            time.sleep(min(_PAUSE_S, self._left(method, deadline)))
+
+    def _shake(self, socket: sockets.socket) -> None:
+        handshake = Handshake(self._secret)
+        socket.sendall(handshake.hello)
+        welcome = b""
+        while len(welcome) < WELCOME_SIZE:
+            came = socket.recv(WELCOME_SIZE - len(welcome))
+            if not came:
+                raise ProtocolError(UNSHAKEN)
+            welcome += came
+        socket.sendall(handshake.welcomed(welcome))
+        self._inbox = Inbox(most=self._most, seal=handshake.incoming, staging=staging())
+        self._outbox = Outbox(seal=handshake.outgoing)
+
+    def _left(self, method: str, deadline: float) -> float:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise self._late(method)
+        return left
+
+    def _late(self, method: str) -> DeadlineExceeded:
+        return DeadlineExceeded(f"{method} was not sent in time: {self.state}", where=self.address)
+
+    def _broken(self, why: object) -> PeerLost:
+        hint = "Nobody knows whether the call was done"
+        return PeerLost(f"the connection to the peer broke: {why}", where=self.address, hint=hint)
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("ll", int(seconds), max(1, int(seconds % 1 * 1e6)))

@@ -1,0 +1,142 @@
+"""What talks to the queue from threads: the verbs of ``QueueClient``, each of which blocks until it is done.
+
+A ``BlockingQueue`` may be used by any number of threads at once, and by a process that was forked: a call takes a lane
+(connections of its own) that nobody uses, or makes one, and leaves it for the next call.
+
+Invariant: no thread waits for another; no event loop is needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
+
+from asyncflow.errors import PeerLost
+from asyncflow.net.keys import Keys
+from asyncflow.net.membership import Membership
+from asyncflow.queue.client.lane import Lane
+from asyncflow.queue.client.open_verbs import OpenVerbs
+from asyncflow.queue.client.verbs import Verb
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _blocking(verb: Callable[Concatenate[OpenVerbs, P], Verb[T]]) -> Callable[Concatenate[BlockingQueue, P], T]:
+    @wraps(verb)
+    def run(queue: BlockingQueue, /, *args: P.args, **options: P.kwargs) -> T:
+        return queue.run(verb(queue.verbs, *args, **options))
+
+    return run
+
+
+class BlockingQueue:
+    """One process's client; see ``QueueClient`` for the arguments. Its functions may be called from any thread."""
+
+    def __init__(
+        self,
+        *,
+        controller: str | Callable[[], str | None],
+        unit: Callable[[int], str | None],
+        units: Callable[[], Sequence[int]],
+        worker: str,
+        attempt: int = 0,
+        keys: Keys | None = None,
+    ) -> None:
+        self._verbs = OpenVerbs(units=units, worker=worker, attempt=attempt)
+        self._controller = controller if callable(controller) else lambda: controller
+        self._unit = unit
+        self._keys = keys
+        self._idle: list[Lane] = []
+        self._process = os.getpid()
+        self._closed = False
+
+    @classmethod
+    def of(cls, membership: Membership, *, keys: Keys | None = None) -> BlockingQueue:
+        """Make the client of a member of the job, which finds controller and units by its directory."""
+        return cls(
+            controller=lambda: membership.address("controller"),
+            unit=lambda index: membership.address("storage", index),
+            units=lambda: [member.index for member in membership.peers("storage")],
+            worker=membership.member.incarnation,
+            attempt=membership.member.attempt,
+            keys=keys,
+        )
+
+    @property
+    def verbs(self) -> OpenVerbs:
+        """The verbs of this process: after a fork it has names of its own for what it claims and puts."""
+        if self._process != os.getpid():
+            old, self._idle, self._process = self._verbs, [], os.getpid()
+            self._verbs = OpenVerbs(units=old.units, worker=old.worker, attempt=old.attempt)
+        return self._verbs
+
+    def close(self) -> None:
+        """Close all connections: of calls under way when they are done. Later calls raise PeerLost."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().close()
+
+    def run(self, verb: Verb[T]) -> T:
+        """Do what a verb of ``verbs`` says; give its result."""
+        if self._closed:
+            raise PeerLost("this client was closed", where="queue client")
+        try:
+            lane = self._idle.pop()
+        except IndexError:
+            lane = Lane(resolve=self._resolve, keys=self._keys)
+        try:
+            return lane.run(verb)
+        finally:
+            self._leave(lane)
+
+    def _leave(self, lane: Lane) -> None:
+        if self._closed:
+            lane.close()
+        else:
+            self._idle.append(lane)
+
+    def _resolve(self, unit: int | None) -> str | None:
+        return self._controller() if unit is None else self._unit(unit)
+
+    put = _blocking(OpenVerbs.put)
+    create = _blocking(OpenVerbs.create)
+    claim = _blocking(OpenVerbs.claim)
+    claim_or_end = _blocking(OpenVerbs.claim_or_end)
+    claim_lot = _blocking(OpenVerbs.claim_lot)
+    acknowledge = _blocking(OpenVerbs.acknowledge)
+    fetch = _blocking(OpenVerbs.fetch)
+    complete = _blocking(OpenVerbs.complete)
+    give_back = _blocking(OpenVerbs.give_back)
+    drop = _blocking(OpenVerbs.drop)
+    renew = _blocking(OpenVerbs.renew)
+    declare = _blocking(OpenVerbs.declare)
+    open_step = _blocking(OpenVerbs.open_step)
+    begin = _blocking(OpenVerbs.begin)
+    slot = _blocking(OpenVerbs.slot)
+    step_done = _blocking(OpenVerbs.step_done)
+    commit = _blocking(OpenVerbs.commit)
+    wanted = _blocking(OpenVerbs.wanted)
+    expire = _blocking(OpenVerbs.expire)
+    stats = _blocking(OpenVerbs.stats)
+    take_over = _blocking(OpenVerbs.take_over)
+    snapshot = _blocking(OpenVerbs.snapshot)
+    audit = _blocking(OpenVerbs.audit)
+    clear_partition = _blocking(OpenVerbs.clear_partition)
+    close_partition = _blocking(OpenVerbs.close_partition)
+    write = _blocking(OpenVerbs.write)
+    tag = _blocking(OpenVerbs.tag)
+    put_keyed = _blocking(OpenVerbs.put_keyed)
+    list_rows = _blocking(OpenVerbs.list_rows)
+    find = _blocking(OpenVerbs.find)
+    rows_of = _blocking(OpenVerbs.rows_of)
+    peek = _blocking(OpenVerbs.peek)
+    reset = _blocking(OpenVerbs.reset)
+    expect = _blocking(OpenVerbs.expect)
+    produced = _blocking(OpenVerbs.produced)
+    consumed = _blocking(OpenVerbs.consumed)
+    clear_rows = _blocking(OpenVerbs.clear_rows)
+    partitions = _blocking(OpenVerbs.partitions)
+    show = _blocking(OpenVerbs.show)

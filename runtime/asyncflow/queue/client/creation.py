@@ -1,0 +1,109 @@
+"""New samples on their way to storage units: cut into parts, each taken to a unit that has room.
+
+A part that finds no room at its unit goes to the next one. So a put fails for want of room only where all units
+together have none, which ``RLJobSpec.bytes_of_interval`` rules out.
+
+Invariant: a group goes to one unit, whole; a part with all that its samples get later weighs no more than any unit can
+hold, unless that is one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from asyncflow.api.queue import LEAST_BYTES
+from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
+from asyncflow.net.frames import Jagged, encode_batch
+from asyncflow.queue.client.scatter import batches, part_of, parts_by
+from asyncflow.queue.client.verbs import Clock, Verb, once, persist, together
+from asyncflow.queue.protocol import calls, unit_calls
+from asyncflow.queue.protocol.messages import RowMeta
+
+_ATTEMPT_S = 15.0
+_ROOM_S = 2.0
+"""How long a part waits at a unit while there are others."""
+
+
+class Creator:
+    """Creates samples for one client; see ``RowVerbs.create``. units: the indices of those that are there."""
+
+    def __init__(self, *, units: Callable[[], Sequence[int]], worker: str, attempt: int, clock: Clock) -> None:
+        self._units = units
+        self._worker = worker
+        self._attempt = attempt
+        self._clock = clock
+        self._turn = 0
+
+    def create(
+        self,
+        metas: Sequence[RowMeta],
+        columns: Mapping[str, Jagged],
+        *,
+        group_size: int,
+        outputs: Mapping[str, int],
+        timeout: float,
+    ) -> Verb[list[bool]]:
+        """Create samples; give whether each is new."""
+        _check_whole(metas, group_size)
+        deadline, verdicts = self._clock() + timeout, dict.fromkeys(range(len(metas)), False)
+        left = parts_by((meta.serial, meta.partition) for meta in metas)
+        columns = part_of(columns, range(len(metas)), len(metas))
+        sizes = _bytes_of_rows(columns, len(metas), later=sum(outputs.values()))
+        weights = {group: sum(sizes[index] for index in indices) for group, indices in left.items()}
+
+        def send(unit: int, groups: list[tuple[int, str]], wait_s: float, left_s: float) -> Verb[None]:
+            indices = [index for group in groups for index in left[group]]
+            header, frames = encode_batch(part_of(columns, indices, len(metas)))
+            mine = [metas[i] for i in indices]
+            request = unit_calls.CreateRows(
+                mine, group_size, header, dict(outputs), wait_s, self._attempt, producer=self._worker
+            )
+            answer, _ = yield from once(unit, "unit.create", request, calls.Verdicts, timeout=left_s, frames=frames)
+            verdicts.update(zip(indices, answer.ok, strict=True))
+            for group in groups:
+                del left[group]
+
+        def attempt() -> Verb[None]:
+            homes = {group: self._homes(group[0]) for group in left}
+            left_s = min(_ATTEMPT_S, max(0.01, deadline - self._clock()))
+            wait_s = min(0.9 * left_s, _ROOM_S if any(len(units) > 1 for units in homes.values()) else _ATTEMPT_S)
+            by_unit: dict[int, dict[tuple[int, str], int]] = {}
+            for group, units in homes.items():
+                by_unit.setdefault(units[self._turn % len(units)], {})[group] = weights[group]
+            try:
+                yield from together(
+                    send(unit, groups, wait_s, left_s)
+                    for unit, mine in by_unit.items()
+                    for groups in batches(mine, most=LEAST_BYTES)
+                )
+            except DeadlineExceeded:
+                self._turn += 1
+                raise
+
+        yield from persist(attempt, what=f"creating {len(metas)} samples", timeout=timeout, clock=self._clock)
+        return list(verdicts.values())
+
+    def _homes(self, serial: int) -> list[int]:
+        """Give the units that are there, the one first that takes the samples of a prompt. PeerLost for none."""
+        units = sorted(self._units())
+        if not units:
+            raise PeerLost("no storage unit is there", where="queue client")
+        first = serial % len(units)
+        return units[first:] + units[:first]
+
+
+def _bytes_of_rows(columns: Mapping[str, Jagged], rows: int, *, later: int) -> list[int]:
+    sizes = [later] * rows
+    for column in columns.values():
+        sizes = [
+            size + int(length) * column.values.itemsize for size, length in zip(sizes, column.lengths, strict=True)
+        ]
+    return sizes
+
+
+def _check_whole(metas: Sequence[RowMeta], size: int) -> None:
+    """Refuse samples named twice, or beyond the size of their group."""
+    keys = {(meta.partition, *meta.key) for meta in metas}
+    if len(keys) != len(metas) or any(not 0 <= meta.sample < size for meta in metas):
+        hint = "Create all samples 0..group_size-1 of a prompt at once, each once"
+        raise Refused(f"{len(metas)} samples do not make groups of {size}", where="queue client", hint=hint)

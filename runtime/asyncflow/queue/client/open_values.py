@@ -1,0 +1,237 @@
+"""A user's values as columns, and back: what was put is what is read, value by value.
+
+Arrays and tensors (numpy, torch, whatever has bfloat16) stay arrays; strings, bytes and plain objects (dicts, lists,
+tuples, numbers, None, arrays in them) stay what they are. Rows of one column agree in dtype and in all dimensions but
+the first; a column whose rows all have one shape is given back stacked, as a view.
+
+Invariants: ``decode(encode(values))`` equals ``values``; nothing is made of bytes but these types; a value that could
+not be given back equal is refused before it is sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from asyncflow.errors import ProtocolError, Refused
+from asyncflow.net.jagged import BFLOAT16, BYTES, DTYPES, OBJECT, TEXT, Array, Jagged, Offsets
+
+Values: TypeAlias = Array | list[Any]
+"""A column as users read it: an array of all rows where they have one shape, else a list of rows."""
+
+_ARRAY_EXT, _TUPLE_EXT = 1, 2
+_WIDEST = 1 << 63
+_NUMBERS: dict[type, str] = {bool: "bool", int: "int64", float: "float64"}
+_pack = msgspec.msgpack.Encoder().encode
+
+
+def encode_columns(columns: Mapping[str, Any]) -> dict[str, Jagged]:
+    """Give every column as a ``Jagged``; Refused where one cannot be, or they differ in rows."""
+    made = {name: encode(values, where=f"column {name}") for name, values in columns.items()}
+    if len({len(column) for column in made.values()}) > 1:
+        rows = ", ".join(f"{name} {len(column)}" for name, column in made.items())
+        raise Refused(f"columns of one put differ in rows: {rows}", where="put", hint="Give each a value for every row")
+    return made
+
+
+def encode(values: Any, *, where: str = "column") -> Jagged:
+    """Give the column of ``values``: an array or tensor whose first dimension is the rows, or one value a row."""
+    if isinstance(values, Jagged):
+        return values
+    if is_array(values) and not _nested(values):
+        return _regular(*_plain_array(values, where), where=where)
+    if not is_array(values) and not isinstance(values, list | tuple):
+        raise Refused(f"a {type(values).__name__} is no column", where=where, hint="Give an array or a list")
+    return _of_rows(list(values), where)
+
+
+def decode(column: Jagged) -> Values:
+    """Give the rows of ``column``. bfloat16, which numpy lacks, comes as the equal float32 (see ``decode_torch``)."""
+    if column.dtype == OBJECT:
+        data, bounds = column.values.tobytes(), column.offsets.tolist()
+        return [unpack_object(data[a:b]) for a, b in itertools.pairwise(bounds)]
+    if column.dtype in (TEXT, BYTES):
+        return column.rows()
+    return _shaped(column, _widened(column.values) if column.dtype == BFLOAT16 else column.values)
+
+
+def decode_torch(column: Jagged) -> Any:
+    """Give the rows of ``column`` as ``decode`` does, arrays as tensors that share their memory."""
+    import torch
+
+    if column.dtype in (TEXT, BYTES, OBJECT):
+        return decode(column)
+    shaped = _shaped(column, column.values)
+
+    def tensor(array: Array) -> torch.Tensor:
+        if column.dtype == BFLOAT16:
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
+
+    return [tensor(row) for row in shaped] if isinstance(shaped, list) else tensor(shaped)
+
+
+def is_array(value: Any) -> bool:
+    """Tell whether ``value`` is an array, a number of numpy's, or a torch tensor, without loading torch."""
+    return isinstance(value, np.ndarray | np.generic) or (hasattr(value, "detach") and hasattr(value, "numpy"))
+
+
+def _nested(values: Any) -> bool:
+    return bool(getattr(values, "is_nested", False)) or (isinstance(values, np.ndarray) and values.dtype.kind in "OUS")
+
+
+def _of_rows(rows: list[Any], where: str) -> Jagged:
+    kinds = {type(row) for row in rows}
+    if not rows:
+        hint = "Give an array of shape (0, ...)"
+        raise Refused("no rows in a list say no dtype", where=where, hint=hint)
+    if all(is_array(row) for row in rows):
+        return _jagged([_plain_array(row, where) for row in rows], where)
+    if kinds <= {str} or kinds <= {bytes}:
+        try:
+            return Jagged.from_rows(rows, TEXT if kinds == {str} else BYTES)
+        except UnicodeEncodeError as wrong:
+            raise Refused(f"a text is not Unicode: {wrong}", where=where, hint="Give bytes") from wrong
+    if len(kinds) == 1 and (dtype := _NUMBERS.get(kinds.pop())) is not None:
+        try:
+            return _regular(np.array(rows, DTYPES[dtype]), dtype, where=where)
+        except OverflowError as wrong:
+            raise Refused("an integer does not fit int64", where=where) from wrong
+    if any(is_array(row) for row in rows):
+        names = ", ".join(sorted({type(row).__name__ for row in rows}))
+        raise Refused(f"rows of one column are {names}", where=where, hint="Give arrays for all of them, or for none")
+    data = [pack_object(row, where=where) for row in rows]
+    lengths = np.fromiter(map(len, data), np.int64, len(data))
+    return Jagged(np.frombuffer(b"".join(data), np.uint8), _offsets(lengths), OBJECT)
+
+
+def _regular(array: Array, dtype: str, *, where: str) -> Jagged:
+    """Give a column whose rows are ``array[0]``, ``array[1]``, ..."""
+    if array.ndim == 0:
+        raise Refused("a single number has no rows", where=where, hint="Give one value for each row")
+    inner = array.shape[2:] if array.ndim > 1 else None
+    _check_inner(inner, where)
+    size = math.prod(array.shape[1:])
+    offsets = np.arange(array.shape[0] + 1, dtype=np.int64) * size
+    return Jagged(np.ascontiguousarray(array).reshape(-1), offsets, dtype, inner)
+
+
+def _jagged(rows: list[tuple[Array, str]], where: str) -> Jagged:
+    arrays, dtypes = [row for row, _ in rows], {dtype for _, dtype in rows}
+    inners = {row.shape[1:] if row.ndim else None for row in arrays}
+    if len(dtypes) > 1:
+        raise Refused(f"rows of one column have dtypes {', '.join(sorted(dtypes))}", where=where)
+    if len(inners) > 1:
+        shapes = ", ".join(sorted({str(row.shape) for row in arrays}))
+        hint = "Rows of one column may differ in their first dimension only; flatten them, or use another column"
+        raise Refused(f"rows of one column have shapes {shapes}", where=where, hint=hint)
+    (inner,), (dtype,) = inners, dtypes
+    _check_inner(inner, where)
+    lengths = np.fromiter((row.size for row in arrays), np.int64, len(arrays))
+    return Jagged(np.concatenate([row.reshape(-1) for row in arrays]), _offsets(lengths), dtype, inner)
+
+
+def _check_inner(inner: tuple[int, ...] | None, where: str) -> None:
+    if inner and not all(inner):
+        hint = "Only the first dimension of a row may be 0"
+        raise Refused(f"rows of shape (..., {', '.join(map(str, inner))}) hold nothing", where=where, hint=hint)
+
+
+def _plain_array(values: Any, where: str) -> tuple[Array, str]:
+    """Give ``values`` in numpy's terms, and the name of their dtype."""
+    if not isinstance(values, np.ndarray | np.generic):
+        import torch
+
+        tensor: torch.Tensor = values.detach().cpu()
+        if tensor.dtype == torch.bfloat16:
+            return tensor.contiguous().view(torch.int16).numpy().view(np.uint16), BFLOAT16
+        values = tensor.numpy()
+    array, name = np.asarray(values), values.dtype.name
+    if name == BFLOAT16:
+        return np.ascontiguousarray(array).view(np.uint16), BFLOAT16
+    if name not in DTYPES:
+        names = ", ".join(sorted(DTYPES.keys() - {TEXT, BYTES, OBJECT}))
+        raise Refused(f"values of dtype {name} cannot be a column", where=where, hint=f"It may hold {names}")
+    return array.astype(DTYPES[name], copy=False), name
+
+
+def _shaped(column: Jagged, values: Array) -> Values:
+    if column.inner is None:
+        return values
+    count, per_item = len(column), math.prod(column.inner)
+    lengths = column.lengths
+    if count == 0 or bool((lengths == lengths[0]).all()):
+        return values.reshape(count, (int(lengths[0]) // per_item) if count else 0, *column.inner)
+    bounds = itertools.pairwise(column.offsets.tolist())
+    return [values[a:b].reshape(-1, *column.inner) for a, b in bounds]
+
+
+def _widened(bits: Array) -> Array:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def pack_object(value: Any, *, where: str = "object") -> bytes:
+    """Give a plain object as msgpack; Refused for anything else."""
+    try:
+        return _pack(_plain(value, where))
+    except RecursionError:
+        raise Refused("an object contains itself, or is nested too deep", where=where) from None
+
+
+def unpack_object(data: bytes) -> Any:
+    """Give the object that ``pack_object`` was given; ProtocolError for bytes that it cannot have made."""
+    try:
+        return _unpack(data)
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError) as wrong:
+        raise ProtocolError(f"no plain object: {wrong}", where="column") from wrong
+
+
+def _plain(value: Any, where: str) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, float, str, bytes):
+        return value
+    if kind is int and -_WIDEST <= value < 2 * _WIDEST:
+        return value
+    if kind is list:
+        return [_plain(item, where) for item in value]
+    if kind is dict and all(type(key) in (str, int, bytes) for key in value):
+        return {key: _plain(item, where) for key, item in value.items()}
+    if kind is tuple:
+        return msgspec.msgpack.Ext(_TUPLE_EXT, _pack([_plain(item, where) for item in value]))
+    if isinstance(value, np.generic):
+        return _plain(value.item(), where)
+    if is_array(value):
+        array, dtype = _plain_array(value, where)
+        return msgspec.msgpack.Ext(_ARRAY_EXT, _pack([dtype, list(array.shape), array.tobytes()]))
+    hint = "It may be made of None, truth values, 64-bit integers, floats, strings, bytes, arrays, lists, tuples, dicts"
+    raise Refused(f"an object holds {value!r:.80} of type {kind.__name__}", where=where, hint=hint)
+
+
+def _ext(code: int, data: memoryview) -> Any:
+    if code == _TUPLE_EXT:
+        return tuple(_unpack_list(data))
+    if code != _ARRAY_EXT:
+        raise ValueError(f"extension {code} is not one of ours")
+    dtype, shape, raw = _unpack_array(data)
+    if dtype not in DTYPES or min(shape, default=0) < 0:
+        raise ValueError(f"an array of dtype {dtype!r} and shape {shape}")
+    array = np.frombuffer(bytearray(raw), DTYPES[dtype]).reshape(shape)
+    return _widened(array) if dtype == BFLOAT16 else array
+
+
+_unpack: Callable[[bytes | memoryview], Any] = msgspec.msgpack.Decoder(ext_hook=_ext).decode
+_unpack_list: Callable[[memoryview], list[Any]] = msgspec.msgpack.Decoder(list[Any], ext_hook=_ext).decode
+_unpack_array: Callable[[memoryview], tuple[str, Sequence[int], bytes]] = msgspec.msgpack.Decoder(
+    tuple[str, list[int], bytes]
+).decode
+
+
+def _offsets(lengths: Offsets) -> Offsets:
+    offsets = np.zeros(lengths.size + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets

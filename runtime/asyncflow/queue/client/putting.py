@@ -1,0 +1,124 @@
+"""Rows of open partitions on their way to storage units: to one after another, where there is room.
+
+Who puts does not number rows: a group's serial is made of this client's nonce and its own count, and a part that got no
+answer is put again under the same serials, here or at another unit, which the controller admits once.
+
+Invariant: a group goes to one unit, whole; no two groups of all clients ever have the same serial.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from asyncflow.errors import PeerLost, Refused
+from asyncflow.net.frames import BatchHeader, Jagged, encode_batch
+from asyncflow.queue.client.verbs import Clock, Verb, left_of, once, persist, together
+from asyncflow.queue.protocol.messages import SERIAL_BITS, Tag
+from asyncflow.queue.protocol.runs import expand
+from asyncflow.queue.protocol.unit_calls import Numbers, PutRows
+
+_SPLIT_BYTES = 1 << 20
+"""Bytes of a part below which splitting costs more than it brings."""
+_MOST_BYTES = 64 << 20
+_ATTEMPT_S = 15.0
+_ROOM_S = 2.0
+"""How long a part waits at a unit while there are others."""
+
+
+class Putter:
+    """Puts rows for one client; see ``RowVerbs.put``. units: the indices of those that are there."""
+
+    def __init__(self, *, units: Callable[[], Sequence[int]], worker: str, clock: Clock) -> None:
+        self._units = units
+        self._worker = worker
+        self._clock = clock
+        self._nonce = 1 + secrets.randbelow((1 << 31) - 1)
+        self._groups = 0
+        self._turn = self._nonce
+        self._lock = threading.Lock()
+
+    def put(
+        self,
+        partition: str,
+        columns: Mapping[str, Jagged],
+        *,
+        tags: Sequence[Mapping[str, Tag]] | None,
+        group_size: int,
+        outputs: Mapping[str, int],
+        timeout: float,
+    ) -> Verb[Numbers]:
+        """Put rows; give their ids, in their order."""
+        rows = _rows_of(columns) if columns else len(tags or ())
+        if not rows or rows % group_size or (tags is not None and len(tags) != rows):
+            what = f"{rows} rows with {rows if tags is None else len(tags)} sets of tags make no groups of {group_size}"
+            raise Refused(what, where="queue client", hint="Give whole groups, and tags for all rows or none")
+        groups, deadline = rows // group_size, self._clock() + timeout
+        with self._lock:
+            serial = self._nonce << SERIAL_BITS | self._groups
+            first, self._groups = self._turn, self._groups + groups
+            sizes = _cut(groups, sum(column.nbytes for column in columns.values()), len(self._units()))
+            self._turn += len(sizes)
+
+        def part(start: int, stop: int, turn: int) -> Verb[Numbers]:
+            a, b = start * group_size, stop * group_size
+            header, frames = encode_batch({name: _run(column, a, b) for name, column in columns.items()})
+            if not columns:
+                header, frames = BatchHeader(rows=b - a, columns=[]), []
+            told = [dict(tag) for tag in tags[a:b]] if tags is not None else []
+
+            def attempt() -> Verb[Numbers]:
+                nonlocal turn
+                units = sorted(self._units())
+                if not units:
+                    raise PeerLost("no storage unit is there", where="queue client")
+                left_s = min(_ATTEMPT_S, left_of(deadline, self._clock))
+                wait_s = min(0.9 * left_s, _ROOM_S) if len(units) > 1 else 0.9 * left_s
+                request = PutRows(
+                    partition, serial + start, group_size, header, told, dict(outputs), wait_s, producer=self._worker
+                )
+                unit, turn = units[turn % len(units)], turn + 1
+                numbers, _ = yield from once(unit, "unit.put", request, Numbers, timeout=left_s, frames=frames)
+                return msgspec.structs.replace(numbers, rows=expand(numbers.rows))
+
+            return persist(attempt, what=f"putting {b - a} rows", timeout=timeout, clock=self._clock)
+
+        spans = list(_spans(sizes))
+        parts = yield from together(part(a, b, first + turn) for turn, (a, b) in enumerate(spans))
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+
+def _rows_of(columns: Mapping[str, Jagged]) -> int:
+    counts = {len(column) for column in columns.values()}
+    if len(counts) != 1:
+        lengths = {name: len(column) for name, column in columns.items()}
+        raise Refused(f"the columns of one batch differ in rows: {lengths}", where="queue client")
+    return counts.pop()
+
+
+def _cut(groups: int, nbytes: int, units: int) -> list[int]:
+    """Give the groups of each part: one part for each unit, where parts are worth it, and none too large."""
+    parts = max(min(units, nbytes // _SPLIT_BYTES), -(-nbytes // _MOST_BYTES), 1)
+    parts = min(parts, groups)
+    return [groups // parts + (part < groups % parts) for part in range(parts)]
+
+
+def _spans(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    start = 0
+    for size in sizes:
+        yield start, start + size
+        start += size
+
+
+def _run(column: Jagged, start: int, stop: int) -> Jagged:
+    return column if stop - start == len(column) else Jagged.gather([(column, start, stop)])
+
+
+def _joined(parts: Sequence[Numbers]) -> Numbers:
+    rows = [row for part in parts for row in part.rows]
+    if not any(part.new for part in parts):
+        return Numbers(rows)
+    return Numbers(rows, [new for part in parts for new in part.new or [True] * len(part.rows)])

@@ -1,0 +1,64 @@
+"""A batch cut by where its rows lie, and what came of the parts put together again.
+
+Invariant: answers come in the order of what was given, whatever the order of the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from asyncflow.errors import Refused
+from asyncflow.net.frames import Jagged
+
+K = TypeVar("K", bound=Hashable)
+
+
+def parts_by(keys: Iterable[K]) -> dict[K, list[int]]:
+    """Give the indices of equal ``keys``, by key."""
+    parts: dict[K, list[int]] = {}
+    for index, key in enumerate(keys):
+        parts.setdefault(key, []).append(index)
+    return parts
+
+
+def batches(weights: Mapping[K, int], *, most: int) -> list[list[K]]:
+    """Give the keys in order, in batches that weigh at most ``most``; a key that is heavier stands alone."""
+    made: list[list[K]] = []
+    left = 0
+    for key, weight in weights.items():
+        if not made or weight > left:
+            made.append([])
+            left = most
+        made[-1].append(key)
+        left -= weight
+    return made
+
+
+def part_of(columns: Mapping[str, Jagged], indices: Sequence[int], rows: int) -> dict[str, Jagged]:
+    """Give the rows ``indices`` of ``columns``, which must have ``rows`` rows each (Refused otherwise)."""
+    for name, column in columns.items():
+        if len(column) != rows:
+            raise Refused(f"column {name} has {len(column)} rows, not {rows}", where="queue client")
+    return dict(columns) if len(indices) == rows else {name: column.take(indices) for name, column in columns.items()}
+
+
+def join(parts: Sequence[dict[str, Jagged]], indices: Iterable[Sequence[int]]) -> dict[str, Jagged]:
+    """Put columns of parts together so that the row which stands for index i comes at place i."""
+    if len(parts) <= 1:
+        return parts[0] if parts else {}
+    runs = _runs(indices)
+    return {name: Jagged.gather([(parts[part][name], start, stop) for part, start, stop in runs]) for name in parts[0]}
+
+
+def _runs(indices: Iterable[Sequence[int]]) -> list[tuple[int, int, int]]:
+    """Give where rows 0, 1, ... are: (part, start, stop) for as many as lie one after another in one part."""
+    places = {index: (part, place) for part, mine in enumerate(indices) for place, index in enumerate(mine)}
+    runs: list[tuple[int, int, int]] = []
+    for index in range(len(places)):
+        part, place = places[index]
+        if runs and runs[-1][0] == part and runs[-1][2] == place:
+            runs[-1] = (part, runs[-1][1], place + 1)
+        else:
+            runs.append((part, place, place + 1))
+    return runs

@@ -1,0 +1,262 @@
+"""The verbs that move rows: control goes to the controller, columns go straight to the units.
+
+Every verb survives the restart of whomever it talks to. What cannot survive, rows on a unit that died, says so: writes
+are fenced, reads raise StaleHandle.
+
+Invariant: all rows of one prompt go to one unit; columns come back in the order of the rows asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from asyncflow.identity import unit_of
+from asyncflow.net.frames import BatchHeader, Jagged, decode_batch, encode_batch
+from asyncflow.queue.client.creation import Creator
+from asyncflow.queue.client.putting import Putter
+from asyncflow.queue.client.scatter import join, part_of, parts_by
+from asyncflow.queue.client.verbs import Ask, Clock, Farewell, Verb, scatter, together
+from asyncflow.queue.client.verbs_control import ControlVerbs
+from asyncflow.queue.protocol import calls, unit_calls
+from asyncflow.queue.protocol.lot import Lot
+from asyncflow.queue.protocol.messages import KEY_TAG, LeasedRow, RowMeta, StagedRow, Tag
+from asyncflow.queue.protocol.runs import shrink
+
+_MOST = 1 << 40
+_GOODBYE_S = 2.0
+_EMPTY = BatchHeader(rows=0, columns=[])
+
+Rows: TypeAlias = Lot | Sequence[LeasedRow | StagedRow | int]
+"""Rows to read: by their ids, or as they were given to their holder."""
+
+
+class RowVerbs(ControlVerbs):
+    """All verbs of one client; see ``ControlVerbs`` for the arguments."""
+
+    def __init__(
+        self, *, units: Callable[[], Sequence[int]], worker: str, attempt: int = 0, clock: Clock = time.monotonic
+    ) -> None:
+        super().__init__(units=units, worker=worker, attempt=attempt, clock=clock)
+        self._creator = Creator(units=units, worker=worker, attempt=attempt, clock=clock)
+        self._putter = Putter(units=units, worker=worker, clock=clock)
+        self._ticket_base = uuid.uuid4().hex[:8]
+        self._ticket_numbers = itertools.count()
+
+    def create(
+        self,
+        metas: Sequence[RowMeta],
+        columns: Mapping[str, Jagged],
+        *,
+        group_size: int,
+        outputs: Mapping[str, int] | None = None,
+        timeout: float,
+    ) -> Verb[list[bool]]:
+        """Create samples, whole groups of ``group_size`` at a time, with their first columns (one row for each meta).
+
+        outputs: most bytes of each column that a sample gets later; it is taken in only with room for them too. False
+        for a sample that exists or existed already; one that is wanted is created again. Waits for room. Raises
+        Refused for a group that is not whole, or columns that do not fit the partition's; Fenced where a newer attempt
+        of this creator has taken over.
+        """
+        return self._creator.create(metas, columns, group_size=group_size, outputs=outputs or {}, timeout=timeout)
+
+    def put(
+        self,
+        partition: str,
+        columns: Mapping[str, Jagged],
+        *,
+        keys: Sequence[str] | None = None,
+        tags: Sequence[Mapping[str, Tag]] | None = None,
+        group_size: int = 1,
+        outputs: Mapping[str, int] | None = None,
+        timeout: float,
+    ) -> Verb[unit_calls.Numbers]:
+        """Put rows into an open partition, ``group_size`` of them a group; give their ids in their order.
+
+        keys: names of the rows, unique in the partition: a row whose key is there already is left as it is, and
+        ``Numbers.new`` says so; outputs: most bytes of each column that a row gets later, kept free for it. Waits for
+        room. A put of more than 64 MiB goes in parts, each of which is put whole or not at all. Raises Refused for
+        columns that do not fit the partition's.
+        """
+        if keys is not None:
+            tags = [{**tag, KEY_TAG: key} for tag, key in zip(tags or [{}] * len(keys), keys, strict=True)]
+        return self._putter.put(
+            partition, columns, tags=tags, group_size=group_size, outputs=outputs or {}, timeout=timeout
+        )
+
+    def claim(
+        self,
+        *,
+        partition: str,
+        task: str,
+        max_rows: int,
+        timeout: float,
+        version: int | None = None,
+        accept: Sequence[int] = (),
+        max_groups: int | None = None,
+    ) -> Verb[list[LeasedRow]]:
+        """Lease up to ``max_rows`` rows (at least one group where the task takes groups), waiting until one is ready.
+
+        version: step of the weights that the caller has; accept: further steps that it could load. Gives rows of the
+        first kind if there are any, else of the second, never both; none when the time is over or nothing will come.
+        """
+        request = self._claim_rows(partition, task, max_rows, max_groups, version, accept)
+        return (yield from self._claim(request, timeout)).rows
+
+    def claim_or_end(
+        self, *, partition: str, task: str, max_rows: int, until_done: bool = False, timeout: float
+    ) -> Verb[calls.Claimed]:
+        """Do as ``claim`` for a task without versions, and tell whether a closed partition has nothing more for it.
+
+        until_done: it has not as long as others hold rows of the task, which may come back.
+        """
+        request = self._claim_rows(partition, task, max_rows, None, None, ())
+        return self._claim(msgspec.structs.replace(request, until_done=until_done), timeout)
+
+    def claim_lot(
+        self,
+        *,
+        partition: str,
+        task: str,
+        max_rows: int,
+        min_rows: int = 1,
+        max_tokens: int = 0,
+        done: Sequence[str] = (),
+        timeout: float,
+    ) -> Verb[calls.Claimed]:
+        """Do as ``claim_or_end``, giving the rows column by column; None when the time is over or nothing will come.
+
+        min_rows: that many or none; max_tokens: most tokens of all rows, 0 for any number; done: leases of a task that
+        writes nothing, whose rows are acknowledged herewith (``late`` names those that were not in force any more).
+        """
+        request = self._claim_rows(partition, task, max_rows, None, None, ())
+        request = msgspec.structs.replace(request, min_rows=min_rows, max_tokens=max_tokens, done=list(done))
+        return self._claim(request, timeout)
+
+    def acknowledge(self, leases: Sequence[str], *, timeout: float) -> Verb[list[bool]]:
+        """Complete all rows of leases of tasks that write nothing; False where a lease was not in force any more."""
+        request = calls.Acknowledge(list(leases))
+        return (yield from self.ask("queue.acknowledge", request, calls.Verdicts, timeout=timeout)).ok
+
+    def fetch(self, rows: Rows, columns: Sequence[str], *, timeout: float) -> Verb[dict[str, Jagged]]:
+        """Give ``columns`` of ``rows`` in the order given, with one call a unit; for no rows, empty ones (int64).
+
+        Raises StaleHandle for a row that was cleared or lost.
+        """
+        numbers = rows.rows if isinstance(rows, Lot) else [row if isinstance(row, int) else row.row for row in rows]
+        by_unit = parts_by(unit_of(row) for row in numbers)
+
+        def get(unit: int, indices: list[int]) -> Verb[dict[str, Jagged]]:
+            mine = numbers if len(indices) == len(numbers) else [numbers[i] for i in indices]
+            request = unit_calls.FetchRows(shrink(mine), list(columns))
+            reply, frames = yield from self.ask_unit(unit, "unit.fetch", request, unit_calls.Fetched, timeout=timeout)
+            return decode_batch(reply.header, frames, max_bytes=_MOST)
+
+        if not numbers:
+            return {name: Jagged.from_rows([], "int64") for name in columns}
+        parts = yield from together(get(unit, indices) for unit, indices in by_unit.items())
+        return join(parts, by_unit.values())
+
+    def complete(
+        self,
+        rows: Lot | Sequence[LeasedRow],
+        columns: Mapping[str, Jagged],
+        *,
+        tags: Sequence[Mapping[str, Tag]] | None = None,
+        timeout: float,
+    ) -> Verb[list[bool]]:
+        """Write the outputs of leased rows, which acknowledges them; tags are merged into the rows' own.
+
+        False where the lease has ended or the row is gone: nothing was changed. Waits for room.
+        """
+        return self._write(rows, columns, tags=tags, reason="", timeout=timeout)
+
+    def give_back(
+        self,
+        rows: Sequence[LeasedRow],
+        *,
+        reason: str,
+        columns: Mapping[str, Jagged] | None = None,
+        timeout: float,
+    ) -> Verb[list[bool]]:
+        """Give leased rows back, ready with attempt + 1. columns: what there is so far, kept for the next holder."""
+        if columns:
+            return self._write(rows, columns, tags=None, reason=reason or "given back", timeout=timeout)
+        return self._end(rows, reason=reason or "given back", drop=False, timeout=timeout)
+
+    def drop(self, rows: Sequence[LeasedRow], *, reason: str, timeout: float) -> Verb[list[bool]]:
+        """Give leased rows up for ever; they count as filtered if ``reason`` begins so, else as dropped."""
+        return self._end(rows, reason=reason, drop=True, timeout=timeout)
+
+    def _write(
+        self,
+        rows: Lot | Sequence[LeasedRow],
+        columns: Mapping[str, Jagged],
+        *,
+        tags: Sequence[Mapping[str, Tag]] | None,
+        reason: str,
+        timeout: float,
+    ) -> Verb[list[bool]]:
+        numbers = rows.rows if isinstance(rows, Lot) else [row.row for row in rows]
+        leases = [rows.lease] * len(numbers) if isinstance(rows, Lot) else [row.lease for row in rows]
+
+        def send(indices: list[int]) -> Verb[list[bool]]:
+            header, frames = encode_batch(part_of(columns, indices, len(numbers))) if columns else (_EMPTY, [])
+            request = unit_calls.WriteRows(
+                lease=leases[indices[0]],
+                rows=shrink([numbers[i] for i in indices]),
+                header=header,
+                tags=[dict(tags[i]) for i in indices] if tags is not None else [],
+                reason=reason,
+                wait_s=0.9 * timeout,
+                producer=self.worker,
+            )
+            unit = unit_of(numbers[indices[0]])
+            verdicts, _ = yield from self.ask_unit(
+                unit, "unit.write", request, calls.Verdicts, timeout=timeout, frames=frames
+            )
+            return verdicts.ok
+
+        return scatter(zip(leases, map(unit_of, numbers), strict=True), send)
+
+    def _end(self, rows: Sequence[LeasedRow], *, reason: str, drop: bool, timeout: float) -> Verb[list[bool]]:
+        def send(indices: list[int]) -> Verb[list[bool]]:
+            request = calls.EndRows(rows[indices[0]].lease, shrink([rows[i].row for i in indices]), reason, drop)
+            return (yield from self.ask("queue.end", request, calls.Verdicts, timeout=timeout)).ok
+
+        return scatter((row.lease for row in rows), send)
+
+    def _claim_rows(
+        self,
+        partition: str,
+        task: str,
+        max_rows: int,
+        max_groups: int | None,
+        version: int | None,
+        accept: Sequence[int],
+    ) -> calls.ClaimRows:
+        ticket = f"{self._ticket_base}-{next(self._ticket_numbers)}"
+        return calls.ClaimRows(partition, task, self.worker, ticket, max_rows, max_groups, version, list(accept), 0.0)
+
+    def _claim(self, request: calls.ClaimRows, timeout: float) -> Verb[calls.Claimed]:
+        deadline = self.clock() + timeout
+        goodbye = calls.Abandon(self.worker, request.ticket)
+        yield Farewell(Ask(None, "queue.abandon", goodbye, calls.Done, _GOODBYE_S))
+        while True:
+            claimed = yield from self.park(
+                "queue.claim",
+                lambda wait_s: msgspec.structs.replace(request, wait_s=wait_s),
+                calls.Claimed,
+                deadline=deadline,
+                what=f"claiming from {request.partition}/{request.task}",
+            )
+            if claimed.lot is not None:
+                return msgspec.structs.replace(claimed, lot=claimed.lot.expanded())
+            if claimed.ended or self.clock() >= deadline:
+                return claimed

@@ -1,0 +1,164 @@
+"""The durable state of a queue, as the fold of its events.
+
+Commands (``table``, ``claims``, ``training``) decide events and ``record`` them; recovery replays them. Both go
+through ``apply``, so a restarted controller knows what the old one knew, but for the volatile fields, which units tell.
+What each event does is in ``folds`` and its like; here is what they have in common.
+
+Invariants: nothing durable changes except in ``apply``; ``apply`` of an event that was recorded never fails; it uses no
+volatile field.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Mapping
+
+from asyncflow.errors import LedgerCorrupt, Refused
+from asyncflow.queue.controller import folds, folds_compacted, folds_gang, folds_open
+from asyncflow.queue.controller.leases import Leases
+from asyncflow.queue.controller.partition import Partition
+from asyncflow.queue.controller.readiness import TaskQueue
+from asyncflow.queue.controller.state import IDLE, Group, Row, State, Work
+from asyncflow.queue.ledger import events as ev
+
+_FOLDS = folds.FOLDS | folds_gang.FOLDS | folds_open.FOLDS | folds_compacted.FOLDS
+
+
+class Books:
+    """Partitions, leases, units and rows.
+
+    rows: those that have bytes, by id; outbox: events to be written; frees: rows whose bytes are not needed any more;
+    touched: partitions whose indexes or gang may have changed since it was last emptied; now: clock of ``Row.since``.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.partitions: dict[str, Partition] = {}
+        self.leases = Leases()
+        self.units: dict[int, ev.UnitJoined] = {}
+        self.rows: dict[int, Row] = {}
+        self.outbox: list[ev.Event] = []
+        self.frees: list[int] = []
+        self.touched: set[str] = set()
+        self.now = 0.0
+
+    def record(self, event: ev.Event) -> None:
+        """Let ``event`` happen, and have it written."""
+        self.apply(event)
+        self.outbox.append(event)
+
+    def apply(self, event: ev.Event) -> None:
+        """Let ``event`` happen. LedgerCorrupt where it cannot have followed what happened before."""
+        try:
+            _FOLDS[type(event)](self, event)
+        except (KeyError, IndexError, ValueError) as error:
+            raise LedgerCorrupt(f"{event} does not follow from what went before: {error!r}") from error
+
+    def replay(self, events: Iterable[ev.Event]) -> None:
+        """Let ``events`` of a ledger happen; the garbage collector rests meanwhile, as none of it is garbage."""
+        gc.disable()
+        try:
+            for event in events:
+                self.apply(event)
+        finally:
+            gc.freeze()
+            gc.enable()
+
+    def partition(self, name: str) -> Partition:
+        """Give the partition, which exists from now on."""
+        if name not in self.partitions:
+            self.partitions[name] = Partition(name)
+        self.touched.add(name)
+        return self.partitions[name]
+
+    def check_schema(self, partition: Partition, dtypes: Mapping[str, str]) -> None:
+        """Have new columns hold these dtypes from now on. Refused where a known one holds another."""
+        known = partition.schema
+        if all(name in known and known[name] == dtype for name, dtype in dtypes.items()):
+            return
+        for name, dtype in dtypes.items():
+            if known.get(name, dtype) != dtype:
+                hint = "A column has one dtype in a partition"
+                raise Refused(f"column {name} holds {known[name]}, not {dtype}", where=partition.name, hint=hint)
+        for name in sorted(dtypes.keys() - known.keys()):
+            self.record(ev.Typed(partition.name, name, dtypes[name]))
+
+    def lose(self, rows: Iterable[Row]) -> None:
+        """Give up rows whose bytes are gone: they are wanted, unless they are bound, until that ends."""
+        groups: dict[Group, None] = {}
+        for row in rows:
+            del self.rows[row.row]
+            groups[row.group] = None
+            partition = self.partition(row.group.partition)
+            row.absent(partition.bare)
+            if row.state is State.BOUND:
+                row.lost = True
+                continue
+            self.let_go(row)
+            partition.move(row, State.WANTED)
+        for group in groups:
+            self.partition(group.partition).refresh(group)
+
+    def let_go(self, row: Row) -> None:
+        """End every lease on ``row``."""
+        if not row.work:
+            return
+        queues = self.partitions[row.group.partition].queues
+        for task, work in row.work.items():
+            if work.lease:
+                self.leases.release(work.lease, [row.row])
+                self.advance(queues[task], [row], lambda work: Work(work.attempt, 0, work.done))
+                queues[task].leased -= 1
+
+    def advance(self, queue: TaskQueue, rows: Iterable[Row], step: Callable[[Work], Work]) -> None:
+        """Replace how far the task of ``queue`` has come with ``rows``, as ``step`` says; equals share the result."""
+        task, busy = queue.spec.name, 0
+        made: dict[int, tuple[Mapping[str, Work], Mapping[str, Work], int]] = {}
+        for row in rows:
+            before = row.work
+            found = made.get(id(before))
+            if found is None:
+                old = before.get(task, IDLE)
+                new = step(old)
+                change = bool(new.lease or new.done) - bool(old.lease or old.done)
+                made[id(before)] = found = (before, {**before, task: new}, change)
+            row.work = found[1]
+            if row.state is State.LIVE:
+                busy += found[2]
+        queue.busy += busy
+
+    def enter(self, partition: Partition, group: Group, sample: int, number: int) -> None:
+        """Add a new row to a group, in place of the wanted one if there is one."""
+        self.rows[number] = row = Row(group, sample, number, State.LIVE, partition.bare, self.now)
+        partition.enter(row)
+
+    def end_rows(self, number: int, numbers: list[int], *, done: bool) -> tuple[TaskQueue, list[Row]]:
+        """Take rows out of their lease, completed or not; give the task's queue, and the rows."""
+        lease = self.leases.get(number)
+        if lease is None:
+            raise ValueError(f"lease {number:x} is not in force")
+        queue = self.partition(lease.partition).queues[lease.task]
+        rows = [self.rows[row] for row in numbers]
+        self.advance(queue, rows, lambda work: Work(work.attempt + (not done), 0, number if done else 0))
+        queue.leased -= len(rows)
+        self.leases.release(number, numbers, done=done)
+        return queue, rows
+
+    def clear(self, partition: Partition, rows: Iterable[Row]) -> None:
+        """Forget open rows."""
+        self.finish(rows, State.CLEARED)
+        partition.cleared += partition.counts.pop(State.CLEARED, 0)
+
+    def finish(self, rows: Iterable[Row], state: State) -> None:
+        """Let nothing more happen to rows: free their bytes and their leases."""
+        groups: dict[Group, None] = {}
+        for row in rows:
+            self.let_go(row)
+            if self.rows.pop(row.row, None) is not None:
+                self.frees.append(row.row)
+            partition = self.partition(row.group.partition)
+            partition.move(row, state)
+            partition.unname(row)
+            groups[row.group] = None
+        for group in groups:
+            self.partition(group.partition).settle(group)

@@ -1,0 +1,152 @@
+"""The durable state as the shortest list of events that makes it again.
+
+Invariant: folding ``dump(books)`` into empty ``Books`` gives books that ``dump`` to the same list.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import TypeVar
+
+from asyncflow.queue.controller.books import Books
+from asyncflow.queue.controller.gang import Step
+from asyncflow.queue.controller.partition import Partition
+from asyncflow.queue.controller.state import Finished, Group, State, Work
+from asyncflow.queue.ledger import compacted
+from asyncflow.queue.ledger import events as ev
+
+T = TypeVar("T")
+_CHUNK = 1000
+
+
+def dump(books: Books) -> Iterator[ev.Event]:
+    """Give the events that make the durable state of ``books``, in an order in which they can be folded."""
+    yield from (books.units[unit] for unit in sorted(books.units))
+    yield ev.Started(books.epoch)
+    for name in sorted(books.partitions):
+        yield from _partition(books.partitions[name])
+    for lease in sorted(books.leases, key=lambda lease: lease.id):
+        yield ev.Leased(lease.id, lease.partition, lease.task, lease.worker, lease.ticket, list(lease.rows))
+    if completed := books.leases.completed():
+        yield compacted.Acknowledged(completed)
+
+
+def _partition(partition: Partition) -> Iterator[ev.Event]:
+    name, gang = partition.name, partition.gang
+    yield from (ev.Declared(partition.queues[task].spec) for task in sorted(partition.queues))
+    yield from (ev.Typed(name, column, dtype) for column, dtype in sorted(partition.schema.items()))
+    if partition.creator:
+        yield ev.TakenOver(name, partition.creator)
+    if partition.resets or partition.peeked or partition.forgotten:
+        yield compacted.Counted(name, partition.resets, partition.peeked, partition.forgotten)
+    if partition.expected is not None:
+        yield ev.Expected(name, partition.expected)
+    if gang.attempt >= 0:
+        yield ev.Began(name, gang.attempt, gang.theta, gang.world)
+    if gang.committed:
+        yield ev.Committed(name, gang.committed)
+    if partition.purpose == "open":
+        yield from _open_groups(partition)
+    elif partition.purpose is not None:
+        for k, oldest, newest, runs in _finished(partition):
+            yield compacted.Ended(name, partition.purpose, k, oldest, newest, runs)
+        yield from (_group(partition.groups[serial]) for serial in sorted(partition.groups))
+    for number in sorted(gang.steps):
+        step = gang.steps[number]
+        if step.groups is not None:
+            yield ev.Opened(name, number, step.groups, step.size or 0)
+        yield from _slots(name, step)
+        yield from (ev.RankDone(name, number, rank) for rank in sorted(step.ranks_done))
+    if partition.closed is not None:
+        yield ev.Closed(name, partition.closed)
+
+
+def _finished(partition: Partition) -> Iterator[tuple[int, int, int, list[tuple[int, int, str]]]]:
+    """Give the finished groups as runs of consecutive serials and equal outcomes, by step and window."""
+    steps: dict[tuple[int, int, int], list[tuple[int, int, str]]] = {}
+    before: tuple[int, Finished] | None = None
+    for serial, finished in partition.finished.items():
+        runs = steps.setdefault((finished.step, *finished.window), [])
+        if before == (serial - 1, finished):
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1, finished.outcome)
+        else:
+            runs.append((serial, 1, finished.outcome))
+        before = (serial, finished)
+    for (step, oldest, newest), runs in sorted(steps.items()):
+        yield from ((step, oldest, newest, chunk) for chunk in _chunks(runs))
+
+
+def _open_groups(partition: Partition) -> Iterator[ev.Event]:
+    """Give the groups in the order in which they came, those that are alike together."""
+    run: compacted.Alike | None = None
+    inside: Counter[State] = Counter()
+    known: dict[int, tuple[Mapping[str, Work], list[tuple[str, int, int]]]] = {}
+    for group in partition.groups.values():
+        first = group.rows[0]
+        if id(first.work) not in known:
+            known[id(first.work)] = (first.work, _works(first.work))
+        works = known[id(first.work)][1]
+        if run is not None and _follows(run, group, works):
+            run = compacted.Alike(run.partition, run.serial, run.groups + 1, run.size, run.row, works)
+            continue
+        if run is not None:
+            yield run
+        run = None
+        if _is_whole(group):
+            run = compacted.Alike(partition.name, group.serial, 1, group.size, first.row, works)
+        else:
+            inside.update(row.state for row in group.rows)
+            yield _group(group)
+    if run is not None:
+        yield run
+    yield from (compacted.Used(partition.name, chunk) for chunk in _chunks(partition.used.spans()))
+    filtered, dropped = (partition.counts[s] - inside[s] for s in (State.FILTERED, State.DROPPED))
+    yield compacted.Used(partition.name, [], partition.cleared, filtered, dropped)
+
+
+def _is_whole(group: Group) -> bool:
+    """Tell whether all rows live, have consecutive ids, and are alike."""
+    first = group.rows[0]
+    return all(
+        row.state is State.LIVE and row.row == first.row + index and row.work == first.work
+        for index, row in enumerate(group.rows)
+    )
+
+
+def _follows(run: compacted.Alike, group: Group, works: list[tuple[str, int, int]]) -> bool:
+    if works is not run.works and works != run.works:
+        return False
+    after = (run.serial + run.groups, run.size, run.row + run.groups * run.size)
+    return after == (group.serial, group.size, group.rows[0].row) and _is_whole(group)
+
+
+def _works(work: Mapping[str, Work]) -> list[tuple[str, int, int]]:
+    return [(task, did.attempt, did.done) for task, did in sorted(work.items())]
+
+
+def _chunks(items: Iterable[T]) -> Iterator[list[T]]:
+    left = iter(items)
+    while chunk := list(islice(left, _CHUNK)):
+        yield chunk
+
+
+def _slots(name: str, step: Step) -> Iterator[ev.Event]:
+    bound, before = list(step.bound), 0
+    for slot, decision in enumerate(step.slots):
+        totals = decision.totals
+        ranks = [[row.row for row in rank] for rank in decision.ranks]
+        fresh = bound[before : totals.groups]
+        before = totals.groups
+        yield ev.Slotted(
+            name, step.number, slot, fresh, ranks, decision.last, totals.groups, totals.samples, totals.response_tokens
+        )
+
+
+def _group(group: Group) -> ev.Event:
+    rows = []
+    for row in group.rows:
+        state = State.LIVE if row.state is State.BOUND else row.state
+        rows.append((row.sample, row.row, int(state), row.lost, _works(row.work)))
+    return compacted.Kept(group.partition, group.purpose, group.serial, group.size, group.step, *group.window, rows)

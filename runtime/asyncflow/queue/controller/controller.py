@@ -1,0 +1,277 @@
+"""The controller's process: the pure ``Table`` with a socket, a clock and a ledger.
+
+A call changes the table at once, where its request is read, and is answered when the ledger has what it changed. What
+cannot be answered yet is parked and tried again whenever its partition has changed: nothing polls.
+
+Invariants: no answer leaves before the events behind it are as safe as ``sync`` says; a controller whose ledger cannot
+be written stops serving (``failed``); the time that the process itself did not run is nobody's delay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from asyncflow.errors import AsyncFlowError, Refused
+from asyncflow.net.flow import SCHEME
+from asyncflow.net.keys import Keys
+from asyncflow.net.rpc import RpcServer
+from asyncflow.queue.controller.claims import Claim
+from asyncflow.queue.controller.compaction import dump
+from asyncflow.queue.controller.handlers import Handlers
+from asyncflow.queue.controller.report import Storage, stats
+from asyncflow.queue.controller.sessions import Sessions
+from asyncflow.queue.controller.table import Table
+from asyncflow.queue.ledger.ledger import Ledger, Sync
+from asyncflow.queue.protocol.calls import Claimed
+from asyncflow.queue.protocol.messages import QueueStats
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Soon: TypeAlias = "T | asyncio.Future[T]"
+"""An answer, or a future of it."""
+
+_STOPPED_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """A call that is parked. attempt: gives its answer, or None as long as there is none."""
+
+    attempt: Callable[[], Any]
+    future: asyncio.Future[Any]
+
+
+class Controller:
+    """Serves one queue.
+
+    ledger_dir: folder of the ledger, made if needed; sync: its durability class; host, port: where to listen (0: any);
+    advertise: the host that others dial, where that is another; keys: the job's key; unit_lost_s: seconds of silence
+    after which a storage unit's rows are made again elsewhere; compact_bytes: size from which on the ledger is
+    compacted while serving.
+    ``failed`` is done when the controller cannot go on; its exception says why.
+    """
+
+    def __init__(
+        self,
+        *,
+        ledger_dir: Path,
+        sync: Sync = "process",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertise: str = "",
+        keys: Keys | None = None,
+        unit_lost_s: float = 30.0,
+        compact_bytes: int = 64 << 20,
+    ) -> None:
+        self.table = Table()
+        bind = f"tcp://{host}:{port}" if port else f"{SCHEME}{host}:*"
+        self.server = RpcServer(name="controller", bind=bind, keys=keys, advertise=advertise)
+        self._ledger = Ledger(ledger_dir, sync=sync, compact=lambda: dump(self.table.books), limit=compact_bytes)
+        self.sessions = Sessions(self.table, lost_s=unit_lost_s)
+        self.ledger_dir = ledger_dir
+        self._claims: dict[Claim, tuple[asyncio.Future[Claimed], list[str]]] = {}
+        self._parked: dict[str, dict[_Waiter, None]] = {}
+        self._alarm: asyncio.TimerHandle | None = None
+        Handlers(self).route(self.server)
+
+    async def start(self) -> str:
+        """Read the ledger, begin to serve, and give the address. Raises LedgerCorrupt, Refused."""
+        loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = loop.create_future()
+        self.table.books.replay(self._ledger.recover())
+        self.table.start(loop.time())
+        self.sessions.start(loop.time())
+        self.table.books.outbox.clear()
+        try:
+            self._ledger.begin(dump(self.table.books))
+        except OSError as error:
+            raise self._broken(error) from error
+        address = await self.server.start()
+        self.settle()
+        log.info("epoch %d serves at %s", self.table.controller, address)
+        return address
+
+    async def close(self) -> None:
+        """Stop serving, and leave the ledger whole."""
+        await self.server.close()
+        if self._alarm is not None:
+            self._alarm.cancel()
+        if not self.failed.done():
+            await self._ledger.close()
+
+    def stats(self) -> QueueStats:
+        """Give the counts of now."""
+        sessions = self.sessions
+        return stats(self.table, Storage(sessions.used, sessions.limit, len(sessions), self._ledger.bytes))
+
+    @property
+    def ledger_lag(self) -> float:
+        """Seconds for which the oldest change has not been as safe as the ledger will make it."""
+        return self._ledger.lag()
+
+    def now(self) -> float:
+        """The clock of leases and sessions, which is also that of the loop."""
+        return time.monotonic()
+
+    def settle(self) -> asyncio.Future[None] | None:
+        """Take what the last commands left: serve those who wait, write, free, and set the alarm.
+
+        Gives what is done when all of it is in the ledger; None where it is there already. Raises Refused where it
+        cannot be written.
+        """
+        books = self.table.books
+        found = self._find_answers() if books.touched else []
+        if books.frees:
+            self.sessions.order(books.frees)
+            books.frees.clear()
+        if books.outbox:
+            self._ledger.append(books.outbox)
+            books.outbox.clear()
+        self._set_alarm()
+        try:
+            pending = self._ledger.commit()
+        except OSError as error:
+            raise self._broken(error) from error
+        for future, answer in found:
+            self._give(future, answer, pending)
+        return pending
+
+    def safe(self, reply: T) -> Soon[T]:
+        """Settle, and give ``reply`` when the ledger has everything up to now."""
+        pending = self.settle()
+        if pending is None:
+            return reply
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._give(future, reply, pending)
+        return future
+
+    def until(
+        self, partition: str, attempt: Callable[[], T | None], wait_s: float, otherwise: Callable[[], T]
+    ) -> Soon[T]:
+        """Give what ``attempt`` gives, tried again whenever the partition changes; ``otherwise`` after ``wait_s``."""
+        found = attempt()
+        if found is None and wait_s <= 0:
+            found = otherwise()
+        return self.safe(found) if found is not None else self._park(partition, attempt, wait_s, otherwise)
+
+    def claim(self, claim: Claim, wait_s: float, late: list[str]) -> Soon[Claimed]:
+        """Give what ``claim`` is granted; nothing after ``wait_s``, or as soon as nothing more can come.
+
+        late: leases of which the answer says that they had ended.
+        """
+
+        def ended() -> Claimed | None:
+            return Claimed(None, True, late) if self.table.claims.ended(claim) else None
+
+        lot = self.table.claims.grant(claim, self.now())
+        if lot is not None:
+            return self.safe(Claimed(lot.shrunk(), False, late))
+        if (found := ended()) is not None or wait_s <= 0:
+            return self.safe(found or Claimed(None, False, late))
+        self.table.claims.park(claim)
+        future = self._park(claim.partition, ended, wait_s, lambda: Claimed(None, False, late))
+        self._claims[claim] = (future, late)
+
+        def forget(_: object) -> None:
+            self.table.claims.withdraw(claim)
+            del self._claims[claim]
+
+        future.add_done_callback(forget)
+        return future
+
+    def _park(
+        self, partition: str, attempt: Callable[[], T | None], wait_s: float, otherwise: Callable[[], T]
+    ) -> asyncio.Future[T]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        waiter = _Waiter(attempt, future)
+        self._parked.setdefault(partition, {})[waiter] = None
+
+        def give_up() -> None:
+            if not future.done():
+                future.set_result(otherwise())
+
+        timer = loop.call_later(wait_s, give_up)
+
+        def forget(_: object) -> None:
+            timer.cancel()
+            waiting = self._parked[partition]
+            del waiting[waiter]
+            if not waiting:
+                del self._parked[partition]
+
+        future.add_done_callback(forget)
+        self.settle()
+        return future
+
+    def _find_answers(self) -> list[tuple[asyncio.Future[Any], Any]]:
+        """Give the parked calls that can be answered now; an error is an answer too."""
+        books = self.table.books
+        found: list[tuple[asyncio.Future[Any], Any]] = []
+        for grant in self.table.claims.serve(self.now()):
+            future, late = self._claims[grant.claim]
+            found.append((future, Claimed(grant.lot.shrunk(), False, late)))
+        for partition in self._parked.keys() & books.touched:
+            for waiter in self._parked[partition]:
+                if waiter.future.done():
+                    continue
+                try:
+                    answer = waiter.attempt()
+                except AsyncFlowError as error:
+                    answer = error
+                if answer is not None:
+                    found.append((waiter.future, answer))
+        books.touched.clear()
+        return found
+
+    def _give(self, future: asyncio.Future[Any], answer: object, pending: asyncio.Future[None] | None) -> None:
+        """Answer a call once the ledger is ``pending`` no more."""
+        if pending is not None:
+            pending.add_done_callback(lambda done: self._give_safe(future, answer, done.exception()))
+        else:
+            self._give_safe(future, answer, None)
+
+    def _give_safe(self, future: asyncio.Future[Any], answer: object, broken: BaseException | None) -> None:
+        if future.done():
+            return
+        if isinstance(broken, OSError):
+            answer = self._broken(broken)
+        if isinstance(answer, AsyncFlowError):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+
+    def _broken(self, error: OSError) -> Refused:
+        """Stop serving: what was answered is in the ledger, what comes now cannot be."""
+        if not self.failed.done():
+            self.failed.set_exception(error)
+        hint = "Free some space and start the controller again: nothing that was answered is lost"
+        return Refused(f"the ledger cannot be written: {error}", where="controller", hint=hint)
+
+    def _set_alarm(self) -> None:
+        """Have the alarm ring no later than the first deadline; it may ring for nothing."""
+        lease, unit = self.table.claims.next_deadline, self.sessions.next_deadline
+        due = unit if lease is None or (unit is not None and unit < lease) else lease
+        if due is None or (self._alarm is not None and self._alarm.when() <= due):
+            return
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = asyncio.get_running_loop().call_at(due, self._on_alarm, due)
+
+    def _on_alarm(self, due: float) -> None:
+        self._alarm, now = None, self.now()
+        if now - due > _STOPPED_S:
+            log.warning("this process did not run for %.1f s: leases are extended", now - due)
+            self.table.claims.extend_all(now)
+            self.sessions.excuse(now)
+        if expired := self.table.claims.expire(now):
+            log.info("leases of %d rows ended without an answer", expired)
+        self.sessions.lose_silent(now)
+        self.settle()

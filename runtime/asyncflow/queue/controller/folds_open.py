@@ -1,0 +1,95 @@
+"""What the events of open partitions do to the books.
+
+Invariant: as for all folds, see ``Books``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.flow.schedule import Window
+from asyncflow.identity import NEWEST
+from asyncflow.queue.controller.partition import Partition
+from asyncflow.queue.controller.state import IDLE, Group, Row, State, Work
+from asyncflow.queue.ledger import events as ev
+
+if TYPE_CHECKING:
+    from asyncflow.queue.controller.books import Books
+
+_ANY = Window(0, NEWEST)
+
+
+def _put(books: Books, event: ev.Put) -> None:
+    partition = books.partition(event.partition)
+    partition.purpose = "open"
+    partition.used.add(event.serial, event.groups)
+    make_groups(books, partition, event.serial, event.groups, event.size, event.row, {})
+
+
+def make_groups(
+    books: Books, partition: Partition, first: int, count: int, size: int, row_id: int, work: Mapping[str, Work]
+) -> None:
+    """Make ``count`` groups, or the wanted rows of those that are there.
+
+    first: serial of the first group; row_id: of its first row; the others follow; work: of new groups' rows.
+    """
+    rows, bare, groups, now, number = books.rows, partition.bare, partition.groups, books.now, row_id
+    made = 0
+    for serial in range(first, first + count):
+        group = groups.get(serial)
+        if group is None:
+            group = groups[serial] = Group(partition.name, "open", serial, size, 0, _ANY)
+            for sample in range(size):
+                rows[number] = row = Row(group, sample, number, State.LIVE, bare, now)
+                row.work = work
+                group.rows.append(row)
+                number += 1
+            made += size
+            continue
+        for sample in range(size):
+            if group.rows[sample].state is State.WANTED:
+                books.enter(partition, group, sample, number)
+            number += 1
+    partition.counts[State.LIVE] += made
+    for task, did in work.items():
+        partition.queues[task].busy += made * bool(did.done)
+
+
+def _rows_cleared(books: Books, event: ev.RowsCleared) -> None:
+    partition = books.partition(event.partition)
+    lost = {row.row: row for row in partition.wanted}
+    books.clear(partition, [books.rows.get(number) or lost[number] for number in event.rows])
+
+
+def _reset(books: Books, event: ev.Reset) -> None:
+    partition = books.partition(event.partition)
+    queue = partition.queues[event.task]
+    for group in partition.groups.values():
+        for row in group.rows:
+            work = row.work.get(event.task, IDLE)
+            if row.state is not State.LIVE or not (work.lease or work.done):
+                continue
+            if work.lease:
+                books.leases.release(work.lease, [row.row])
+                queue.leased -= 1
+            books.advance(queue, [row], lambda work: Work(work.attempt + 1))
+        queue.refresh(group)
+    partition.resets += event.rows
+
+
+def _expected(books: Books, event: ev.Expected) -> None:
+    books.partition(event.partition).expected = event.total
+
+
+def _peeked(books: Books, event: ev.Peeked) -> None:
+    books.partition(event.partition).peeked += event.rows
+
+
+FOLDS: dict[type, Callable[[Books, Any], None]] = {
+    ev.Put: _put,
+    ev.RowsCleared: _rows_cleared,
+    ev.Reset: _reset,
+    ev.Expected: _expected,
+    ev.Peeked: _peeked,
+}

@@ -1,0 +1,163 @@
+"""Rows of open partitions: put by anybody, under serials of the putter's own, and perhaps under keys.
+
+Invariants: a serial makes rows once, whatever became of them, unless they are wanted; two living rows of a partition
+never have one key; a group is made whole or not at all. A put under keys is put off while a unit of before a restart
+has not yet told what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from asyncflow.errors import PeerLost, Refused
+from asyncflow.queue.controller.books import Books
+from asyncflow.queue.controller.partition import Partition
+from asyncflow.queue.controller.state import Group, State
+from asyncflow.queue.ledger import events as ev
+from asyncflow.queue.protocol.messages import KEY_TAG, SERIAL_BITS, Tag
+
+_Tags = Sequence[dict[str, Tag]]
+
+
+class Puts:
+    """The command that makes open rows."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._silent: set[int] = set()
+
+    def start(self) -> None:
+        """Wait for all units before keys can be trusted."""
+        self._silent = {unit.epoch for unit in self._books.units.values()}
+
+    def heard(self, epoch: int) -> None:
+        """Note that the unit with this epoch has told all it holds, or will tell nothing any more."""
+        self._silent.discard(epoch)
+
+    def put(
+        self,
+        partition: str,
+        *,
+        serial: int,
+        size: int,
+        rows: Sequence[int],
+        dtypes: Mapping[str, str],
+        names: tuple[str, ...],
+        sizes: Sequence[tuple[int, ...]],
+        tags: _Tags,
+    ) -> tuple[list[bool], list[int]]:
+        """Make rows in groups of ``size`` under the serials from ``serial`` on.
+
+        rows: their ids, consecutive; names, sizes: their columns, and the bytes of these for each row; tags: one set a
+        row, or none. Gives whether each is new, and the ids to tell: where it is not, that of the row which has its
+        serial or its key already, 0 where that is gone or the row's group is not made.
+        """
+        held = self._books.partition(partition)
+        held.check_purpose("open")
+        _check_shape(partition, serial, size, rows, tags)
+        keys = [set_of.get(KEY_TAG) for set_of in tags]
+        if any(keys):
+            self._check_keys(keys, partition)
+        self._books.check_schema(held, dtypes)
+        count = len(rows) // size
+        made = [(number, serial + number) for number in range(count)]
+        taken: set[Tag | None] = {key for key in keys if key in held.keys} if held.keys else set()
+        if taken or held.used.overlaps(serial, count):
+            made = [
+                (number, home)
+                for number, of in made
+                if (home := _home(held, of, keys[number * size : (number + 1) * size], taken)) is not None
+            ]
+        for number, first, length in _runs(made):
+            self._books.record(ev.Put(partition, first, length, size, rows[number * size]))
+        self._fill(held, [held.groups[home] for _, home in made], rows[0], names, sizes, tags)
+        if len(made) == count:
+            return [True] * len(rows), list(rows)
+        return _answers(held, serial, size, rows, keys)
+
+    def _check_keys(self, keys: Sequence[Tag | None], partition: str) -> None:
+        named = [key for key in keys if key is not None]
+        if not all(isinstance(key, str) and key for key in named):
+            raise Refused(f"the tag {KEY_TAG!r} is a row's key, a text", where=partition)
+        if len(set(named)) < len(named):
+            raise Refused("two rows of one put have the same key", where=partition)
+        if self._silent:
+            raise PeerLost("storage units have not yet told what they hold", where="controller", hint="Try again")
+
+    def _fill(
+        self,
+        partition: Partition,
+        groups: Sequence[Group],
+        first: int,
+        names: tuple[str, ...],
+        sizes: Sequence[tuple[int, ...]],
+        tags: _Tags,
+    ) -> None:
+        """Give new rows what their unit told of them, and take their groups into the indexes."""
+        shape = partition.bare.plus(names)
+        again = False
+        for group in groups:
+            for row in group.rows:
+                index = row.row - first
+                if row.here or not 0 <= index < len(sizes):
+                    again = True
+                    continue
+                row.shape, row.cells, row.here = shape, sizes[index], True
+                if tags:
+                    row.tags = tags[index]
+            if tags:
+                partition.name_rows(group.rows)
+        if again:
+            for group in groups:
+                partition.refresh(group)
+        else:
+            partition.created(groups, shape)
+
+
+def _check_shape(partition: str, serial: int, size: int, rows: Sequence[int], tags: _Tags) -> None:
+    if not rows or len(rows) % size or rows[-1] - rows[0] != len(rows) - 1:
+        raise Refused(f"{len(rows)} rows do not make groups of {size}", where=partition)
+    if tags and len(tags) != len(rows):
+        raise Refused(f"{len(rows)} rows came with {len(tags)} sets of tags", where=partition)
+    if not serial >> SERIAL_BITS or (serial + len(rows) // size - 1) >> SERIAL_BITS != serial >> SERIAL_BITS:
+        hint = "A serial is the putter's nonce, not 0, above its count of groups"
+        raise Refused(f"{serial} is no serial of {len(rows) // size} groups", where=partition, hint=hint)
+
+
+def _home(partition: Partition, serial: int, keys: Sequence[Tag | None], taken: set[Tag | None]) -> int | None:
+    """Give the serial under which a group is made: its own, that of a wanted row with its key, or None for none."""
+    if len(keys) == 1 and isinstance(keys[0], str):
+        lost = partition.keys.get(keys[0])
+        if lost is not None and lost.state is State.WANTED and lost.group.size == 1:
+            return lost.group.serial
+    group = partition.groups.get(serial)
+    if group is not None:
+        return serial if any(row.state is State.WANTED for row in group.rows) else None
+    return serial if serial not in partition.used and taken.isdisjoint(keys) else None
+
+
+def _runs(made: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Give ascending (number, serial) as (first number, first serial, length) where both are consecutive."""
+    runs: list[tuple[int, int, int]] = []
+    for number, serial in made:
+        if runs and (number, serial) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((number, serial, 1))
+    return runs
+
+
+def _answers(
+    partition: Partition, serial: int, size: int, rows: Sequence[int], keys: Sequence[Tag | None]
+) -> tuple[list[bool], list[int]]:
+    ok: list[bool] = []
+    told: list[int] = []
+    for index, number in enumerate(rows):
+        group = partition.groups.get(serial + index // size)
+        row = group.rows[index % size] if group is not None else None
+        key = keys[index] if keys else None
+        if row is None and isinstance(key, str):
+            row = partition.keys.get(key)
+        ok.append(row is not None and row.row == number)
+        told.append(row.row if row is not None and row.state is State.LIVE else 0)
+    return ok, told

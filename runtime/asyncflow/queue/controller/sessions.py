@@ -1,0 +1,156 @@
+"""The storage units as the controller knows them: who is there, how full, and which rows each must still free.
+
+Invariants: orders are kept until the unit has said that it carried them out, so a lost answer loses none; a unit is
+taken for lost only after it was silent for ``lost_s`` while the controller itself ran.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from asyncflow.errors import Fenced
+from asyncflow.identity import COUNTER_BITS, RowPlace
+from asyncflow.queue.controller.table import Table
+from asyncflow.queue.protocol.unit_calls import Hello, Orders, Session, Watch, Welcome
+
+log = logging.getLogger(__name__)
+
+_WATCH_S = 1.0
+_ORDERS = 10_000
+
+
+@dataclass(slots=True)
+class _Unit:
+    epoch: int
+    seen: float
+    used: int = 0
+    limit: int = 0
+    synced: bool = False
+    first: int = 1
+    frees: list[int] = field(default_factory=list)
+    watching: tuple[asyncio.Future[Orders], asyncio.TimerHandle] | None = None
+
+    def orders(self) -> Orders:
+        """Give the first of the rows that it must free."""
+        rows = self.frees[:_ORDERS]
+        return Orders(self.first + len(rows) - 1, rows)
+
+
+def _answer(future: asyncio.Future[Orders], orders: Orders) -> None:
+    if not future.done():
+        future.set_result(orders)
+
+
+class Sessions:
+    """All units. lost_s: seconds of silence after which what a unit held is given up."""
+
+    def __init__(self, table: Table, *, lost_s: float) -> None:
+        self._table = table
+        self._lost_s = lost_s
+        self._units: dict[int, _Unit] = {}
+        self._replaced: set[str] = set()
+
+    def start(self, now: float) -> None:
+        """Expect the units of the ledger to come back."""
+        self._units = {index: _Unit(unit.epoch, now) for index, unit in self._table.books.units.items()}
+
+    @property
+    def used(self) -> int:
+        """Bytes that the units hold."""
+        return sum(unit.used for unit in self._units.values())
+
+    @property
+    def limit(self) -> int:
+        """Bytes that the units may hold."""
+        return sum(unit.limit for unit in self._units.values())
+
+    def __len__(self) -> int:
+        return sum(unit.synced for unit in self._units.values())
+
+    def greet(self, hello: Hello, now: float) -> Welcome:
+        """Begin a session with a unit; what an earlier incarnation of it held is lost.
+
+        Raises Fenced for one that was itself replaced: it must not take its place back from its successor.
+        """
+        if hello.incarnation in self._replaced:
+            hint = "This process must end: another one does its work"
+            raise Fenced("another incarnation has replaced this one", where=f"storage unit {hello.unit}", hint=hint)
+        before = self._table.books.units.get(hello.unit)
+        if before is not None and before.incarnation != hello.incarnation:
+            self._replaced.add(before.incarnation)
+        epoch = self._table.join_unit(hello.unit, hello.incarnation)
+        known = self._units.get(hello.unit)
+        if known is None or known.epoch != epoch:
+            self._units[hello.unit] = known = _Unit(epoch, now)
+        known.seen, known.limit = now, hello.limit
+        return Welcome(self._table.controller, epoch, min(_WATCH_S, self._lost_s / 4))
+
+    def check(self, session: Session, now: float) -> None:
+        """Refuse a unit whose session another controller began, or that was given up meanwhile."""
+        unit = self._units.get(session.unit)
+        if session.controller != self._table.controller or unit is None or unit.epoch != session.epoch:
+            raise Fenced("this session is over", where=f"storage unit {session.unit}", hint="The unit says hello again")
+        unit.seen = now
+
+    def synced(self, session: Session) -> None:
+        """Note that a unit has told all it holds: what it did not name is lost."""
+        missing = self._table.miss(session.epoch)
+        self._units[session.unit].synced = True
+        if missing:
+            log.warning("storage unit %d came back without %d rows", session.unit, missing)
+
+    def order(self, rows: Iterable[int]) -> None:
+        """Have the units free ``rows``; those of units that are gone are gone with them."""
+        told: dict[int, list[int]] = {}
+        for row in rows:
+            told.setdefault(row >> COUNTER_BITS, []).append(row)
+        for mine in told.values():
+            place = RowPlace.of(mine[0])
+            unit = self._units.get(place.unit)
+            if unit is not None and unit.epoch == place.epoch:
+                unit.frees += mine
+                self._tell(unit)
+
+    def orders(self, watch: Watch) -> Orders | asyncio.Future[Orders]:
+        """Give what a unit must free, as soon as there is something or after ``wait_s``."""
+        unit = self._units[watch.session.unit]
+        unit.used = watch.used
+        carried_out = watch.done + 1 - unit.first
+        if 0 < carried_out <= len(unit.frees):
+            del unit.frees[:carried_out]
+            unit.first += carried_out
+        if unit.frees:
+            return unit.orders()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Orders] = loop.create_future()
+        timer = loop.call_later(watch.wait_s, _answer, future, Orders(watch.done, []))
+        unit.watching = (future, timer)
+        return future
+
+    def _tell(self, unit: _Unit) -> None:
+        if unit.watching is not None:
+            future, timer = unit.watching
+            unit.watching = None
+            timer.cancel()
+            _answer(future, unit.orders())
+
+    def lose_silent(self, now: float) -> None:
+        """Give up the units that have been silent for too long."""
+        for index, unit in list(self._units.items()):
+            if now - unit.seen >= self._lost_s:
+                log.warning("storage unit %d was silent for %g s: its rows are given up", index, self._lost_s)
+                del self._units[index]
+                self._table.lose_unit(index)
+
+    def excuse(self, now: float) -> None:
+        """Count silence anew, because the controller itself did not run."""
+        for unit in self._units.values():
+            unit.seen = now
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When ``lose_silent`` is to be called next."""
+        return min((unit.seen + self._lost_s for unit in self._units.values()), default=None)

@@ -1,0 +1,1 @@
+"""Events, their write-ahead log, and the audit that reads it on its own."""

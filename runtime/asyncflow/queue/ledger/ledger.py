@@ -1,0 +1,253 @@
+"""The write-ahead log of a queue: checksummed records, compacted into a new file now and then.
+
+A compaction writes the next generation of the file under another name and renames it; older files are then removed, so
+the highest generation is always whole.
+
+Invariants: what ``commit`` has confirmed is read back after a crash of the class that ``sync`` covers (``process``: of
+this process; ``interval``: of the machine, but for the last second; ``always``: of the machine); a record that was torn
+off at the end is cut away; a damaged record with a sound one behind it is ``LedgerCorrupt``; after a write that failed,
+as on a full disk, nothing is written any more, and what was confirmed before is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Literal
+
+from asyncflow.errors import Refused
+from asyncflow.queue.ledger.events import Event
+from asyncflow.queue.ledger.records import SUFFIX, newest, pack, records
+
+log = logging.getLogger(__name__)
+
+Sync = Literal["process", "interval", "always"]
+
+_INTERVAL_S = 1.0
+_PIECE = 1 << 20
+
+
+class Ledger:
+    """The log of one controller, open for appending.
+
+    sync: the durability class; compact: gives the events of the present state, for a new generation; it is called when
+    the file has grown beyond ``limit`` bytes and to twice its size after the last compaction.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        sync: Sync = "process",
+        compact: Callable[[], Iterable[Event]] = tuple,
+        limit: int = 64 << 20,
+    ) -> None:
+        self.directory = directory
+        self.bytes = 0
+        self._sync = sync
+        self._compact = compact
+        self._limit = limit
+        self._compacted = 0
+        self._fd = -1
+        self._lock = -1
+        self._buffer: list[bytes] = []
+        self._group: asyncio.Future[None] | None = None
+        self._under_way: asyncio.Future[None] | None = None
+        self._syncing: asyncio.Task[None] | None = None
+        self._late: asyncio.TimerHandle | None = None
+        self._unsafe_since: float | None = None
+        self._broken: OSError | None = None
+
+    def recover(self) -> Iterator[Event]:
+        """Take the ledger for this process, give its events as it was left, and cut a torn end away.
+
+        Raises LedgerCorrupt, and Refused while another process has it.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.directory / "lock", os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            hint = "Only one controller may write a ledger; end the other one"
+            raise Refused("another process holds the ledger", where=str(self.directory), hint=hint) from error
+        path = newest(self.directory)
+        if path is None:
+            return
+        data = path.read_bytes()
+        sound = 0
+        for event, end in records(data, path):
+            sound = end
+            yield event
+        if sound < len(data):
+            os.truncate(path, sound)
+
+    def begin(self, events: Iterable[Event]) -> None:
+        """Start a new generation that holds ``events``, the whole present state, and append to it from now on."""
+        self._buffer.clear()
+        last = newest(self.directory)
+        generation = int(last.stem) + 1 if last is not None else 1
+        path = self.directory / f"{generation:012d}{SUFFIX}"
+        draft = path.with_suffix(".draft")
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+        try:
+            size = sum(_write(fd, piece) for piece in _pieces(events))
+            os.fsync(fd)
+            draft.rename(path)
+            _sync_directory(self.directory)
+        except BaseException:
+            os.close(fd)
+            draft.unlink(missing_ok=True)
+            raise
+        self.bytes = self._compacted = size
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = fd
+        for old in self.directory.glob(f"*{SUFFIX}"):
+            if old != path:
+                old.unlink()
+
+    def append(self, events: Iterable[Event]) -> None:
+        """Take ``events`` for the next ``commit``."""
+        self._buffer += [pack(event) for event in events]
+
+    def commit(self) -> asyncio.Future[None] | None:
+        """Make everything appended before as safe as ``sync`` says; give what is done then, None if it is so already.
+
+        Raises OSError, or the future does, when it cannot be written; nothing is written after that.
+        """
+        if self._broken is not None:
+            raise self._broken
+        if self._sync != "always":
+            if self._buffer:
+                self._write_out()
+            return None
+        if self._buffer and self._group is None:
+            self._group = asyncio.get_running_loop().create_future()
+            self._mark_unsafe()
+            if self._syncing is None:
+                self._syncing = asyncio.create_task(self._sync_groups(), name="ledger")
+        return self._group or self._under_way
+
+    async def flushed(self) -> None:
+        """Wait until everything appended before is as safe as ``sync`` says. Raises OSError when it cannot be."""
+        if (pending := self.commit()) is not None:
+            await pending
+
+    def lag(self) -> float:
+        """Give for how many seconds the oldest record has not been as safe as ``sync`` says; 0 if there is none."""
+        return 0.0 if self._unsafe_since is None else asyncio.get_running_loop().time() - self._unsafe_since
+
+    async def close(self) -> None:
+        """Write what is left, sync it, and close the file."""
+        await self.flushed()
+        if self._late is not None:
+            self._late.cancel()
+        if self._syncing is not None:
+            await asyncio.wait([self._syncing])
+        if self._fd >= 0:
+            os.fsync(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _write_out(self) -> None:
+        """Write what was appended; compact the file if it has grown too long."""
+        data, self._buffer = b"".join(self._buffer), []
+        try:
+            self.bytes += _write(self._fd, data)
+        except OSError as error:
+            self._broken = error
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self.bytes)
+            raise
+        if self._sync == "interval" and self._late is None:
+            self._mark_unsafe()
+            self._late = asyncio.get_running_loop().call_later(_INTERVAL_S, self._sync_soon)
+        if self.bytes > max(self._limit, 2 * self._compacted):
+            self._compact_now()
+
+    def _compact_now(self) -> None:
+        try:
+            self.begin(self._compact())
+        except OSError as error:
+            self._compacted = self.bytes
+            log.warning("the ledger was not compacted, it goes on in the old file: %s", error)
+
+    def _mark_unsafe(self) -> None:
+        if self._unsafe_since is None:
+            self._unsafe_since = asyncio.get_running_loop().time()
+
+    def _sync_soon(self) -> None:
+        self._syncing = asyncio.create_task(self._sync_once(), name="ledger")
+
+    async def _sync_once(self) -> None:
+        """Make safe what was written since the last time; what comes meanwhile waits for the next."""
+        self._late, began = None, asyncio.get_running_loop().time()
+        try:
+            await asyncio.to_thread(_sync, os.dup(self._fd))
+        except OSError as error:
+            self._broken = error
+        self._unsafe_since = began if self._late is not None else None
+        self._syncing = None
+
+    async def _sync_groups(self) -> None:
+        """Write and sync group after group: what comes while one is synced makes the next."""
+        try:
+            while self._group is not None:
+                self._under_way, self._group, began = self._group, None, asyncio.get_running_loop().time()
+                self._write_out()
+                await asyncio.to_thread(_sync, os.dup(self._fd))
+                self._under_way.set_result(None)
+                self._unsafe_since = began if self._group is not None else None
+        except OSError as error:
+            self._broken = error
+            for waiting in (self._under_way, self._group):
+                if waiting is not None:
+                    waiting.set_exception(error)
+            self._group = None
+        finally:
+            self._syncing = self._under_way = None
+
+
+def _pieces(events: Iterable[Event]) -> Iterator[bytes]:
+    """Give the records of ``events`` in pieces that are worth a write."""
+    records: list[bytes] = []
+    size = 0
+    for event in events:
+        records.append(pack(event))
+        size += len(records[-1])
+        if size >= _PIECE:
+            yield b"".join(records)
+            records, size = [], 0
+    yield b"".join(records)
+
+
+def _sync(fd: int) -> None:
+    """Make what was written safe, and close ``fd``, a duplicate: the file may be replaced meanwhile."""
+    try:
+        os.fdatasync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write(fd: int, data: bytes) -> int:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+    return len(data)
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,89 @@
+"""The records of a ledger as bytes, and how they are read back.
+
+A record is magic, length, CRC-32 of the payload seeded with the length, and the payload (msgpack). A ledger is a folder
+with one file, ``<generation>.wal``; while it is being replaced there are two.
+
+Invariant: what is read is a prefix of what was written; it ends before the first record that is not whole, and
+damage with a sound record behind it is LedgerCorrupt.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from asyncflow.errors import LedgerCorrupt
+from asyncflow.queue.ledger.events import Event
+
+_MAGIC = b"\xa5AF1"
+_HEADER = struct.Struct("<4sII")
+SUFFIX = ".wal"
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Event).decode
+
+
+def pack(event: Event) -> bytes:
+    """Give ``event`` as one record."""
+    payload = _encode(event)
+    return _HEADER.pack(_MAGIC, len(payload), _checksum(payload)) + payload
+
+
+def read_ledger(directory: Path) -> Iterator[Event]:
+    """Give the events of a ledger in order; nothing where there is none. Changes no file. Raises LedgerCorrupt."""
+    while (path := newest(directory)) is not None:
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            continue
+        yield from (event for event, _ in records(data, path))
+        return
+
+
+def newest(directory: Path) -> Path | None:
+    """Give the file of the highest generation."""
+    return max(directory.glob(f"*{SUFFIX}"), default=None)
+
+
+def _checksum(payload: bytes | memoryview) -> int:
+    return zlib.crc32(payload, len(payload))
+
+
+def records(data: bytes, path: Path) -> Iterator[tuple[Event, int]]:
+    """Give each event and where its record ends; stop at a torn end."""
+    view, start = memoryview(data), 0
+    while start < len(data):
+        end = _sound(view, start)
+        if end is None:
+            _check_torn(data, start, path)
+            return
+        try:
+            yield _decode(view[start + _HEADER.size : end]), end
+        except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
+            raise LedgerCorrupt(f"the record at byte {start} is none: {wrong}", where=str(path)) from wrong
+        start = end
+
+
+def _sound(view: memoryview, start: int) -> int | None:
+    """Give the end of the record at ``start``; None if none is whole there."""
+    body = start + _HEADER.size
+    if body > len(view):
+        return None
+    magic, length, checksum = _HEADER.unpack_from(view, start)
+    end = body + int(length)
+    if magic != _MAGIC or end > len(view) or _checksum(view[body:end]) != checksum:
+        return None
+    return end
+
+
+def _check_torn(data: bytes, start: int, path: Path) -> None:
+    """Refuse damage at ``start`` unless nothing sound comes after it."""
+    view, after = memoryview(data), data.find(_MAGIC, start + 1)
+    while after >= 0:
+        if _sound(view, after) is not None:
+            hint = "Restore the file from a copy; nothing was changed"
+            raise LedgerCorrupt(f"the record at byte {start} is damaged", where=str(path), hint=hint)
+        after = data.find(_MAGIC, after + 1)

@@ -1,0 +1,1 @@
+"""What crosses the queue's sockets, and nothing else."""

@@ -1,0 +1,104 @@
+"""The rows of a claim as they cross the socket: column by column, and nothing where all have the default.
+
+Invariant: ``lot.shrunk().expanded()`` is ``lot``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct, field
+
+from asyncflow.identity import NEWEST, RowPlace
+from asyncflow.queue.protocol.messages import LeasedRow, Purpose, RowMeta, Tag
+from asyncflow.queue.protocol.runs import expand, expand_equal, shrink, shrink_equal
+
+_MANY = 32
+
+
+class Lot(Struct, frozen=True, array_like=True, kw_only=True):
+    """The rows of one lease, column by column; ``leased`` gives them one by one.
+
+    rows, serials: one for each row; the other lists too, or empty where all rows have the default (0; for ``newest``
+    NEWEST; no tags). sizes: bytes by column, -1 where a row has not got it. It crosses the socket
+    ``shrunk``, which ``short`` says.
+    """
+
+    partition: str
+    purpose: Purpose
+    lease: str
+    until: float
+    rows: list[int]
+    serials: list[int]
+    samples: list[int] = field(default_factory=list)
+    attempts: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    oldest: list[int] = field(default_factory=list)
+    newest: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    tags: list[dict[str, Tag]] = field(default_factory=list)
+    sizes: dict[str, list[int]] = field(default_factory=dict)
+    short: bool = False
+
+    def shrunk(self) -> Lot:
+        """Give the same in few bytes, where there are many."""
+        if len(self.rows) < _MANY:
+            return self
+        return msgspec.structs.replace(
+            self,
+            short=True,
+            rows=shrink(self.rows),
+            serials=shrink(self.serials),
+            steps=shrink_equal(self.steps),
+            oldest=shrink_equal(self.oldest),
+            newest=shrink_equal(self.newest),
+            sizes={name: shrink_equal(sizes) for name, sizes in self.sizes.items()},
+        )
+
+    def expanded(self) -> Lot:
+        """Give what was ``shrunk``."""
+        if not self.short:
+            return self
+        rows = expand(self.rows)
+        return msgspec.structs.replace(
+            self,
+            short=False,
+            rows=rows,
+            serials=expand(self.serials),
+            steps=expand_equal(self.steps, len(rows)),
+            oldest=expand_equal(self.oldest, len(rows)),
+            newest=expand_equal(self.newest, len(rows)),
+            sizes={name: expand_equal(sizes, len(rows)) for name, sizes in self.sizes.items()},
+        )
+
+    def leased(self) -> list[LeasedRow]:
+        """Give the rows, in the order in which they were granted."""
+        count = len(self.rows)
+        zeros = [0] * count
+        samples, attempts, steps = self.samples or zeros, self.attempts or zeros, self.steps or zeros
+        oldest, newest, tokens = self.oldest or zeros, self.newest or [NEWEST] * count, self.tokens or zeros
+        made = []
+        for index, row in enumerate(self.rows):
+            meta = RowMeta(
+                partition=self.partition,
+                serial=self.serials[index],
+                sample=samples[index],
+                step=steps[index],
+                purpose=self.purpose,
+                min_version=oldest[index],
+                max_version=newest[index],
+                tokens=tokens[index],
+                tags=self.tags[index] if self.tags else {},
+            )
+            held = {name: sizes[index] for name, sizes in self.sizes.items() if sizes[index] >= 0}
+            made.append(
+                LeasedRow(
+                    row=row,
+                    meta=meta,
+                    attempt=attempts[index],
+                    lease=self.lease,
+                    until=self.until,
+                    unit=RowPlace.of(row).unit,
+                    bytes=held,
+                )
+            )
+        return made

@@ -1,0 +1,237 @@
+"""The queue's vocabulary: what callers of ``QueueClient`` give and get.
+
+Rows are samples (``RowMeta`` says which), columns are fields, tasks (``TaskSpec``) are consumers. A claim gives
+``LeasedRow``s, the gang of trainer ranks gets ``Slot``s of ``StagedRow``s.
+
+Invariant: everything here is plain data that crosses sockets as msgpack. Nothing names an address or a clock; times are
+seconds from now, sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct, field
+
+from asyncflow.errors import Refused
+from asyncflow.identity import NEWEST, SampleKey
+
+Tag = bool | int | float | str
+Purpose = Literal["train", "eval", "open"]
+"""What a partition is for: rows of the optimizer's steps, rows of an evaluation, or anything else (``open``)."""
+
+TOKENS_TAG = "tokens"
+"""The tag that says how many response tokens a row holds. With ``RowMeta.tokens``, those of the prompt, it is the
+weight that balances the trainer's ranks; alone it is summed up in ``StepTotals.response_tokens``."""
+
+KEY_TAG = "key"
+"""The tag that names a row of an open partition; no two rows of one have the same."""
+
+SERIAL_BITS = 32
+"""In an open partition a serial is the creator's nonce, 31 random bits, above its own count of groups, 32 bits."""
+
+FILTERED = "filtered"
+"""Reasons that begin so (``filtered:zero-variance``) count as filtered, all others as dropped."""
+
+
+class RowMeta(Struct, frozen=True, kw_only=True):
+    """One sample, as its creator describes it.
+
+    step: the optimizer step it belongs to; min_version, max_version: steps of the versions that may generate it;
+    tokens: of its prompt; tags: small values that travel with every claim; writers may add some with each put.
+    """
+
+    partition: str
+    serial: int
+    sample: int
+    step: int
+    purpose: Purpose = "train"
+    min_version: int = 0
+    max_version: int = NEWEST
+    tokens: int = 0
+    tags: dict[str, Tag] = field(default_factory=dict)
+
+    @property
+    def key(self) -> SampleKey:
+        """The sample's name."""
+        return SampleKey(self.serial, self.sample)
+
+
+class TaskSpec(Struct, frozen=True, kw_only=True):
+    """One consumer of a partition.
+
+    needs: columns that make a row ready; writes: columns that every completion must bring; groups: whole groups only;
+    order: "fifo" (oldest step, then as they became ready) or "key" (by serial and sample; for a gang: whole steps);
+    kind: "lease", or "gang" for the trainer's ranks (its steps have whole groups, with ``groups`` its slots and ranks
+    too); lease_s: seconds until a lease ends; clears: rows of an open partition that it has completed are cleared at
+    once; it acknowledges whole leases.
+    """
+
+    partition: str
+    name: str
+    needs: list[str]
+    writes: list[str] = field(default_factory=list)
+    groups: bool = False
+    order: Literal["fifo", "key"] = "fifo"
+    kind: Literal["lease", "gang"] = "lease"
+    lease_s: float = 60.0
+    clears: bool = False
+
+
+class LeasedRow(Struct, frozen=True, kw_only=True):
+    """A row that a claim gave: the holder has ``until`` seconds to complete, renew or give back lease ``lease``.
+
+    attempt: how often it was given back or expired before; unit: index of the unit that holds it; bytes: size of each
+    column there. An output column of the task itself in ``bytes`` is what an earlier holder gave back unfinished.
+    """
+
+    row: int
+    meta: RowMeta
+    attempt: int
+    lease: str
+    until: float
+    unit: int
+    bytes: dict[str, int]
+
+
+class StagedRow(Struct, frozen=True, kw_only=True):
+    """A row of a slot; it belongs to (trainer attempt, step) until that step is committed or begun anew."""
+
+    row: int
+    meta: RowMeta
+    unit: int
+    bytes: dict[str, int]
+
+
+class StepTotals(Struct, frozen=True, kw_only=True):
+    """What all of D_step holds, over all ranks and slots: the normalisers of its gradient."""
+
+    groups: int = 0
+    samples: int = 0
+    response_tokens: int = 0
+
+
+class Slot(Struct, frozen=True, kw_only=True):
+    """One lockstep micro-batch of one rank, possibly empty. last: D_step is exhausted, ``totals`` says what it held."""
+
+    step: int
+    slot: int
+    rows: list[StagedRow]
+    last: bool
+    totals: StepTotals | None = None
+
+
+class Wanted(Struct, frozen=True, kw_only=True):
+    """Samples whose bytes were lost before their commit: ``create`` takes them again.
+
+    Their metas name sample, step and versions; tags and tokens follow from the serial and are left to the creator.
+    """
+
+    revision: int
+    keys: list[RowMeta]
+
+
+class StepState(Struct, frozen=True, kw_only=True):
+    """A step not yet committed: groups it was opened with (None: not yet), what was created and how far that came."""
+
+    groups: int | None
+    group_size: int | None
+    serials: list[int]
+    done: dict[str, int]
+    bound: int
+    trained: int
+    filtered: int
+    dropped: int
+    staged: bool
+
+
+class PartitionSnapshot(Struct, frozen=True, kw_only=True):
+    """What a restarted driver needs to go on.
+
+    next_serial: one above the highest created; missing: serials below it that were never created; steps: those above
+    ``last_committed_step`` and those with unfinished samples; attempt: of the newest trainer that began, -1 if none;
+    last_staged_step: the newest step that all ranks have finished.
+    """
+
+    next_serial: int
+    missing: list[int]
+    steps: dict[int, StepState]
+    attempt: int
+    last_committed_step: int
+    last_staged_step: int
+    wanted: int
+    closed: int | None
+
+
+class QueueStats(Struct, frozen=True, kw_only=True):
+    """Counts of now. Keys of ``ready``, ``leased`` and ``parked`` are "partition/task"; the rest counts rows or bytes.
+
+    live: rows whose bytes are held or awaited, the staged ones included; bytes, limit: of all units together, as they
+    last said; lease_expiries, redeliveries: since the controller started.
+    """
+
+    ready: dict[str, int]
+    leased: dict[str, int]
+    parked: dict[str, int]
+    live: int
+    staged: int
+    committed: int
+    filtered: int
+    dropped: int
+    wanted: int
+    bytes: int
+    limit: int
+    units: int
+    lease_expiries: int
+    redeliveries: int
+    fenced: int
+    ledger_bytes: int
+
+
+class AuditReport(Struct, frozen=True, kw_only=True):
+    """What the ledger says about every training sample; ``dispatched = trained + filtered + dropped + unfinished`` if
+    nothing is lost.
+
+    lost: samples that should exist or be finished and are not; duplicated: samples created or trained more than once in
+    the history that survives; closed: the run was marked complete; problems: the first findings, in words; resets,
+    peeked: rows, open ones too, that were taken from a task that had had them, or looked at without a lease; put: open
+    rows, each counted once, of which so many were cleared or dropped, and so many remain.
+    """
+
+    dispatched: int
+    trained: int
+    filtered: int
+    dropped: int
+    unfinished: int
+    lost: int
+    duplicated: int
+    last_committed_step: int
+    attempts: int
+    redeliveries: int
+    closed: bool
+    problems: list[str]
+    resets: int = 0
+    peeked: int = 0
+    put: int = 0
+    cleared: int = 0
+    remaining: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Nothing lost, nothing duplicated, and the sum is right."""
+        finished = self.trained + self.filtered + self.dropped + self.unfinished
+        sums = finished == self.dispatched and self.cleared + self.remaining == self.put
+        return sums and not (self.lost or self.duplicated or self.problems)
+
+
+def check_task(spec: TaskSpec) -> None:
+    """Refuse a task that cannot work."""
+    where = f"task {spec.partition}/{spec.name}"
+    if not spec.partition or not spec.name or not spec.needs:
+        raise Refused("a task needs a partition, a name and at least one column", where=where)
+    if spec.kind == "gang" and spec.writes:
+        raise Refused(f"a gang writes no columns, but this one names {spec.writes}", where=where)
+    if spec.kind == "gang" and spec.clears:
+        raise Refused("the rows of a gang are freed by a commit, not by their completion", where=where)
+    if not spec.lease_s > 0:
+        raise Refused(f"a lease of {spec.lease_s} s would end before it began", where=where)

@@ -1,0 +1,53 @@
+"""Ids on the wire: those that follow one another as one id and how many more, so that a batch costs a few bytes.
+
+``[7, 8, 9, 12]`` is ``[7, -2, 12]``. Ids are never negative, so a list that nobody shortened means itself.
+
+Invariant: ``expand(shrink(ids)) == ids``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def shrink(ids: Sequence[int]) -> list[int]:
+    """Give ``ids`` with each run of consecutive ones as its first and minus the number of the others."""
+    count = len(ids)
+    if count > 1 and ids[-1] - ids[0] == count - 1 and all(map(int.__eq__, ids, range(ids[0], ids[0] + count))):
+        return [ids[0], 1 - count]
+    made: list[int] = []
+    follows = -1
+    for number in ids:
+        if number != follows:
+            made.append(number)
+        elif made[-1] < 0:
+            made[-1] -= 1
+        else:
+            made.append(-1)
+        follows = number + 1
+    return made
+
+
+def expand(ids: Sequence[int], *, most: int = 1 << 20) -> list[int]:
+    """Give the ids that ``shrink`` was given. ValueError for what it never makes, or more than ``most`` ids."""
+    if not ids or min(ids) >= 0:
+        return list(ids)
+    if ids[0] < 0 or len(ids) - sum(number + 1 for number in ids if number < 0) > most:
+        raise ValueError(f"{len(ids)} numbers do not stand for ids")
+    made: list[int] = []
+    for number in ids:
+        if number >= 0:
+            made.append(number)
+        else:
+            made.extend(range(made[-1] + 1, made[-1] + 1 - number))
+    return made
+
+
+def shrink_equal(values: list[int]) -> list[int]:
+    """Give one value where all are that one."""
+    return values[:1] if len(values) > 1 and values.count(values[0]) == len(values) else values
+
+
+def expand_equal(values: list[int], count: int) -> list[int]:
+    """Give the ``count`` values that ``shrink_equal`` was given."""
+    return values * count if len(values) == 1 else values

@@ -1,0 +1,191 @@
+"""Identical batches in a model-parallel group: its first process fetches, the others are told by torch.distributed.
+
+A batch crosses as two broadcasts of plain tensors: how long it is, then a heading (msgpack) with the bytes of all
+columns behind it. Nothing is pickled, and no follower needs a connection to the queue.
+
+Invariant: every process of the group sees the same batches, the same end, and the same error of the first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncflow.errors import AsyncFlowError, RemoteError, from_wire
+from asyncflow.queue.protocol.messages import RowMeta, StepTotals
+from asyncflow.queue.torch.batch import Batch
+from asyncflow.queue.torch.column import Column, Kind
+
+_ALIGNED = 16
+_DTYPES = {
+    str(dtype): dtype
+    for dtype in (
+        *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool),
+    )
+}
+
+
+class _Array(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: list[int]
+
+
+class _Column(msgspec.Struct, frozen=True):
+    name: str
+    kind: Kind
+    values: _Array
+    offsets: _Array
+
+
+class _Heading(msgspec.Struct, frozen=True, tag="batch"):
+    metas: list[RowMeta]
+    columns: list[_Column]
+    step: int
+    slot: int
+    last: bool
+    totals: StepTotals | None
+
+
+class _Number(msgspec.Struct, frozen=True, tag="number"):
+    number: int
+
+
+class _End(msgspec.Struct, frozen=True, tag="end"):
+    pass
+
+
+class _Failed(msgspec.Struct, frozen=True, tag="failed"):
+    error: dict[str, str]
+
+
+_Message: TypeAlias = _Heading | _Number | _End | _Failed
+_encode = msgspec.msgpack.Encoder().encode
+_decoder: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
+
+
+def shared(
+    loader: Iterable[Batch] | None, *, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+) -> Iterator[Batch]:
+    """Give the batches of the first process's ``loader`` in every process of ``group`` (by default, of all).
+
+    device: where the batches go, one that the group's backend can send from. Only the first process's loader is used,
+    and only there a batch can be completed. All processes must take the same number of batches.
+    """
+    batches: Iterable[Batch] = () if loader is None else loader
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        yield from (batch.to(device) for batch in batches)
+    elif dist.get_rank(group) == 0:
+        yield from _sent(batches, group, torch.device(device))
+    else:
+        yield from _received(group, torch.device(device))
+
+
+def told_by_first(find: Callable[[], int], group: dist.ProcessGroup | None) -> int:
+    """Give, in every process of ``group``, what ``find()`` gives in the first, or raise what it raises."""
+    device = torch.device("cpu") if "gloo" in dist.get_backend(group) else torch.accelerator.current_accelerator()
+    assert device is not None
+    if dist.get_rank(group) == 0:
+        with _failures_told(group, device):
+            number = find()
+        _send(_Number(number), [], group, device)
+        return number
+    message, _ = _receive(group, device)
+    assert isinstance(message, _Number)
+    return message.number
+
+
+def _sent(loader: Iterable[Batch], group: dist.ProcessGroup | None, device: torch.device) -> Iterator[Batch]:
+    with _failures_told(group, device):
+        batches = iter(loader)
+    while True:
+        with _failures_told(group, device):
+            batch = next(batches, None)
+            if batch is not None and not isinstance(batch, Batch):
+                raise TypeError(f"a loader of Batch can be shared, not of {type(batch).__name__}")
+        if batch is None:
+            _send(_End(), [], group, device)
+            return
+        columns = [_Column(name, c.kind, _array(c.values), _array(c.offsets)) for name, c in batch.columns.items()]
+        arrays = [array for c in batch.columns.values() for array in (c.values, c.offsets)]
+        _send(_Heading(batch.metas, columns, batch.step, batch.slot, batch.last, batch.totals), arrays, group, device)
+        yield batch.to(device)
+
+
+def _received(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[Batch]:
+    while True:
+        message, payload = _receive(group, device)
+        if isinstance(message, _End):
+            return
+        assert isinstance(message, _Heading)
+        columns: dict[str, Column] = {}
+        for column in message.columns:
+            values, payload = _cut(payload, column.values)
+            offsets, payload = _cut(payload, column.offsets)
+            columns[column.name] = Column(values, offsets, column.kind)
+        yield Batch(
+            metas=message.metas,
+            columns=columns,
+            step=message.step,
+            slot=message.slot,
+            last=message.last,
+            totals=message.totals,
+        )
+
+
+@contextmanager
+def _failures_told(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
+    """Let the followers fail as the first does, instead of waiting for it."""
+    try:
+        yield
+    except Exception as error:
+        told = error if isinstance(error, AsyncFlowError) else RemoteError(repr(error), where="the first of the group")
+        _send(_Failed(told.to_wire()), [], group, device)
+        raise
+
+
+def _send(message: _Message, arrays: list[Tensor], group: dist.ProcessGroup | None, device: torch.device) -> None:
+    heading = torch.frombuffer(bytearray(_encode(message)), dtype=torch.uint8)
+    arrays = [heading, *arrays]
+    total = sum(_aligned(array.nbytes) for array in arrays)
+    payload = rest = torch.zeros(total, dtype=torch.uint8, device=device)
+    for array in arrays:
+        place, rest = _cut(rest, _array(array))
+        place.copy_(array)
+    source = dist.get_global_rank(group, 0) if group is not None else 0
+    dist.broadcast(torch.tensor([len(heading), total], device=device), src=source, group=group)
+    dist.broadcast(payload, src=source, group=group)
+
+
+def _receive(group: dist.ProcessGroup | None, device: torch.device) -> tuple[_Message, Tensor]:
+    source = dist.get_global_rank(group, 0) if group is not None else 0
+    sizes = torch.zeros(2, dtype=torch.int64, device=device)
+    dist.broadcast(sizes, src=source, group=group)
+    heading, total = sizes.tolist()
+    payload = torch.empty(total, dtype=torch.uint8, device=device)
+    dist.broadcast(payload, src=source, group=group)
+    message = _decoder.decode(payload[:heading].cpu().numpy().data)
+    if isinstance(message, _Failed):
+        raise from_wire(message.error)
+    return message, payload[_aligned(heading) :]
+
+
+def _array(tensor: Tensor) -> _Array:
+    return _Array(str(tensor.dtype), list(tensor.shape))
+
+
+def _cut(payload: Tensor, array: _Array) -> tuple[Tensor, Tensor]:
+    dtype = _DTYPES[array.dtype]
+    size = math.prod(array.shape) * dtype.itemsize
+    return payload[:size].view(dtype).view(array.shape), payload[_aligned(size) :]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED

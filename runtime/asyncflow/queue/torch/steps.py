@@ -1,0 +1,222 @@
+"""The optimizer steps of a training task as a data set, for one data-parallel rank of several.
+
+All ranks are one consumer, the queue's gang (``queue.gang``): a step's groups are theirs together, the queue cuts them
+into slots, and each rank gets its part of every slot, so that all make the same number of micro-batches of about the
+same number of tokens. What was given stays given: the same slot can be asked for again until a checkpoint contains it.
+
+    data.begin(step=0)                                    # the weights are θ_0
+    for batch in DataLoader(data, batch_size=None, num_workers=4):
+        accumulate(batch)
+        if batch.last:
+            optimizer_step()
+            data.step_done(batch.step)                    # and after a checkpoint: data.commit()
+
+Invariants: slots come in their order, each once an iteration, whatever the number of loader workers: worker w of W
+fetches every W-th; only what is committed is freed, so whoever begins again at θ_k gets everything after k again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import get_worker_info
+
+from asyncflow.errors import DeadlineExceeded, Refused, StaleHandle
+from asyncflow.net.frames import Jagged
+from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.protocol.messages import Slot
+from asyncflow.queue.torch.batch import Batch, columns_of
+from asyncflow.queue.torch.dataset import QueueDataset
+from asyncflow.queue.torch.exchange import told_by_first
+from asyncflow.queue.torch.place import Queue
+from asyncflow.queue.torch.station import CALL_S, Station
+
+_OPEN = 1 << 62
+
+
+class StepDataset(QueueDataset):
+    """The slots of the steps of ``partition``, as rank ``rank`` of ``world`` data-parallel ranks sees them.
+
+    tokens: most tokens of one batch; a sample (or group, where the task says ``groups``) that is longer comes alone.
+    A batch may be empty, where a slot has nothing for this rank. The iteration goes from the first step that is not
+    done to the end, which is where the partition was closed; see ``seek``.
+    """
+
+    def __init__(
+        self,
+        *,
+        queue: Queue | str,
+        partition: str,
+        columns: Sequence[str],
+        tokens: int,
+        rank: int = 0,
+        world: int = 1,
+        ahead: int = 1,
+        patience_s: float = 3600.0,
+    ) -> None:
+        super().__init__(queue=queue, partition=partition, columns=columns, ahead=ahead, patience_s=patience_s)
+        self._where = f"{partition} rank {rank} of {world}"
+        if tokens < 1 or not 0 <= rank < world:
+            raise Refused(f"{tokens} tokens cannot be, or there is no such rank", where=self._where)
+        self.rank = rank
+        self.world = world
+        self._tokens = tokens
+        self._done = 0
+        self._course = torch.tensor([-1, 1, _OPEN]).share_memory_()
+
+    @property
+    def attempt(self) -> int:
+        """The trainer's attempt, -1 before ``begin``. Loader workers see it, also those that persist."""
+        return int(self._course[0])
+
+    def begin(
+        self, *, step: int | None = None, attempt: int | None = None, group: dist.ProcessGroup | None = None
+    ) -> int:
+        """Say that the weights are θ_step, by default those of the state that was loaded, or 0; give the attempt.
+
+        Steps up to ``step`` are committed, later ones begun anew, and older attempts are over. attempt: by default one
+        more than the last, which the first process of ``group`` (by default all of them) finds and tells the others:
+        then every process of the group must call this.
+        """
+        done = self._done if step is None else step
+        if attempt is None:
+            attempt = self._agree(done, group)
+        self._begin(attempt, done)
+        self._done = done
+        self._course[0] = attempt
+        self.seek(done + 1)
+        return attempt
+
+    def seek(self, step: int, *, last: int | None = None) -> None:
+        """Let the next iteration begin at ``step``, and end after ``last``: again, if it is not committed.
+
+        An iteration that runs already goes on as it was.
+        """
+        if step < 1 or (last is not None and last < step):
+            raise Refused(f"there are no steps from {step} to {last}", where=self._where)
+        self._course[1], self._course[2] = step, _OPEN if last is None else last
+
+    def step_done(self, step: int) -> None:
+        """Say that this rank has made its optimizer step; the next iteration begins after it."""
+        station = self._station()
+        done = station.client.step_done(
+            partition=self.partition, attempt=self._begun(), step=step, rank=self.rank, timeout=CALL_S
+        )
+        station.run(done)
+        self._done = step
+        self._course[1] = max(int(self._course[1]), step + 1)
+
+    def commit(self, step: int | None = None) -> None:
+        """Say that a checkpoint holds all steps up to ``step``, by default the last done: their rows are freed."""
+        station, done = self._station(), self._done if step is None else step
+        commit = station.client.commit(partition=self.partition, attempt=self._begun(), step=done, timeout=CALL_S)
+        station.run(commit)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what belongs into the checkpoint with the weights: the last step that is in them."""
+        return {"partition": self.partition, "step": self._done}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the state of the checkpoint from which the weights were read; ``begin`` comes next."""
+        if set(state) != {"partition", "step"} or state["partition"] != self.partition:
+            raise Refused(f"the state is that of {dict(state)}", where=self._where)
+        self._done = int(state["step"])
+        self._course[0] = -1
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Give the batches of one step after another; ``Batch.last`` ends a step."""
+        attempt, first, last = self._begun(), int(self._course[1]), int(self._course[2])
+        station, loader = self._station(), get_worker_info()
+        part, parts = (loader.id, loader.num_workers) if loader is not None else (0, 1)
+        slots = self._slots(station.client, attempt, first, last)
+        batches = station.ahead(self._fetched(station, slots, part, parts), self._ahead)
+        try:
+            while (batch := station.run(batches.next())) is not None:
+                yield batch
+        finally:
+            station.end(batches)
+
+    async def _slots(self, client: QueueClient, attempt: int, first: int, last: int) -> AsyncGenerator[Slot]:
+        for step in range(first, last + 1):
+            for number in itertools.count():
+                slot = await self._slot(client, attempt, step, number)
+                if slot is None:
+                    return
+                yield slot
+                if slot.last:
+                    break
+
+    async def _slot(self, client: QueueClient, attempt: int, step: int, number: int) -> Slot | None:
+        """Give a slot as soon as it is decided; None where the partition was closed before its step."""
+        slot = await client.slot(
+            partition=self.partition,
+            attempt=attempt,
+            step=step,
+            slot=number,
+            rank=self.rank,
+            tokens=self._tokens,
+            timeout=self._patience_s,
+        )
+        if slot is None:
+            closed = (await client.snapshot(partition=self.partition, timeout=CALL_S)).closed
+            if closed is None or step <= closed:
+                hint = "See whether the tasks before this one go on, and that the step was opened"
+                what = f"slot {number} of step {step} was not ready within {self._patience_s:g} s"
+                raise DeadlineExceeded(what, where=self._where, hint=hint)
+        return slot
+
+    async def _fetched(
+        self, station: Station, slots: AsyncGenerator[Slot], part: int, parts: int
+    ) -> AsyncGenerator[Batch]:
+        number = 0
+        async for slot in slots:
+            if number % parts == part:
+                fetched = await self._fetch(station.client, slot)
+                yield Batch(
+                    metas=[row.meta for row in slot.rows],
+                    columns=columns_of(fetched, self.columns),
+                    step=slot.step,
+                    slot=slot.slot,
+                    last=slot.last,
+                    totals=slot.totals,
+                )
+            number += 1
+
+    async def _fetch(self, client: QueueClient, slot: Slot) -> dict[str, Jagged]:
+        try:
+            return await client.fetch(slot.rows, self.columns, timeout=CALL_S)
+        except StaleHandle as error:
+            hint = "Storage was lost: begin again at the last checkpoint, and the queue has these samples made again"
+            where = f"slot {slot.slot} of step {slot.step}"
+            raise StaleHandle(error.what, where=where, hint=hint) from error
+
+    def _agree(self, step: int, group: dist.ProcessGroup | None) -> int:
+        def find() -> int:
+            station = self._station()
+            known = station.run(station.client.snapshot(partition=self.partition, timeout=CALL_S))
+            self._begin(known.attempt + 1, step)
+            return known.attempt + 1
+
+        if dist.is_initialized() and dist.get_world_size(group) > 1:
+            return told_by_first(find, group)
+        if self.world > 1:
+            hint = "Initialize torch.distributed, or say the attempt: one more than the last, the same on all ranks"
+            raise Refused(f"{self.world} ranks cannot agree on an attempt", where=self._where, hint=hint)
+        return find()
+
+    def _begin(self, attempt: int, step: int) -> None:
+        station = self._station()
+        begin = station.client.begin(
+            partition=self.partition, attempt=attempt, step=step, world=self.world, timeout=CALL_S
+        )
+        station.run(begin)
+
+    def _begun(self) -> int:
+        if self.attempt < 0:
+            hint = "Call begin first: it says which weights there are"
+            raise Refused("the training has not begun", where=self._where, hint=hint)
+        return self.attempt

@@ -1,0 +1,1 @@
+"""A storage unit: byte budget, holdings, and its talk with the controller."""

@@ -1,0 +1,213 @@
+"""A unit's conversation with the controller: hello, everything it holds, then puts one way and orders the other.
+
+Puts that come while one call is under way go together with the next. When the controller is lost, or says that the
+session is over, the unit begins anew with hello; the puts that were not decided are told again.
+
+Invariants: the controller hears of a put until it has decided, in the order in which they were stored; after a session
+began, it hears of everything that the unit holds before it may take a row for lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost, from_wire
+from asyncflow.identity import RowPlace
+from asyncflow.net.rpc import RpcClient
+from asyncflow.queue.protocol.calls import Done
+from asyncflow.queue.protocol.runs import shrink, shrink_equal
+from asyncflow.queue.protocol.unit_calls import (
+    Admit,
+    Admitted,
+    Announce,
+    Cells,
+    Entry,
+    Hello,
+    LostRows,
+    Orders,
+    Session,
+    Strangers,
+    Watch,
+    Welcome,
+)
+from asyncflow.queue.unit.holdings import Holdings, Put
+from asyncflow.queue.unit.pieces import Parcel
+
+log = logging.getLogger(__name__)
+R = TypeVar("R", bound=Struct)
+
+_CALL_S = 10.0
+_AGAIN_S = 0.1
+_ROWS = 2000
+_PUTS = 500
+
+
+class Liaison:
+    """Keeps a unit and the controller in agreement, until the unit is replaced.
+
+    epoch: that of the unit's rows, 0 before the first session; joined: set when the controller has taken the unit in.
+    """
+
+    def __init__(self, *, unit: int, incarnation: str, controller: RpcClient, holdings: Holdings) -> None:
+        self.epoch = 0
+        self.joined = asyncio.Event()
+        self._unit = unit
+        self._incarnation = incarnation
+        self._controller = controller
+        self._holdings = holdings
+        self._rows = 0
+        self._lost: dict[int, None] = {}
+        self._session: Session | None = None
+        self._broken: asyncio.Future[None] | None = None
+        self._telling = False
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+
+    def start(self) -> asyncio.Task[None]:
+        """Begin to talk, in a task that only ends with an error."""
+        self._task = asyncio.create_task(self._run(), name=f"liaison of unit {self._unit}")
+        return self._task
+
+    async def close(self) -> None:
+        """Talk no longer."""
+        self._closing = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def new_rows(self, count: int) -> list[int]:
+        """Give row ids that were never used before."""
+        first = RowPlace(self.epoch, self._unit, self._rows).row
+        self._rows += count
+        return list(range(first, first + count))
+
+    def tell(self, entry: Entry, parcel: Parcel, *, outputs: Mapping[str, int] | None = None) -> Put:
+        """Have the controller decide about what was stored; the verdict comes in the ``Put``."""
+        put = self._holdings.propose(entry, parcel, outputs=outputs or {})
+        self._tell_on()
+        return put
+
+    def lose(self, rows: Iterable[int]) -> None:
+        """Have the controller know that the bytes of ``rows``, which the holdings have forgotten, are gone."""
+        self._lost.update(dict.fromkeys(rows))
+        self._tell_on()
+
+    async def _run(self) -> None:
+        while not self._closing:
+            welcome = await self._greet()
+            try:
+                await self._hold_session(welcome)
+            except (PeerLost, DeadlineExceeded, Fenced) as lost:
+                log.info("unit %d begins anew: %s", self._unit, lost)
+            except AsyncFlowError as refused:
+                log.warning("unit %d begins anew: %s", self._unit, refused)
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _greet(self) -> Welcome:
+        """Say hello until there is an answer. Raises Fenced when another incarnation has this unit's place."""
+        hello = Hello(self._unit, self._incarnation, self._holdings.budget.limit)
+        while True:
+            try:
+                return await self._controller.call("units.hello", hello, Welcome, timeout=_CALL_S)
+            except Fenced:
+                raise
+            except AsyncFlowError as error:
+                log.info("unit %d is not heard: %s", self._unit, error)
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _hold_session(self, welcome: Welcome) -> None:
+        if welcome.epoch != self.epoch:
+            self._holdings.wipe()
+            self.epoch, self._rows = welcome.epoch, 0
+        session = Session(self._unit, welcome.controller, welcome.epoch)
+        self._lost.clear()
+        await self._tell_puts(session)
+        await self._tell_all(session)
+        self.joined.set()
+        self._broken = asyncio.get_running_loop().create_future()
+        self._session, self._telling = session, False
+        obeying = asyncio.create_task(self._obey(session, welcome.watch_s))
+        try:
+            self._tell_on()
+            done, _ = await asyncio.wait([obeying, self._broken], return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                ended.result()
+        finally:
+            self._session = None
+            obeying.cancel()
+
+    async def _tell_puts(self, session: Session) -> None:
+        """Tell of what was put before the session: what it changed is part of what the unit holds."""
+        while puts := list(islice(self._holdings.puts, _PUTS)):
+            admit = Admit(session, [_short(put.entry) for put in puts])
+            self._decide(puts, await self._controller.call("units.admit", admit, Admitted, timeout=_CALL_S))
+
+    async def _tell_all(self, session: Session) -> None:
+        held = iter(list(self._holdings.held()))
+        last = False
+        while not last:
+            chunk = list(islice(held, _ROWS))
+            last = len(chunk) < _ROWS
+            announce = Announce(session, chunk, last)
+            strangers = await self._controller.call("units.announce", announce, Strangers, timeout=_CALL_S)
+            self._holdings.clear(strangers.rows)
+
+    def _tell_on(self) -> None:
+        """Tell of what is not decided yet, unless the answer to an earlier call will do so."""
+        session = self._session
+        if session is None or self._telling:
+            return
+        if lost := list(islice(self._lost, _ROWS)):
+            self._telling = True
+            self._ask("units.lost", LostRows(session, lost), Done, lambda _: self._forget(lost))
+        elif puts := list(islice(self._holdings.puts, _PUTS)):
+            self._telling = True
+            admit = Admit(session, [_short(put.entry) for put in puts])
+            self._ask("units.admit", admit, Admitted, lambda admitted: self._decide(puts, admitted))
+
+    def _ask(self, method: str, request: Struct, reply: type[R], answered: Callable[[R], None]) -> None:
+        session = self._session
+
+        def done(answer: R | AsyncFlowError) -> None:
+            if self._session is not session:
+                return
+            self._telling = False
+            if isinstance(answer, AsyncFlowError):
+                if self._broken is not None and not self._broken.done():
+                    self._broken.set_exception(answer)
+                return
+            answered(answer)
+            self._tell_on()
+
+        self._controller.ask(method, request, reply, timeout=_CALL_S, done=done)
+
+    def _forget(self, lost: Iterable[int]) -> None:
+        for row in lost:
+            self._lost.pop(row, None)
+
+    def _decide(self, puts: Sequence[Put], admitted: Admitted) -> None:
+        for put, verdict in zip(puts, admitted.verdicts, strict=True):
+            error = from_wire(verdict.error) if verdict.error is not None else None
+            self._holdings.decide(put, verdict, error)
+
+    async def _obey(self, session: Session, watch_s: float) -> None:
+        done = 0
+        while True:
+            watch = Watch(session, done, self._holdings.budget.used, watch_s)
+            orders = await self._controller.call("units.watch", watch, Orders, timeout=watch_s + _CALL_S)
+            self._holdings.clear(orders.rows)
+            done = orders.number
+
+
+def _short(entry: Entry) -> Entry:
+    """Give ``entry`` in few bytes."""
+    sizes = {name: shrink_equal(of) for name, of in entry.cells.sizes.items()}
+    cells = Cells(dtypes=entry.cells.dtypes, sizes=sizes)
+    return msgspec.structs.replace(entry, rows=shrink(entry.rows), cells=cells)

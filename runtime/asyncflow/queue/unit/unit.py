@@ -1,0 +1,243 @@
+"""A storage unit's process: the cells themselves, behind four calls (create, put, write, fetch).
+
+A put is answered when the controller has admitted it. A put that finds no room waits in line, but for outputs that were
+promised to rows when they were created; one whose caller has gone away meanwhile is still decided, so nothing is left
+in between.
+
+Invariant: a unit never holds more than ``limit_bytes`` of cells, whatever the controller does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from asyncflow.errors import DeadlineExceeded, ProtocolError, StaleHandle
+from asyncflow.identity import RowPlace
+from asyncflow.net.eager import begin
+from asyncflow.net.flow import SCHEME
+from asyncflow.net.frames import BatchHeader, Buffer, Jagged, decode_batch, encode_batch
+from asyncflow.net.keys import Keys
+from asyncflow.net.rpc import NowHandler, Reply, RpcClient, RpcServer
+from asyncflow.plugins import load_plugin
+from asyncflow.queue.backends.base import BACKENDS, Backend, Site
+from asyncflow.queue.backends.memory import MemoryBackend
+from asyncflow.queue.protocol.calls import Verdicts
+from asyncflow.queue.protocol.runs import expand, shrink
+from asyncflow.queue.protocol.unit_calls import (
+    CreateRows,
+    Fetched,
+    FetchRows,
+    NewCells,
+    NewRows,
+    Numbers,
+    OpenRows,
+    PutRows,
+    Verdict,
+    WriteRows,
+)
+from asyncflow.queue.unit.budget import Budget
+from asyncflow.queue.unit.holdings import Holdings, Put
+from asyncflow.queue.unit.liaison import Liaison
+from asyncflow.queue.unit.pieces import Parcel
+
+Frames = Sequence[memoryview]
+_Soon: TypeAlias = "Reply | asyncio.Future[Reply]"
+_MOST = 1 << 40
+"""Bytes of a put: the server bounds what comes in one message, the budget what is kept."""
+
+
+def open_backend(name: str, site: Site) -> Backend:
+    """Make the back end ``name`` of the entry points ``BACKENDS``. ManifestError where there is none."""
+    made: type[Backend] = load_plugin(BACKENDS, name, kind=Backend, where="spec.transferQueue.backend")
+    return made.made(site)
+
+
+class StorageUnit:
+    """One unit.
+
+    index: its place among the units; limit_bytes: most bytes of cells; controller: the controller's address, or a
+    function that gives it; incarnation: of this process, by default made here; host, port: where to listen (0: any);
+    keys: the job's key; backend: where the cells lie, by default this process's memory.
+    ``failed`` is done when the unit cannot go on; its exception says why.
+    """
+
+    failed: asyncio.Task[None]
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        limit_bytes: int,
+        controller: str | Callable[[], str | None],
+        incarnation: str = "",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        keys: Keys | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        self.index = index
+        self.incarnation = incarnation or uuid.uuid4().hex
+        self.put_bytes = 0
+        self.fetched_bytes = 0
+        name = f"storage unit {index}"
+        self._backend = backend or MemoryBackend()
+        self.holdings = Holdings(
+            backend=self._backend,
+            budget=Budget(limit_bytes, where=name),
+            where=name,
+            lost=self._lost,
+        )
+        self._controller = RpcClient(name=name, resolve=controller, keys=keys)
+        self._liaison = Liaison(
+            unit=index, incarnation=self.incarnation, controller=self._controller, holdings=self.holdings
+        )
+        self.server = RpcServer(name=name, bind=f"{SCHEME}{host}:{port or '*'}", keys=keys)
+        self.server.route_now("unit.create", CreateRows, self._now(self._create))
+        self.server.route_now("unit.put", PutRows, self._now(self._put))
+        self.server.route_now("unit.write", WriteRows, self._now(self._write))
+        self.server.route_now("unit.fetch", FetchRows, self._now(self._fetch))
+
+    async def start(self) -> str:
+        """Begin to serve, and to look for the controller; give the address."""
+        address = await self.server.start()
+        self.failed = self._liaison.start()
+        return address
+
+    async def close(self) -> None:
+        """Stop serving and forget everything."""
+        await self.server.close()
+        await self._liaison.close()
+        await self._controller.close()
+        await self._backend.close()
+
+    async def joined(self, timeout: float) -> None:
+        """Wait until the controller knows this unit. Raises DeadlineExceeded."""
+        if self.ready:
+            return
+        joining = asyncio.ensure_future(self._liaison.joined.wait())
+        try:
+            done, _ = await asyncio.wait([joining], timeout=timeout)
+        finally:
+            joining.cancel()
+        if not done:
+            what = f"the controller did not take this unit in within {timeout:g} s"
+            raise DeadlineExceeded(what, where=f"storage unit {self.index}")
+
+    @property
+    def ready(self) -> bool:
+        """The controller has taken this unit in."""
+        return self._liaison.joined.is_set()
+
+    def _now(self, handler: Callable[[Any, Frames], Coroutine[Any, Any, _Soon]]) -> NowHandler:
+        """Begin at once where nothing need be waited for."""
+        if self._backend.immediate:
+            return lambda call, frames: _unless_task(begin(handler(call, frames)))
+        return lambda call, frames: asyncio.create_task(_whole(handler(call, frames)))
+
+    async def _create(self, call: CreateRows, frames: Frames) -> asyncio.Future[Reply]:
+        await self.joined(call.wait_s)
+        count = len(call.metas)
+        parcel = await self._store_new(call, self._columns(call.header, frames, rows=count))
+        entry = NewRows(call.metas, self._liaison.new_rows(count), call.group_size, parcel.cells, call.attempt)
+        put = self._liaison.tell(entry, parcel, outputs=call.outputs)
+        return _reply(put, lambda verdict: Verdicts(verdict.ok))
+
+    async def _put(self, call: PutRows, frames: Frames) -> asyncio.Future[Reply]:
+        await self.joined(call.wait_s)
+        count = call.header.rows
+        if count % call.group_size or (call.tags and len(call.tags) != count):
+            raise ProtocolError(f"{count} rows came in groups of {call.group_size}, with {len(call.tags)} sets of tags")
+        if not call.header.columns and not call.tags:
+            raise ProtocolError("rows came without columns and without tags")
+        parcel = await self._store_new(call, self._columns(call.header, frames, rows=count))
+        rows = self._liaison.new_rows(count)
+        entry = OpenRows(call.partition, call.serial, call.group_size, rows, parcel.cells, call.tags)
+        put = self._liaison.tell(entry, parcel, outputs=call.outputs)
+        return _reply(put, lambda v: Numbers(shrink(rows)) if all(v.ok) else Numbers(v.rows, v.ok))
+
+    async def _write(self, call: WriteRows, frames: Frames) -> _Soon:
+        await self.joined(call.wait_s)
+        rows = _expanded(call.rows)
+        columns = self._columns(call.header, frames, rows=len(rows))
+        if call.tags and len(call.tags) != len(rows):
+            raise ProtocolError(f"{len(rows)} rows came with {len(call.tags)} sets of tags")
+        if any(self._foreign(row) for row in rows):
+            return Verdicts([False] * len(rows))
+        parcel = await self.holdings.store_outputs(
+            columns,
+            rows=rows,
+            lease=call.lease,
+            partial=bool(call.reason),
+            producer=call.producer,
+            timeout=call.wait_s,
+        )
+        self.put_bytes += parcel.size
+        entry = NewCells(lease=call.lease, rows=rows, cells=parcel.cells, tags=call.tags, reason=call.reason)
+        return _reply(self._liaison.tell(entry, parcel), lambda verdict: Verdicts(verdict.ok))
+
+    async def _fetch(self, call: FetchRows, _frames: Frames) -> tuple[Fetched, list[Buffer]]:
+        rows = _expanded(call.rows)
+        for row in rows:
+            if self._foreign(row):
+                hint = "The unit was restarted; the sample will be created again"
+                raise StaleHandle(f"row {row} was lost", where=f"storage unit {self.index}", hint=hint)
+        header, out = encode_batch(await self.holdings.fetch(rows, call.columns))
+        self.fetched_bytes += sum(memoryview(frame).nbytes for frame in out)
+        return Fetched(header), out
+
+    def _columns(self, header: BatchHeader, frames: Frames, *, rows: int) -> dict[str, Jagged]:
+        """Read the columns of a put; there may be none at all."""
+        if not header.columns and not frames:
+            return {}
+        if header.rows != rows:
+            raise ProtocolError(f"{rows} rows came with columns of {header.rows}")
+        return decode_batch(header, frames, max_bytes=_MOST)
+
+    async def _store_new(self, call: CreateRows | PutRows, columns: Mapping[str, Jagged]) -> Parcel:
+        parcel = await self.holdings.store_new(
+            columns, outputs=call.outputs, producer=call.producer, timeout=call.wait_s
+        )
+        self.put_bytes += parcel.size
+        return parcel
+
+    def _lost(self, rows: list[int]) -> None:
+        self._liaison.lose(rows)
+
+    def _foreign(self, row: int) -> bool:
+        return RowPlace.of(row).epoch != self._liaison.epoch
+
+
+def _expanded(rows: list[int]) -> list[int]:
+    try:
+        return expand(rows)
+    except ValueError as wrong:
+        raise ProtocolError(str(wrong)) from wrong
+
+
+def _reply(put: Put, make: Callable[[Verdict], Reply]) -> asyncio.Future[Reply]:
+    """Give the reply that ``make`` makes of the verdict on ``put``, which is decided whether anybody waits or not."""
+    reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+
+    def decided(verdict: asyncio.Future[Verdict]) -> None:
+        if reply.done():
+            return
+        if (error := verdict.exception()) is not None:
+            reply.set_exception(error)
+        else:
+            reply.set_result(make(verdict.result()))
+
+    put.verdict.add_done_callback(decided)
+    return reply
+
+
+async def _whole(work: Awaitable[_Soon]) -> Reply:
+    """Await ``work``, and then the reply that it promised."""
+    reply = await work
+    return await reply if isinstance(reply, asyncio.Future) else reply
+
+
+def _unless_task(begun: _Soon | asyncio.Task[Any]) -> _Soon:
+    return asyncio.create_task(_whole(begun)) if isinstance(begun, asyncio.Task) else begun

@@ -1,0 +1,313 @@
+"""Streams on real sockets: what strangers and broken peers do to a server, and calls from a thread that blocks."""
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec import Struct
+
+from asyncflow.errors import DeadlineExceeded, PeerLost, ProtocolError
+from asyncflow.net import answering, doors, flow, wire
+from asyncflow.net.keys import Keys
+from asyncflow.net.rpc import RpcClient, RpcServer
+from asyncflow.net.rpc_blocking import link_to, read_answer
+from asyncflow.net.sealed import WELCOME_SIZE, Handshake
+from asyncflow.net.stream import Outbox, Part
+from asyncflow.net.stream_link import StreamLink
+
+ANY = "stream://127.0.0.1:*"
+
+
+class Number(Struct, frozen=True, kw_only=True):
+    value: int
+
+
+async def add(request: Number, frames: Sequence[memoryview]) -> tuple[Number, Sequence[memoryview]]:
+    return Number(value=request.value + 1), frames
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "sealed"])
+def keys(request: pytest.FixtureRequest, tmp_path: Path) -> Keys | None:
+    return Keys.generate(tmp_path / "key") if request.param else None
+
+
+@pytest.fixture
+def bind() -> str:
+    return ANY
+
+
+async def serve(keys: Keys | None = None, **options: Any) -> RpcServer:
+    server = RpcServer(name="server", bind=ANY, keys=keys, **options)
+    server.route("add", Number, add)
+    await server.start()
+    return server
+
+
+async def serves(server: RpcServer, keys: Keys | None = None) -> bool:
+    client = RpcClient(name="client", resolve=server.address, keys=keys)
+    answer = await client.call("add", Number(value=1), Number, timeout=10)
+    await client.close()
+    return answer.value == 2
+
+
+def stranger(server: RpcServer) -> socket.socket:
+    made = socket.create_connection(flow.host_and_port(server.address), timeout=10)
+    made.setblocking(False)
+    return made
+
+
+async def welcomed(made: socket.socket) -> bytes:
+    welcome = b""
+    async with asyncio.timeout(10):
+        while len(welcome) < WELCOME_SIZE:
+            with contextlib.suppress(BlockingIOError):
+                welcome += made.recv(WELCOME_SIZE - len(welcome))
+            await asyncio.sleep(0.001)
+    return welcome
+
+
+async def greet(made: socket.socket) -> None:
+    handshake = Handshake(None)
+    made.send(handshake.hello)
+    made.send(handshake.welcomed(await welcomed(made)))
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+async def test_calls_with_keys_and_without(keys: Keys | None) -> None:
+    server = await serve(keys)
+    client = RpcClient(name="client", resolve=server.address, keys=keys)
+    large = np.random.default_rng(0).integers(0, 255, 3_000_000, np.uint8)
+    sent = [b"", b"small", large.data, np.arange(100_000, dtype=np.float64).data]
+    for _ in range(3):
+        _, frames = await client.call_frames("add", Number(value=1), Number, timeout=10, frames=sent)
+        assert [bytes(frame) for frame in frames] == [memoryview(frame).tobytes() for frame in sent]
+        assert not any(frame.readonly for frame in frames)
+    await client.close()
+    await server.close()
+
+
+async def test_who_has_another_key_or_none_is_told_so(tmp_path: Path) -> None:
+    ours, theirs = Keys.generate(tmp_path / "ours"), Keys.generate(tmp_path / "theirs")
+    server, plain = await serve(ours), await serve()
+    for address, keys in ((server.address, theirs), (server.address, None), (plain.address, theirs)):
+        client = RpcClient(name="client", resolve=address, keys=keys)
+        with pytest.raises(DeadlineExceeded, match="do both sides hold the key"):
+            await client.call("add", Number(value=1), Number, timeout=0.5)
+        await client.close()
+        link = link_to(address, keys=keys, max_message=1 << 20)
+        with pytest.raises(DeadlineExceeded, match="key"):
+            await asyncio.to_thread(link.send, 1, "add", Number(value=1), [], deadline=time.monotonic() + 0.5)
+        link.close()
+    assert await serves(server, ours)
+    assert server.counters.calls["add"] == 1
+    await server.close()
+    await plain.close()
+
+
+async def test_garbage_half_greetings_and_thousands_of_connections(keys: Keys | None, monkeypatch: Any) -> None:
+    monkeypatch.setattr(answering, "_MAX_PEERS", 300)
+    server = await serve(keys)
+    strangers = []
+    for number in range(1000):
+        try:
+            made = stranger(server)
+            made.send((b"GET / HTTP/1.1\r\n\r\nGET", b"", b"AFs1", b"AFp1" + bytes(16))[number % 4])
+            strangers.append(made)
+        except OSError:
+            continue
+        if number % 50 == 0:
+            await asyncio.sleep(0)
+    await until(lambda: server.counters.dropped["peer"] >= 200)
+    for made in strangers:
+        made.close()
+    await asyncio.sleep(0.05)
+    assert await serves(server, keys)
+    await server.close()
+
+
+async def test_without_descriptors_new_peers_wait_and_are_let_in_later() -> None:
+    server = await serve()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    waiting = socket.socket()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    fillers = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                fillers.append(os.dup(0))
+        waiting.setblocking(False)
+        waiting.connect_ex(flow.host_and_port(server.address))
+        before = time.process_time()
+        await asyncio.sleep(0.3)
+        assert time.process_time() - before < 0.2
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for filler in fillers:
+            os.close(filler)
+    waiting.send(Handshake(None).hello)
+    await welcomed(waiting)
+    waiting.close()
+    assert await serves(server)
+    await server.close()
+
+
+async def test_a_peer_that_does_not_shake_hands_is_cut_off(monkeypatch: Any) -> None:
+    monkeypatch.setattr(answering, "_SHAKE_S", 0.05)
+    server = await serve()
+    with stranger(server) as silent:
+        await until(lambda: server.counters.dropped["peer"] == 1)
+        assert silent.recv(1) == b""
+    assert await serves(server)
+    await server.close()
+
+
+async def test_huge_declared_sizes_take_no_memory_and_end_the_stream() -> None:
+    server = await serve(max_message=1 << 30)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    many = []
+    for _ in range(50):
+        made = stranger(server)
+        await greet(made)
+        made.send(struct.pack("<QIQ", 12, 1, (1 << 30) - 1))
+        many.append(made)
+    await asyncio.sleep(0.05)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
+    liar = stranger(server)
+    await greet(liar)
+    liar.send(struct.pack("<QIQ", 12, 1, 1 << 31))
+    await until(lambda: server.counters.dropped["peer"] == 1)
+    for made in (*many, liar):
+        made.close()
+    assert await serves(server)
+    await server.close()
+
+
+async def test_who_has_not_proved_that_it_holds_the_key_is_not_listened_to(tmp_path: Path) -> None:
+    keys = Keys.generate(tmp_path / "key")
+    server = await serve(keys)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    liar = stranger(server)
+    liar.send(b"AFs1" + bytes(16))
+    await welcomed(liar)
+    with contextlib.suppress(OSError):
+        liar.send(struct.pack("<QIQ", 12, 1, (1 << 30) - 1) + bytes(1 << 20))
+    await until(lambda: server.counters.dropped["peer"] == 1)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 10_000
+    liar.close()
+    assert await serves(server, keys)
+    await server.close()
+
+
+async def test_who_does_not_read_what_it_asks_for_is_cut_off(monkeypatch: Any) -> None:
+    monkeypatch.setattr(answering, "_MAX_UNREAD", 20)
+    server = await serve()
+    greedy = stranger(server)
+    await greet(greedy)
+    outbox = Outbox(seal=None)
+    frame = bytes(1 << 20)
+    for call in range(60):
+        outbox.push(call, [wire.encode(wire.Call(call, "add", 60.0, 1)), wire.encode(Number(value=1)), frame])
+    async with asyncio.timeout(10):
+        while not server.counters.dropped["peer"]:
+            try:
+                while views := outbox.views():
+                    outbox.sent(greedy.sendmsg(views))
+                break
+            except BlockingIOError:
+                await asyncio.sleep(0)
+            except OSError:
+                break
+    await until(lambda: server.counters.dropped["peer"] == 1)
+    greedy.close()
+    assert await serves(server)
+    await server.close()
+
+
+async def test_a_recorded_connection_played_again_does_nothing(tmp_path: Path) -> None:
+    keys = Keys.generate(tmp_path / "key")
+    server = await serve(keys)
+    handshake = Handshake(doors.secret_of(keys))
+    recorded = bytearray(handshake.hello)
+    with stranger(server) as first:
+        first.send(handshake.hello)
+        proof = handshake.welcomed(await welcomed(first))
+        first.send(proof)
+        recorded += proof
+        outbox = Outbox(seal=handshake.outgoing)
+        outbox.push(1, [wire.encode(wire.Call(1, "add", 60.0, 0)), wire.encode(Number(value=1))])
+        sealed = b"".join(outbox.views())
+        recorded += sealed
+        first.send(sealed)
+        await until(lambda: server.counters.calls["add"] == 1)
+        first.send(sealed)
+        await until(lambda: server.counters.dropped["peer"] == 1)
+    with stranger(server) as again:
+        again.send(recorded)
+        await until(lambda: server.counters.dropped["peer"] == 2)
+    assert server.counters.calls["add"] == 1
+    assert await serves(server, keys)
+    await server.close()
+
+
+def ask(link: Any, call: int, value: int, frames: Sequence[Any] = (), *, seconds: float = 10.0) -> list[Part]:
+    link.send(call, "add", Number(value=value), frames, deadline=time.monotonic() + seconds)
+    while not (parts := link.receive(seconds)):
+        pass
+    assert read_answer(parts, where="test") == (call, None)
+    return list(parts)
+
+
+async def test_a_thread_that_blocks_calls_over_a_stream(keys: Keys | None) -> None:
+    server = await serve(keys)
+    link = link_to(server.address, keys=keys, max_message=1 << 30)
+    assert isinstance(link, StreamLink)
+    large = np.random.default_rng(0).integers(0, 255, 3_000_000, np.uint8).data
+    for call in range(5):
+        parts = await asyncio.to_thread(ask, link, call, 1, [b"small", large])
+        assert [part.bytes for part in parts[2:]] == [b"small", large.tobytes()]
+    link.forget(99)
+    for call in (6, 7):
+        link.send(call, "add", Number(value=1), [], deadline=time.monotonic() + 10)
+    came = [await asyncio.to_thread(link.receive, 10) for _ in range(2)]
+    assert [read_answer(parts, where="test")[0] for parts in came] == [6, 7]
+    assert await asyncio.to_thread(link.receive, 0.01) == []
+    link.close()
+    await server.close()
+
+
+async def test_a_thread_that_blocks_learns_that_its_peer_is_gone() -> None:
+    server = await serve()
+    link = link_to(server.address, keys=None, max_message=1 << 20)
+    await asyncio.to_thread(ask, link, 1, 1)
+    await server.close()
+    with pytest.raises(PeerLost, match="broke"):
+        await asyncio.to_thread(link.receive, 10)
+    link.close()
+
+
+def test_a_thread_that_blocks_says_that_nobody_listens() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        link = link_to(f"stream://127.0.0.1:{taken.getsockname()[1]}", keys=None, max_message=1 << 20)
+        with pytest.raises(DeadlineExceeded, match="nobody listens there"):
+            link.send(1, "add", Number(value=1), [], deadline=time.monotonic() + 0.2)
+
+
+def test_a_call_that_is_too_large_is_refused_before_it_is_sent() -> None:
+    link = link_to("stream://127.0.0.1:1", keys=None, max_message=1 << 20)
+    with pytest.raises(ProtocolError, match="Split it"):
+        link.send(1, "add", Number(value=1), [bytes(1 << 20)], deadline=time.monotonic() + 1)

@@ -1,0 +1,178 @@
+"""Messages over a byte stream, and its seals, without any I/O."""
+
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncflow.errors import ProtocolError
+from asyncflow.net.frames import LARGE
+from asyncflow.net.sealed import TAG, Handshake, Seal
+from asyncflow.net.stream import Inbox, Outbox, staging
+
+SECRET = bytes(range(32))
+MOST = 1 << 22
+
+
+def seals(sealed):
+    return (Seal(SECRET[:16]), Seal(SECRET[:16])) if sealed else (None, None)
+
+
+def sent(outbox):
+    out = bytearray()
+    while views := outbox.views():
+        out += views[0]
+        outbox.sent(len(views[0]))
+    return out
+
+
+def receive(inbox, data, steps=()):
+    """Put ``data`` into the inbox in pieces of these sizes (the rest at once), as a socket would."""
+    messages, at, steps = [], 0, iter(steps)
+    while at < len(data):
+        room = inbox.room()
+        step = min(next(steps, len(data)), len(room), len(data) - at)
+        room[:step] = data[at : at + step]
+        messages += inbox.took(step)
+        at += step
+    return [[part.bytes for part in message] for message in messages]
+
+
+part_sizes = st.one_of(st.integers(0, 40), st.sampled_from([LARGE - 1, LARGE, LARGE + 1, 3 * LARGE, (1 << 20) + 7]))
+message_sizes = st.lists(st.lists(part_sizes, max_size=5), min_size=1, max_size=4)
+step_sizes = st.lists(st.one_of(st.integers(1, 30), st.integers(1, 1 << 17)), max_size=30)
+
+
+def parts_of(sizes):
+    return [bytes([number % 251]) * size for number, size in enumerate(sizes)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(message_sizes, step_sizes, st.booleans())
+def test_messages_come_out_as_they_went_in_however_the_stream_is_cut(sizes, steps, sealed):
+    mine, theirs = seals(sealed)
+    outbox, inbox = Outbox(seal=mine), Inbox(most=MOST, seal=theirs, staging=staging())
+    messages = [parts_of(of) for of in sizes]
+    for key, message in enumerate(messages):
+        outbox.push(key, message)
+    assert receive(inbox, sent(outbox), steps) == messages
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(part_sizes, min_size=1, max_size=4), st.data())
+def test_sealed_bytes_that_were_changed_left_out_or_repeated_open_nothing(sizes, data):
+    outbox, inbox = Outbox(seal=seals(True)[0]), Inbox(most=MOST, seal=seals(True)[1], staging=staging())
+    messages = [parts_of(sizes), [b"second"]]
+    for key, message in enumerate(messages):
+        outbox.push(key, message)
+    stream = sent(outbox)
+    at = data.draw(st.integers(0, len(stream) - 1))
+    how = data.draw(st.sampled_from(["change", "leave out", "repeat"]))
+    if how == "change":
+        stream[at] ^= 1 << data.draw(st.integers(0, 7))
+    elif how == "leave out":
+        del stream[at : at + data.draw(st.integers(1, 64))]
+    else:
+        stream[at:at] = stream[max(0, at - data.draw(st.integers(1, 64))) : at + 1]
+    came = []
+    inbox.took = lambda count, took=inbox.took: [came.append(message) or message for message in took(count)]
+    with pytest.raises(ProtocolError):
+        receive(inbox, bytes(stream) + bytes(4 * MOST))
+    assert [[part.bytes for part in message] for message in came] == messages[: len(came)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200), step_sizes, st.booleans())
+def test_whatever_comes_is_messages_or_a_protocol_error(data, steps, sealed):
+    inbox = Inbox(most=1 << 16, seal=seals(sealed)[1], staging=staging())
+    try:
+        for message in receive(inbox, data, steps):
+            assert sum(map(len, message)) <= 1 << 16
+    except ProtocolError:
+        return
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        struct.pack("<Q", 1 << 40),
+        struct.pack("<Q", 3),
+        struct.pack("<QI", 12, 1 << 31),
+        struct.pack("<QIQ", 12, 1, 1 << 40),
+        struct.pack("<QIQ", 12, 1, 5),
+        struct.pack("<QIQQ", 20, 2, 1 << 63, 1 << 63),
+    ],
+)
+def test_a_size_that_cannot_be_is_refused_before_anything_is_kept(head):
+    with pytest.raises(ProtocolError):
+        receive(Inbox(most=1 << 20, seal=None, staging=staging()), head + bytes(16))
+
+
+def test_large_parts_are_sent_from_where_they_lie_and_received_where_they_stay():
+    outbox, inbox = Outbox(seal=None), Inbox(most=MOST, seal=None, staging=staging())
+    large = bytearray(1 << 20)
+    outbox.push("key", [b"small", large])
+    views = outbox.views()
+    assert views[1].obj is large
+    receive(inbox, views[0])
+    room = inbox.room()
+    assert len(room) == 1 << 20
+    (message,) = inbox.took(len(room))
+    assert message[1].buffer.obj is room.obj
+
+
+def test_a_message_can_be_taken_back_until_its_first_byte_was_asked_for():
+    outbox = Outbox(seal=None)
+    for key in "ab":
+        outbox.push(key, [key.encode()])
+    assert outbox.withdraw("b")
+    assert not outbox.withdraw("b")
+    outbox.views()
+    assert not outbox.withdraw("a")
+    assert receive(Inbox(most=MOST, seal=None, staging=staging()), sent(outbox)) == [[b"a"]]
+
+
+def shake(caller, answerer):
+    first, second = Handshake(caller), Handshake(answerer)
+    second.proved(first.welcomed(second.welcome(first.hello)))
+    return (first.outgoing, first.incoming), (second.outgoing, second.incoming)
+
+
+def test_peers_that_hold_the_key_read_each_other_and_no_connection_has_the_seals_of_another():
+    (to_answerer, from_answerer), (to_caller, from_caller) = shake(SECRET, SECRET)
+    for sender, reader in ((to_answerer, from_caller), (to_caller, from_answerer)):
+        for text in (b"first", b"second"):
+            opened = bytearray(len(text))
+            reader.open(memoryview(sender.seal(text)), memoryview(opened))
+            assert opened == text
+    other = shake(SECRET, SECRET)
+    with pytest.raises(ProtocolError):
+        other[1][1].open(memoryview(to_answerer.seal(b"third")), memoryview(bytearray(5)))
+
+
+def test_what_one_side_sealed_does_not_open_as_what_the_other_sealed():
+    (to_answerer, from_answerer), _ = shake(SECRET, SECRET)
+    with pytest.raises(ProtocolError):
+        from_answerer.open(memoryview(to_answerer.seal(b"mine")), memoryview(bytearray(4)))
+
+
+@pytest.mark.parametrize(("caller", "answerer"), [(SECRET, bytes(32)), (SECRET, None), (None, SECRET)])
+def test_peers_of_other_keys_or_none_refuse_each_other(caller, answerer):
+    with pytest.raises(ProtocolError, match="key"):
+        shake(caller, answerer)
+
+
+def test_a_welcome_that_was_recorded_opens_nothing():
+    first = Handshake(SECRET)
+    answerer = Handshake(SECRET)
+    welcome = answerer.welcome(first.hello)
+    with pytest.raises(ProtocolError):
+        Handshake(SECRET).welcomed(welcome)
+    with pytest.raises(ProtocolError):
+        answerer.proved(bytes(TAG))
+    with pytest.raises(ProtocolError):
+        answerer.proved(welcome[-TAG:])
+    with pytest.raises(ProtocolError):
+        Handshake(SECRET).welcome(b"GET / HTTP/1.1\r\nHost")
+    assert len(Seal(SECRET[:16]).seal(b"")) == TAG

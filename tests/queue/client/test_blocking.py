@@ -1,0 +1,219 @@
+"""The queue from threads and from processes that were forked: controller and units on sockets, no event loop here."""
+
+import asyncio
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from asyncflow.errors import DeadlineExceeded, PeerLost, StaleHandle
+from asyncflow.net.frames import Jagged
+from asyncflow.net.keys import Keys
+from asyncflow.queue.client.blocking import BlockingQueue
+from asyncflow.queue.controller.controller import Controller
+from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.queue.unit.unit import StorageUnit
+
+P = "open"
+
+
+class Cluster:
+    """A controller and units in a thread of their own."""
+
+    def __init__(self, folder, keys=None):
+        self.folder, self.keys = folder, keys
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.controller = None
+        self.units = {}
+        self.clients = []
+        self.start_controller()
+
+    def start_controller(self):
+        async def start():
+            self.controller = Controller(ledger_dir=self.folder, keys=self.keys)
+            await self.controller.start()
+
+        self.run(start())
+
+    def stop_controller(self):
+        controller, self.controller = self.controller, None
+        self.run(controller.close())
+
+    def start_unit(self, index):
+        async def start():
+            unit = StorageUnit(index=index, limit_bytes=1 << 22, controller=self.address, keys=self.keys)
+            await unit.start()
+            await unit.joined(10)
+            return unit
+
+        self.units[index] = self.run(start())
+
+    def address(self):
+        return self.controller.server.address if self.controller else None
+
+    def connect(self, worker="test"):
+        self.clients.append(
+            BlockingQueue(
+                controller=self.address,
+                unit=lambda index: self.units[index].server.address if index in self.units else None,
+                units=lambda: sorted(self.units),
+                worker=worker,
+                keys=self.keys,
+            )
+        )
+        return self.clients[-1]
+
+    def run(self, job):
+        return asyncio.run_coroutine_threadsafe(job, self.loop).result(30)
+
+    def close(self):
+        for client in self.clients:
+            client.close()
+        for unit in self.units.values():
+            self.run(unit.close())
+        if self.controller:
+            self.stop_controller()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+
+@contextmanager
+def cluster(folder, *, units=2, keys=None):
+    made = Cluster(folder / "ledger", keys)
+    try:
+        for index in range(units):
+            made.start_unit(index)
+        made.connect().declare([TaskSpec(partition=P, name="t", needs=["x"])], timeout=10)
+        yield made
+    finally:
+        made.close()
+
+
+def column(values):
+    return Jagged.from_rows([[value] * 3 for value in values], "int64")
+
+
+def first_of(got):
+    return [int(got.row(i)[0]) for i in range(len(got))]
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_rows_are_put_claimed_fetched_and_acknowledged(tmp_path, keyed):
+    with cluster(tmp_path, keys=Keys.generate(tmp_path / "key") if keyed else None) as made:
+        queue = made.connect()
+        for start in (0, 4, 8):
+            numbers = queue.put(P, {"x": column(range(start, start + 4))}, timeout=10)
+            assert len(set(numbers.rows)) == 4
+        first = queue.claim_lot(partition=P, task="t", max_rows=8, min_rows=8, timeout=10)
+        assert first_of(queue.fetch(first.lot, ["x"], timeout=10)["x"]) == list(range(8))
+        assert queue.claim_lot(partition=P, task="t", max_rows=8, min_rows=8, timeout=0).lot is None
+        rest = queue.claim_lot(partition=P, task="t", max_rows=8, done=[first.lot.lease], timeout=10)
+        assert first_of(queue.fetch(rest.lot, ["x"], timeout=10)["x"]) == [8, 9, 10, 11]
+        assert queue.acknowledge([first.lot.lease, rest.lot.lease], timeout=10) == [True, True]
+        backwards = rest.lot.rows[::-1]
+        assert first_of(queue.fetch(backwards, ["x"], timeout=10)["x"]) == [11, 10, 9, 8]
+        with pytest.raises(StaleHandle):
+            queue.fetch([backwards[0], backwards[0] + 1000], ["x"], timeout=10)
+
+
+def test_a_lot_is_completed_with_columns(tmp_path):
+    with cluster(tmp_path) as made:
+        queue = made.connect()
+        queue.declare([TaskSpec(partition=P, name="next", needs=["y"])], timeout=10)
+        for value in range(4):
+            queue.put(P, {"x": column([value])}, timeout=10)
+        lot = queue.claim_lot(partition=P, task="t", max_rows=4, min_rows=4, timeout=10).lot
+        assert queue.complete(lot, {"y": column([10, 11, 12, 13])}, timeout=10) == [True] * 4
+        following = queue.claim_lot(partition=P, task="next", max_rows=4, min_rows=4, timeout=10).lot
+        got = queue.fetch(following, ["x", "y"], timeout=10)
+        assert [y - x for x, y in zip(first_of(got["x"]), first_of(got["y"]), strict=True)] == [10] * 4
+
+
+def test_many_threads_share_a_client_and_no_row_comes_twice(tmp_path):
+    rows, threads = 240, 8
+    with cluster(tmp_path) as made, ThreadPoolExecutor(threads) as pool:
+        queue = made.connect()
+
+        def put(number):
+            queue.put(P, {"x": column([2 * number, 2 * number + 1])}, timeout=30)
+
+        def take(_number):
+            claimed = queue.claim_lot(partition=P, task="t", max_rows=3, min_rows=3, timeout=30)
+            return first_of(queue.fetch(claimed.lot, ["x"], timeout=30)["x"])
+
+        puts = [pool.submit(put, number) for number in range(rows // 2)]
+        taken = [value for part in pool.map(take, range(rows // 3)) for value in part]
+        assert [future.result() for future in puts] == [None] * len(puts)
+        assert sorted(taken) == list(range(rows))
+        assert len(queue._idle) <= threads
+
+
+def test_a_parked_claim_is_woken_by_a_put_of_another_thread(tmp_path):
+    with cluster(tmp_path) as made, ThreadPoolExecutor(1) as pool:
+        queue = made.connect()
+        waiting = pool.submit(lambda: queue.claim_lot(partition=P, task="t", max_rows=1, timeout=30))
+        while not queue.stats(timeout=10).parked:
+            pass
+        row = queue.put(P, {"x": column([5])}, timeout=10).rows[0]
+        assert waiting.result(10).lot.rows == [row]
+
+
+def test_a_claim_survives_the_restart_of_the_controller(tmp_path):
+    with cluster(tmp_path) as made, ThreadPoolExecutor(1) as pool:
+        queue = made.connect()
+        waiting = pool.submit(lambda: queue.claim_lot(partition=P, task="t", max_rows=1, timeout=60))
+        while not queue.stats(timeout=10).parked:
+            pass
+        made.stop_controller()
+        made.start_controller()
+        row = queue.put(P, {"x": column([5])}, timeout=30).rows[0]
+        assert waiting.result(30).lot.rows == [row]
+
+
+def test_without_a_controller_a_call_ends_at_its_deadline(tmp_path):
+    with cluster(tmp_path) as made:
+        made.stop_controller()
+        with pytest.raises(DeadlineExceeded, match=r"queue.stats at the controller did not succeed within 0.5 s"):
+            made.connect().stats(timeout=0.5)
+
+
+def test_a_closed_client_says_so(tmp_path):
+    with cluster(tmp_path) as made:
+        queue = made.connect()
+        queue.stats(timeout=10)
+        queue.close()
+        with pytest.raises(PeerLost, match="this client was closed"):
+            queue.stats(timeout=10)
+
+
+def test_a_forked_child_has_connections_tickets_and_serials_of_its_own(tmp_path):
+    with cluster(tmp_path) as made:
+        queue = made.connect()
+        queue.put(P, {"x": column([0, 1])}, timeout=10)
+        mine = queue.claim_lot(partition=P, task="t", max_rows=1, timeout=10)
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                status = _in_child(queue)
+            finally:
+                os._exit(status)
+        queue.put(P, {"x": column([2])}, timeout=10)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        counted = queue.stats(timeout=10)
+        assert counted.leased == {f"{P}/t": 2}
+        assert first_of(queue.fetch(mine.lot, ["x"], timeout=10)["x"]) == [0]
+        left = queue.claim_lot(partition=P, task="t", max_rows=9, min_rows=3, timeout=10)
+        assert sorted(first_of(queue.fetch(left.lot, ["x"], timeout=10)["x"])) == [2, 7, 8]
+
+
+def _in_child(queue):
+    numbers = queue.put(P, {"x": column([7, 8])}, timeout=10)
+    claimed = queue.claim_lot(partition=P, task="t", max_rows=1, timeout=10)
+    got = first_of(queue.fetch(claimed.lot, ["x"], timeout=10)["x"])
+    return 0 if len(set(numbers.rows)) == 2 and not numbers.new and got == [1] else 1

@@ -1,0 +1,125 @@
+"""How a put is cut, numbered and repeated, without sockets: a verb is only asked what it would do."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
+from asyncflow.net.frames import Jagged, decode_batch
+from asyncflow.queue.client import putting
+from asyncflow.queue.client.putting import Putter
+from asyncflow.queue.client.verbs import Ask, Pause, Together
+from asyncflow.queue.protocol.messages import SERIAL_BITS
+from asyncflow.queue.protocol.unit_calls import Numbers
+
+
+def column(rows):
+    return Jagged.from_rows([[row, row] for row in range(rows)], "int64")
+
+
+def put(putter, rows, **options):
+    settings = {"tags": None, "group_size": 1, "outputs": {}, "timeout": 5.0, **options}
+    return putter.put("p", {"x": column(rows)}, **settings)
+
+
+def carry_out(verb, answer):
+    """Run a verb; ``answer`` is given each call and gives its result, or raises. Pauses cost nothing."""
+    reply, error = None, None
+    while True:
+        try:
+            effect = verb.throw(error) if error else verb.send(reply)
+        except StopIteration as ended:
+            return ended.value
+        reply, error = None, None
+        if isinstance(effect, Together):
+            reply = [carry_out(part, answer) for part in effect.verbs]
+        elif isinstance(effect, Ask):
+            try:
+                reply = answer(effect), []
+            except (PeerLost, DeadlineExceeded) as failed:
+                error = failed
+        else:
+            assert isinstance(effect, Pause)
+
+
+def values_of(ask):
+    frames = [memoryview(bytes(frame)) for frame in ask.frames]
+    got = decode_batch(ask.request.header, frames, max_bytes=1 << 30)["x"]
+    return [int(got.row(i)[0]) for i in range(len(got))]
+
+
+def taken(asked):
+    return lambda ask: asked.append(ask) or Numbers([100 + i for i in range(ask.request.header.rows)])
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 3), st.integers(1, 5))
+def test_all_rows_arrive_once_whole_groups_together_and_serials_follow_each_other(sizes, group_size, units):
+    putter, asked = Putter(units=lambda: range(units), worker="w", clock=lambda: 0.0), []
+    for groups in sizes:
+        before = len(asked)
+        carry_out(put(putter, groups * group_size, group_size=group_size), taken(asked))
+        came = []
+        for ask in sorted(asked[before:], key=lambda ask: ask.request.serial):
+            assert ask.request.header.rows % group_size == 0
+            came += values_of(ask)
+        assert came == list(range(groups * group_size))
+    serials = sorted(
+        serial
+        for ask in asked
+        for serial in range(ask.request.serial, ask.request.serial + ask.request.header.rows // group_size)
+    )
+    assert len(set(serials)) == len(serials) == sum(sizes)
+    assert serials[-1] - serials[0] == sum(sizes) - 1
+    assert serials[0] % (1 << SERIAL_BITS) == 0
+
+
+def test_small_puts_go_to_one_unit_after_another():
+    putter, asked = Putter(units=lambda: [3, 5, 9], worker="w", clock=lambda: 0.0), []
+    for _ in range(6):
+        carry_out(put(putter, 2), taken(asked))
+    homes = [ask.unit for ask in asked]
+    assert sorted(homes[:3]) == [3, 5, 9]
+    assert homes[3:] == homes[:3]
+
+
+def test_a_large_put_is_split_and_its_ids_come_in_order(monkeypatch):
+    monkeypatch.setattr(putting, "_SPLIT_BYTES", 64)
+    putter, asked = Putter(units=lambda: [0, 1, 2], worker="w", clock=lambda: 0.0), []
+
+    def answer(ask):
+        asked.append(ask)
+        first = values_of(ask)[0]
+        return Numbers([first + i for i in range(ask.request.header.rows)], [first > 0] * ask.request.header.rows)
+
+    numbers = carry_out(put(putter, 12, tags=[{"n": i} for i in range(12)]), answer)
+    assert numbers.rows == list(range(12))
+    assert numbers.new == [False] * 4 + [True] * 8
+    assert sorted(ask.unit for ask in asked) == [0, 1, 2]
+    assert [tag["n"] for ask in asked for tag in ask.request.tags] == list(range(12))
+
+
+def test_what_got_no_answer_is_put_again_elsewhere_under_the_same_serial():
+    putter, asked = Putter(units=lambda: [0, 1], worker="w", clock=lambda: 0.0), []
+
+    def answer(ask):
+        asked.append(ask)
+        if len(asked) < 3:
+            raise (PeerLost, DeadlineExceeded)[len(asked) - 1]("gone")
+        return Numbers([7])
+
+    assert carry_out(put(putter, 1), answer).rows == [7]
+    assert len({ask.request.serial for ask in asked}) == 1
+    assert asked[0].unit == asked[2].unit != asked[1].unit
+
+
+def test_two_clients_never_share_a_serial():
+    asked = []
+    for _ in range(50):
+        carry_out(put(Putter(units=lambda: [0], worker="w", clock=lambda: 0.0), 3), taken(asked))
+    assert len({ask.request.serial for ask in asked}) == 50
+
+
+@pytest.mark.parametrize(("rows", "options"), [(0, {}), (3, {"group_size": 2}), (3, {"tags": [{}]})])
+def test_what_makes_no_groups_is_refused(rows, options):
+    with pytest.raises(Refused, match="make no groups"):
+        carry_out(put(Putter(units=lambda: [0], worker="w", clock=lambda: 0.0), rows, **options), taken([]))

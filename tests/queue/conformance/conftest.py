@@ -1,0 +1,237 @@
+"""A queue on sockets behind every back end, and open partitions of it, in short words."""
+
+import asyncio
+import itertools
+import struct
+import uuid
+from contextlib import asynccontextmanager
+
+import pytest
+import zmq
+import zmq.asyncio
+from store_world import WORLDS
+
+from asyncflow.net.directory import Directory
+from asyncflow.net.frames import LARGE
+from asyncflow.net.membership import Membership
+from asyncflow.net.roster import Member
+from asyncflow.net.sealed import Handshake
+from asyncflow.queue.backends.base import Site
+from asyncflow.queue.client.blocking import BlockingQueue
+from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.client.open_partition import BlockingPartition, OpenPartition
+from asyncflow.queue.controller.controller import Controller
+from asyncflow.queue.unit.unit import StorageUnit, open_backend
+
+_numbers = itertools.count()
+LIMIT = 8 << 20
+
+
+class Queue:
+    """A controller and units in this process, with as many clients as a test wants."""
+
+    def __init__(self, folder, *, world, units, limit, **options):
+        self.folder, self.world, self.limit, self.options = folder, world, limit, options
+        self.units = dict.fromkeys(range(units))
+        self.controller = None
+        self.clients = []
+
+    async def start(self):
+        await self.start_controller()
+        for index in self.units:
+            await self.start_unit(index)
+        self.client = self.connect("test")
+
+    async def start_controller(self):
+        self.controller = Controller(ledger_dir=self.folder, **self.options)
+        await self.controller.start()
+
+    async def restart_controller(self):
+        await self.controller.close()
+        self.controller = None
+        await self.start_controller()
+        await self.until(lambda: self.controller.stats().units == sum(unit is not None for unit in self.units.values()))
+
+    async def start_unit(self, index):
+        incarnation = uuid.uuid4().hex
+        site = Site(unit=next(_numbers), incarnation=incarnation, host="127.0.0.1", find=self.world.address)
+        backend = open_backend(self.world.name, site)
+        await backend.open()
+        self.units[index] = StorageUnit(
+            index=index,
+            limit_bytes=self.limit,
+            controller=lambda: self.address(self.controller),
+            incarnation=incarnation,
+            backend=backend,
+        )
+        await self.units[index].start()
+        await self.units[index].joined(10)
+
+    async def stop_unit(self, index):
+        unit, self.units[index] = self.units[index], None
+        await unit.close()
+
+    def address(self, server):
+        return server.server.address or None if server else None
+
+    def peers(self, worker):
+        return {
+            "controller": lambda: self.address(self.controller),
+            "unit": lambda index: self.address(self.units[index]),
+            "units": lambda: [index for index, unit in self.units.items() if unit],
+            "worker": worker,
+        }
+
+    def connect(self, worker):
+        client = QueueClient(**self.peers(worker))
+        self.clients.append(client)
+        return client
+
+    def partition(self, name="scores", *, worker=None, tensors=False):
+        client = self.client if worker is None else self.connect(worker)
+        return OpenPartition(client, name, tensors=tensors)
+
+    def blocking(self, name="scores", *, worker="blocking"):
+        return BlockingPartition(BlockingQueue(**self.peers(worker)), name)
+
+    @property
+    def held(self):
+        """Bytes in all units."""
+        return sum(unit.holdings.budget.used for unit in self.units.values() if unit)
+
+    async def until(self, condition, seconds=10):
+        async with asyncio.timeout(seconds):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    async def close(self):
+        for client in self.clients:
+            await client.close()
+        for unit in self.units.values():
+            if unit:
+                await unit.close()
+        if self.controller:
+            await self.controller.close()
+
+
+@pytest.fixture(params=WORLDS)
+def world(request, stores):
+    """The store of each kind of back end: one for all tests."""
+    return stores(request.param)
+
+
+@pytest.fixture
+def queue(tmp_path, world):
+    @asynccontextmanager
+    async def run(*, units=2, limit=LIMIT, **options):
+        made = Queue(tmp_path / "ledger", world=world, units=units, limit=limit, **options)
+        try:
+            await made.start()
+            yield made
+        finally:
+            await made.close()
+
+    return run
+
+
+@pytest.fixture
+async def two_units(queue):
+    async with queue() as made:
+        yield made
+
+
+@pytest.fixture
+def scores(two_units):
+    """An open partition with one task, ``grade``, that needs the column ``text``."""
+    return two_units.partition("scores")
+
+
+@pytest.fixture
+async def address(two_units):
+    """The one address of the queue: directory, controller and units are members."""
+    directory = Directory()
+    directory.attach(two_units.controller.server)
+    at = two_units.controller.server.address
+    servers = [("controller", 0, at), *(("storage", n, unit.server.address) for n, unit in two_units.units.items())]
+    members = [
+        Membership(driver=at, member=Member(role=role, index=index, incarnation=f"{role}{index}", address=where))
+        for role, index, where in servers
+    ]
+    for member in members:
+        await member.join(10)
+    yield at
+    for member in members:
+        await member.close()
+    await directory.close()
+
+
+class ZmqStranger:
+    """Says anything to a server of calls, as zmq."""
+
+    def __init__(self, address):
+        self.context = zmq.asyncio.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.connect(address)
+
+    async def send(self, parts):
+        await self.socket.send_multipart(parts)
+
+    async def receive(self):
+        return await self.socket.recv_multipart()
+
+    async def close(self):
+        self.socket.close()
+        self.context.term()
+
+
+class StreamStranger:
+    """Says anything to a server of calls, as a plain stream: see ``net.stream``."""
+
+    def __init__(self, reader, writer):
+        self.reader, self.writer = reader, writer
+
+    async def send(self, parts):
+        small = [bytes(part) for part in parts if len(part) < LARGE]
+        block = struct.pack(f"<I{len(parts)}Q", len(parts), *map(len, parts)) + b"".join(small)
+        self.writer.write(struct.pack("<Q", len(block)) + block)
+        self.writer.writelines(bytes(part) for part in parts if len(part) >= LARGE)
+        await self.writer.drain()
+
+    async def receive(self):
+        (size,) = struct.unpack("<Q", await self.reader.readexactly(8))
+        block = await self.reader.readexactly(size)
+        (count,) = struct.unpack_from("<I", block)
+        sizes, at, parts = struct.unpack_from(f"<{count}Q", block, 4), 4 + 8 * count, []
+        for size in sizes:
+            if size >= LARGE:
+                parts.append(await self.reader.readexactly(size))
+            else:
+                parts.append(block[at : at + size])
+                at += size
+        return parts
+
+    async def close(self):
+        self.writer.close()
+
+
+@asynccontextmanager
+async def _stranger_at(address):
+    """Connect to a server in the way it speaks."""
+    if address.startswith("tcp://"):
+        made = ZmqStranger(address)
+    else:
+        reader, writer = await asyncio.open_connection(*address.partition("://")[2].rsplit(":", 1))
+        shaking = Handshake(None)
+        writer.write(shaking.hello)
+        writer.write(shaking.welcomed(await reader.readexactly(36)))
+        made = StreamStranger(reader, writer)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+@pytest.fixture
+def stranger_at():
+    return _stranger_at

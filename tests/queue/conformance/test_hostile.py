@@ -1,0 +1,312 @@
+"""Strangers: whatever they send, it is refused or dropped, memory stays bounded and service goes on."""
+
+import asyncio
+import os
+import random
+import socket
+import struct
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+import zmq
+import zmq.asyncio
+
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ProtocolError, Refused
+from asyncflow.net import wire
+from asyncflow.net.frames import BatchHeader, encode_batch
+from asyncflow.net.keys import Keys
+from asyncflow.net.rpc import RpcClient
+from asyncflow.net.sealed import Handshake
+from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.client.open_partition import OpenPartition
+from asyncflow.queue.client.open_values import encode_columns
+from asyncflow.queue.protocol import calls, open_calls, unit_calls
+from asyncflow.queue.protocol.messages import RowMeta, TaskSpec
+
+LIMIT = 8 << 20
+ROOM = 48 << 20
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER\x08Identity" + struct.pack(">I", 0)
+HELLO = GREETING + b"\x04" + bytes([len(READY)]) + READY
+
+
+class Victim:
+    """A queue in a process of its own."""
+
+    def __init__(self, process, controller, unit, keys):
+        self.process = psutil.Process(process.pid)
+        self.addresses = (controller, unit)
+        self.controller, self.unit, self.keys = controller, unit, keys
+        self.client = self.connect(keys)
+        self.partition = OpenPartition(self.client, "scores")
+
+    def connect(self, keys):
+        return QueueClient(
+            controller=self.controller, unit=lambda _: self.unit, units=lambda: [0], worker="me", keys=keys
+        )
+
+    async def serves(self):
+        """Whether rows go through it, and nothing is held afterwards."""
+        rows = await self.partition.put({"n": np.arange(5)}, timeout=20)
+        assert (await self.partition.get(rows, ["n"], timeout=20))["n"].tolist() == list(range(5))
+        await self.partition.clear(rows, timeout=20)
+        async with asyncio.timeout(20):
+            while (await self.client.stats(timeout=20)).bytes:
+                await asyncio.sleep(0.05)
+
+    @property
+    def memory(self):
+        return self.process.memory_info().rss
+
+
+@pytest.fixture
+def victim(tmp_path):
+    @asynccontextmanager
+    async def run(*, keyed=False):
+        key = tmp_path / "key"
+        keys = Keys.generate(key) if keyed else None
+        words = [str(tmp_path), str(LIMIT), *([str(key)] if keyed else [])]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, str(Path(__file__).with_name("serve.py")), *words, stdout=subprocess.PIPE
+        )
+        made = None
+        try:
+            controller, unit = (await process.stdout.readline()).decode().split()
+            made = Victim(process, controller, unit, keys)
+            await made.serves()
+            yield made
+            assert process.returncode is None
+            await made.serves()
+        finally:
+            if made is not None:
+                await made.client.close()
+            process.kill()
+            await process.wait()
+            process._transport.close()
+
+    return run
+
+
+def host_and_port(address):
+    host, _, port = address.partition("://")[2].rpartition(":")
+    return host, int(port)
+
+
+def dial(address):
+    return socket.create_connection(host_and_port(address), timeout=10)
+
+
+def attack(made, *, times, send):
+    """Open ``times`` connections to each server and let ``send`` do its worst; they stay open meanwhile."""
+    opened = []
+    try:
+        for number in range(times):
+            for address in made.addresses:
+                stranger = dial(address)
+                opened.append(stranger)
+                try:
+                    send(stranger, number)
+                except OSError:
+                    continue
+        return made.memory
+    finally:
+        for stranger in opened:
+            stranger.close()
+
+
+async def test_who_has_another_key_or_none_is_not_heard(victim, tmp_path):
+    async with victim(keyed=True) as made:
+        for keys in (None, Keys.generate(tmp_path / "another")):
+            stranger = made.connect(keys)
+            partition = OpenPartition(stranger, "scores")
+            with pytest.raises(AsyncFlowError):
+                await partition.put({"n": np.arange(5)}, timeout=1)
+            with pytest.raises(AsyncFlowError):
+                await partition.rows(timeout=1)
+            await stranger.close()
+        assert (await made.partition.rows()).rows == []
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+async def test_garbage_and_half_greetings_of_thousands_of_connections(victim, keyed):
+    rng = random.Random(7)
+    pieces = [os.urandom(64), GREETING, GREETING[:12], GREETING + os.urandom(200), b"GET / HTTP/1.1\r\n\r\n", b""]
+    async with victim(keyed=keyed) as made:
+        before = made.memory
+        held = await asyncio.to_thread(attack, made, times=1000, send=lambda s, _: s.sendall(rng.choice(pieces)))
+        assert held - before < ROOM
+        await made.serves()
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+async def test_huge_declared_sizes_take_no_memory(victim, keyed):
+    def send(stranger, number):
+        stranger.sendall(HELLO)
+        stranger.sendall(b"\x02" + struct.pack(">Q", 1 << (30 + number % 33)) + bytes(4096))
+
+    async with victim(keyed=keyed) as made:
+        before = made.memory
+        held = await asyncio.to_thread(attack, made, times=200, send=send)
+        assert held - before < ROOM
+
+
+async def test_headers_that_lie_about_sizes_are_refused(victim):
+    header, frames = encode_batch(encode_columns({"n": np.arange(5)}))
+    lies = []
+    for rows, values in ((1 << 47, 5), (5, 1 << 47), (1 << 47, 1 << 47), (4, 5), (0, 0)):
+        told = msgspec.to_builtins(header)
+        told["rows"] = rows
+        for column in told["columns"]:
+            column["values"] = values
+        lies.append(msgspec.convert(told, BatchHeader))
+    async with victim() as made:
+        before = made.memory
+        client = RpcClient(name="liar", resolve=made.unit)
+        for number, lie in enumerate(lies):
+            request = unit_calls.PutRows("scores", 1 << 40 | number, 1, lie, [], {}, 1.0)
+            with pytest.raises((ProtocolError, Refused, DeadlineExceeded)):
+                await client.call("unit.put", request, unit_calls.Numbers, timeout=5, frames=frames)
+        greedy = unit_calls.PutRows("scores", 1 << 41, 1, header, [], {"later": 1 << 60}, 1.0)
+        with pytest.raises(Refused):
+            await client.call("unit.put", greedy, unit_calls.Numbers, timeout=5, frames=frames)
+        await client.close()
+        assert made.memory - before < ROOM
+
+
+async def test_half_messages_end_with_their_connections(victim):
+    call = wire.encode(wire.Call(1, "queue.stats", 1.0, 0))
+    async with victim() as made:
+        before, halves = made.memory, []
+        with zmq.asyncio.Context() as context:
+            for _ in range(50):
+                stranger = context.socket(zmq.DEALER)
+                stranger.linger = 0
+                stranger.connect(made.controller)
+                await stranger.send(call, zmq.SNDMORE)
+                halves.append(stranger)
+            for _ in range(50):
+                half = dial(made.unit)
+                half.sendall(Handshake(None).hello + bytes(16) + struct.pack("<QIQ", 1 << 20, 1, 1 << 19) + bytes(1000))
+                halves.append(half)
+            await made.serves()
+            assert made.memory - before < ROOM
+            for half in halves:
+                half.close()
+
+
+async def test_a_message_that_is_replayed_does_nothing_twice(victim, stranger_at):
+    header, frames = encode_batch(encode_columns({"n": np.arange(5)}))
+    request = wire.encode(unit_calls.PutRows("scores", 1 << 40, 1, header, [], {}, 5.0))
+
+    async def play(stranger, numbers):
+        for number in numbers:
+            await stranger.send([wire.encode(wire.Call(number, "unit.put", 5.0, len(frames))), request, *frames])
+
+    async with victim() as made, stranger_at(made.unit) as stranger:
+        await play(stranger, (number // 3 for number in range(300)))
+        async with asyncio.timeout(20):
+            while len((await made.partition.rows()).rows) < 5:
+                await asyncio.sleep(0.05)
+        await made.partition.clear((await made.partition.rows()).rows)
+        await play(stranger, range(300, 400))
+        await made.serves()
+        assert (await made.partition.rows()).rows == []
+
+
+async def test_calls_of_many_clients_at_once_are_all_answered(victim):
+    async with victim() as made:
+        clients = [RpcClient(name=f"client {n}", resolve=made.controller) for n in range(500)]
+        asked = [client.call("queue.stats", calls.Nothing(), calls.Done, timeout=60) for client in clients]
+        await asyncio.gather(*asked)
+        for client in clients:
+            await client.close()
+
+
+async def test_tasks_and_partitions_of_questions_are_not_made(victim):
+    async with victim() as made:
+        before = made.memory
+        for number in range(2000):
+            await OpenPartition(made.client, f"nobody made {number}").rows()
+        assert await made.client.partitions(timeout=10) in ({"scores": 0}, {})
+        assert made.memory - before < ROOM
+
+
+def requests():
+    """One good request of everything that a client says, with its frames: (to the unit, method, body, frames)."""
+    header, frames = encode_batch(encode_columns({"n": np.arange(2), "text": ["a", "b"]}))
+    put = unit_calls.PutRows("scores", 7 << 32, 1, header, [{"key": "x"}, {"n": 1}], {"later": 8}, 0.1)
+    row = 1 << 44
+    yield True, "unit.put", put, frames
+    yield True, "unit.write", unit_calls.WriteRows("write:1", [row, row + 1], header, [], "", 0.1), frames
+    yield True, "unit.fetch", unit_calls.FetchRows([row, row + 1], ["n"]), []
+    metas = [RowMeta(partition="scores", serial=1, sample=j, step=1) for j in range(2)]
+    yield True, "unit.create", unit_calls.CreateRows(metas, 2, header, {"later": 8}, 0.1), frames
+    spec = TaskSpec(partition="scores", name="grade", needs=["n"])
+    for method, request in {
+        "queue.declare": calls.Declare([spec]),
+        "queue.claim": calls.ClaimRows("scores", "grade", "w", "t", 8, None, None, [], 0.1),
+        "queue.acknowledge": calls.Acknowledge(["1"]),
+        "queue.renew": calls.Renew(["1"]),
+        "queue.end": calls.EndRows("1", [row], "why", True),
+        "queue.slot": calls.AskSlot("scores", 0, 1, 0, 0, 100, 0.1),
+        "queue.open_step": calls.OpenStep("scores", 1, 4, 2),
+        "queue.begin": calls.Begin("scores", 0, 0, 1),
+        "queue.snapshot": calls.InPartition("scores"),
+        "queue.show": calls.InPartition("scores"),
+        "queue.wanted": calls.AskWanted("scores", 0, 0.1),
+        "open.list": open_calls.ListRows("scores"),
+        "open.find": open_calls.FindRows("scores", ["x"]),
+        "open.peek": open_calls.Peek("scores", "grade", [row], 8),
+        "open.reset": open_calls.Reset("scores", None),
+        "open.expect": open_calls.Expect("scores", 4),
+        "open.clear": open_calls.ClearRows("scores", [row]),
+        "open.progress": open_calls.AskProgress("scores", ["n"], ""),
+    }.items():
+        yield False, method, request, []
+
+
+def spoilt(rng, data):
+    """Give ``data`` with a few bytes changed, doubled or gone."""
+    out = bytearray(data)
+    for _ in range(rng.randint(1, 3)):
+        place = rng.randrange(len(out)) if out else 0
+        match rng.randrange(4):
+            case 0 if out:
+                out[place] = rng.randrange(256)
+            case 1:
+                out[place:place] = bytes([rng.choice([0, 0x7F, 0x80, 0xC0, 0xCB, 0xCF, 0xD3, 0xDF, 0xFF])])
+            case 2 if out:
+                del out[place]
+            case _:
+                out += out[place : place + 9]
+    return bytes(out)
+
+
+async def test_requests_with_a_few_bytes_changed_do_no_harm(victim, stranger_at):
+    rng = random.Random(11)
+    async with victim() as made:
+        before = made.memory
+        async with stranger_at(made.controller) as queue, stranger_at(made.unit) as unit:
+            for number, (to_unit, method, request, frames) in enumerate(list(requests()) * 100):
+                call = wire.encode(wire.Call(number, method, 20.0, len(frames)))
+                parts = [wire.encode(request), *map(bytes, frames)]
+                which = rng.randrange(len(parts))
+                parts[which] = spoilt(rng, parts[which])
+                stranger = unit if to_unit else queue
+                await stranger.send([call, *parts])
+                async with asyncio.timeout(30):
+                    header, *rest = await stranger.receive()
+                answer = wire.to_client(header)
+                assert answer.call == number
+                if isinstance(answer, wire.Failure):
+                    code = wire.error_body(rest[0])["code"]
+                    assert code in ("protocol", "refused", "stale_handle", "fenced", "deadline"), (method, parts, rest)
+        for name in await made.client.partitions(timeout=10):
+            await made.client.clear_partition(partition=name, timeout=10)
+        assert made.memory - before < ROOM

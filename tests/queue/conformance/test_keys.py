@@ -1,0 +1,71 @@
+"""Behaviours 27 to 30: keys and tags."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from asyncflow.errors import Refused, StaleHandle
+
+
+async def test_27_a_put_by_key_creates_or_updates_and_keeps_the_other_columns(two_units, scores):
+    first = await scores.put({"text": ["a", "b"], "n": np.array([1, 2])}, keys=["x", "y"])
+    again = await scores.put({"n": np.array([20, 30]), "new": ["B", "C"]}, keys=["y", "z"])
+    assert again[0] == first[1]
+    assert again[1] not in first
+    assert (await scores.get(["x", "y"], ["text", "n"]))["n"].tolist() == [1, 20]
+    assert (await scores.get(["z", "y"], ["new"]))["new"] == ["C", "B"]
+    sight = await scores.peek(rows=again)
+    assert {name for name, sizes in sight.sizes.items() if sizes[0] >= 0} == {"text", "n", "new"}
+    await two_units.restart_controller()
+    assert await scores.put({"n": np.array([9])}, keys=["x"]) == first[:1]
+
+
+async def test_27_two_who_put_the_same_keys_at_once_make_one_row_of_each(two_units, scores):
+    keys = [f"k{n}" for n in range(50)]
+    writers = [two_units.partition("scores", worker=f"w{n}") for n in range(4)]
+    made = await asyncio.gather(*(w.put({f"c{n}": np.arange(50)}, keys=keys) for n, w in enumerate(writers)))
+    assert made[0] == made[1] == made[2] == made[3]
+    assert len((await scores.rows()).rows) == 50
+    found = await scores.get(keys, ["c0", "c1", "c2", "c3"])
+    assert all(column.tolist() == list(range(50)) for column in found.values())
+
+
+async def test_28_tags_alone_are_merged_and_listed(two_units, scores):
+    await scores.put({}, keys=["x", "y"], tags=[{"status": "pending", "n": 1}, {"status": "pending"}])
+    await scores.put({}, keys=["x"], tags=[{"status": "running"}])
+    await scores.tag(["y"], [{"score": 0.5}])
+    listed = {"x": {"status": "running", "n": 1}, "y": {"status": "pending", "score": 0.5}}
+    assert await scores.keys() == listed
+    assert await two_units.partition("unknown").keys() == {}
+    await two_units.partition("other").put({"n": np.zeros(3)})
+    partitions = await two_units.client.partitions(timeout=5)
+    assert partitions == {"other": 3, "scores": 2}
+    await two_units.restart_controller()
+    assert await scores.keys() == listed
+    await scores.write(["x"], {"text": ["now it has one"]})
+    assert (await scores.get(["x"], ["text"]))["text"] == ["now it has one"]
+
+
+async def test_29_unknown_keys_and_columns_are_errors_and_a_subset_comes_in_the_order_asked(scores):
+    await scores.put({"n": np.arange(5)}, keys=list("abcde"))
+    assert (await scores.get(["d", "a", "c"], ["n"]))["n"].tolist() == [3, 0, 2]
+    with pytest.raises(StaleHandle, match="'nobody'"):
+        await scores.get(["nobody"], ["n"])
+    with pytest.raises(StaleHandle, match="no column 'm'"):
+        await scores.get(["a"], ["m"])
+    with pytest.raises(Refused, match="key a is named twice"):
+        await scores.put({"n": np.arange(2)}, keys=["a", "a"])
+
+
+async def test_30_tags_of_a_row_reach_every_later_reader_and_go_with_it(two_units, scores):
+    await scores.declare("grade", ["n"])
+    rows = await scores.put({"n": np.arange(3)}, tags=[{"tokens": 7, "of": "me"}, {}, {"tokens": 9}])
+    await scores.tag(rows[1:2], [{"late": True}])
+    expected = [{"tokens": 7, "of": "me"}, {"late": True}, {"tokens": 9}]
+    for reader in (scores, two_units.partition("scores", worker="other")):
+        assert (await reader.rows()).tags == expected
+    leased = await scores.claim("grade", 8, timeout=5)
+    assert [row.meta.tags for row in leased] == expected
+    await scores.clear(rows[:1])
+    assert (await scores.rows()).tags == expected[1:]

@@ -1,0 +1,127 @@
+"""The codec alone: whatever users put comes back equal, and no bytes do worse than be refused."""
+
+import contextlib
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from asyncflow.errors import ProtocolError, Refused
+from asyncflow.net.jagged import BYTES, DTYPES, OBJECT, TEXT, Jagged
+from asyncflow.queue.client.open_values import decode, encode, encode_columns, pack_object, unpack_object
+
+NUMBERS = sorted(DTYPES.keys() - {TEXT, BYTES, OBJECT, "bfloat16"})
+dtypes = st.sampled_from(NUMBERS).map(np.dtype)
+inners = st.one_of(st.none(), st.lists(st.integers(1, 3), max_size=2).map(tuple))
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers(-(2**63), 2**63 - 1) | st.binary(), inner)
+        | hnp.arrays(dtypes, hnp.array_shapes(min_dims=0, min_side=0, max_side=3))
+    ),
+    max_leaves=20,
+)
+
+
+@st.composite
+def arrays_of_rows(draw):
+    """Rows of one dtype and one shape but for the first dimension."""
+    dtype, inner = draw(dtypes), draw(inners)
+    rows = draw(st.integers(1, 6))
+    shapes = [() if inner is None else (draw(st.integers(0, 4)), *inner) for _ in range(rows)]
+    return [draw(hnp.arrays(dtype, shape)) for shape in shapes]
+
+
+def equal(left, right):
+    """Tell whether two values are the same in type, shape, dtype and every bit that counts."""
+    if isinstance(left, np.ndarray | np.generic):
+        same = isinstance(right, np.ndarray | np.generic) and (left.dtype, left.shape) == (right.dtype, right.shape)
+        return same and np.array_equal(left, right, equal_nan=left.dtype.kind == "f")
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(equal(value, right[key]) for key, value in left.items())
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(equal, left, right))
+    return left == right or left != left
+
+
+@given(arrays_of_rows())
+def test_rows_of_arrays_come_back_and_are_stacked_where_they_have_one_shape(rows):
+    found = decode(encode(rows))
+    assert isinstance(found, np.ndarray) == (len({row.shape for row in rows}) == 1)
+    assert len(found) == len(rows)
+    assert all(map(equal, found, rows))
+
+
+@given(st.data())
+def test_an_array_of_rows_comes_back_as_it_was(data):
+    shape = data.draw(hnp.array_shapes(min_dims=1, max_dims=4, min_side=1, max_side=4))
+    array = data.draw(hnp.arrays(data.draw(dtypes), shape))
+    assert equal(decode(encode(array)), array)
+    assert equal(decode(encode(array.T)), np.ascontiguousarray(array.T))
+
+
+@given(st.lists(plain, min_size=1, max_size=6))
+@example([1, None])
+@example([True, 1])
+@example([(1,), [1]])
+def test_plain_values_come_back_as_they_were(rows):
+    kinds = {type(row) for row in rows}
+    if np.ndarray in kinds:
+        return
+    found = decode(encode(rows))
+    if kinds in ({bool}, {float}):
+        found = found.tolist()
+    elif kinds == {int}:
+        if min(rows) < -(2**63) or max(rows) >= 2**63:
+            return
+        found = found.tolist()
+    assert equal(found, rows)
+
+
+@given(plain)
+def test_an_object_comes_back_as_it_was(value):
+    assert equal(unpack_object(pack_object(value)), value)
+
+
+@given(st.binary(max_size=64))
+@example(msgspec.msgpack.encode(msgspec.msgpack.Ext(1, msgspec.msgpack.encode(["float64", [1 << 40], b""]))))
+@example(msgspec.msgpack.encode(msgspec.msgpack.Ext(1, msgspec.msgpack.encode(["float64", [-1, -8], bytes(64)]))))
+@example(msgspec.msgpack.encode(msgspec.msgpack.Ext(1, msgspec.msgpack.encode(["object", [1], b"x"]))))
+@example(msgspec.msgpack.encode(msgspec.msgpack.Ext(9, b"")))
+@example(b"\x91" * 100_000)
+@example(b"\xdf\xff\xff\xff\xff")
+def test_any_bytes_are_an_object_or_refused(data):
+    with contextlib.suppress(ProtocolError):
+        unpack_object(data)
+
+
+@given(st.binary(max_size=40), st.sampled_from([TEXT, OBJECT]))
+def test_any_bytes_of_a_column_are_values_or_refused(data, dtype):
+    column = Jagged(np.frombuffer(data, np.uint8), np.array([0, len(data) // 2, len(data)]), dtype)
+    with contextlib.suppress(ProtocolError):
+        assert len(decode(column)) == 2
+
+
+def test_an_object_that_contains_itself_is_refused():
+    knot = []
+    knot.append(knot)
+    with pytest.raises(Refused, match="contains itself"):
+        pack_object(knot)
+
+
+def test_what_is_no_plain_value_is_refused_with_its_name():
+    for value, words in ((object(), "of type object"), ({1, 2}, "of type set"), (1 << 64, "of type int")):
+        with pytest.raises(Refused, match=words):
+            pack_object({"deep": [value]})
+
+
+def test_columns_that_differ_in_rows_are_refused_with_their_lengths():
+    with pytest.raises(Refused, match="a 2, b 3"):
+        encode_columns({"a": np.zeros(2), "b": ["x", "y", "z"]})

@@ -1,0 +1,134 @@
+"""The byte budget of a unit by itself."""
+
+import asyncio
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncflow.errors import DeadlineExceeded, Refused
+from asyncflow.queue.unit.budget import Budget
+
+
+async def test_budget_is_first_come_first_served_and_forgets_those_who_left():
+    budget = Budget(10, where="test")
+    await budget.reserve(8, timeout=1)
+    big = asyncio.create_task(budget.reserve(9, timeout=10))
+    small = asyncio.create_task(budget.reserve(2, timeout=10))
+    await asyncio.sleep(0)
+    assert (budget.used, len(budget)) == (8, 2)
+    big.cancel()
+    await asyncio.wait([big])
+    await small
+    assert (budget.used, len(budget)) == (10, 0)
+    granted_and_cancelled = asyncio.create_task(budget.reserve(5, timeout=10))
+    await asyncio.sleep(0)
+    budget.release(10)
+    granted_and_cancelled.cancel()
+    await asyncio.wait([granted_and_cancelled])
+    assert budget.used == 0
+
+
+async def served(budget, asks, *, rounds):
+    """Let producers ask again and again, each for many puts at once; give the bytes that each got."""
+    got = dict.fromkeys(asks, 0)
+
+    async def produce(name):
+        while True:
+            await budget.reserve(asks[name], timeout=60, producer=name)
+            got[name] += asks[name]
+
+    tasks = [asyncio.create_task(produce(name)) for name in asks for _ in range(20)]
+    for _ in range(rounds):
+        for _ in range(3):
+            await asyncio.sleep(0)
+        budget.release(budget.used)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    return got
+
+
+async def test_producers_that_all_want_more_get_the_same_bytes_whatever_sizes_they_ask_for():
+    got = await served(Budget(100, where="test"), {"large": 90, "small": 5, "medium": 30}, rounds=300)
+    assert max(got.values()) - min(got.values()) <= 2 * 90
+    assert min(got.values()) > 5_000
+
+
+async def test_one_producer_with_many_puts_does_not_keep_another_waiting():
+    budget = Budget(10, where="test")
+    await budget.reserve(10, timeout=1)
+    flood = [asyncio.create_task(budget.reserve(10, timeout=60, producer="flood")) for _ in range(50)]
+    await asyncio.sleep(0)
+    late = asyncio.create_task(budget.reserve(10, timeout=60, producer="late"))
+    await asyncio.sleep(0)
+    for _ in range(2):
+        budget.release(10)
+        await asyncio.sleep(0.001)
+    assert late.done()
+    assert sum(task.done() for task in flood) == 1
+    for task in flood:
+        task.cancel()
+    await asyncio.wait(flood)
+    budget.release(10)
+    assert (budget.used, len(budget)) == (0, 0)
+
+
+async def test_the_largest_gets_its_turn_although_smaller_ones_would_fit():
+    budget = Budget(10, where="test")
+    await budget.reserve(8, timeout=1)
+    large = asyncio.create_task(budget.reserve(10, timeout=60, producer="large"))
+    await asyncio.sleep(0)
+    small = asyncio.create_task(budget.reserve(1, timeout=60, producer="small"))
+    await asyncio.sleep(0.001)
+    assert not small.done()
+    budget.release(8)
+    await asyncio.sleep(0.001)
+    assert large.done()
+    assert not small.done()
+    budget.release(10)
+    await small
+
+
+async def test_what_can_never_fit_is_refused_at_once():
+    budget = Budget(10, where="test")
+    with pytest.raises(Refused, match="11 bytes never fit into 10"):
+        await budget.reserve(6, promise=5, timeout=60)
+
+
+sizes = st.integers(0, 40)
+
+
+@given(st.lists(st.tuples(sizes, st.lists(sizes, max_size=3), st.booleans()), max_size=12), st.randoms())
+def test_promised_writes_never_wait_whatever_else_does(rows, random):
+    """Rows come as they find room, write in any order what they were promised or less, some twice, and go."""
+
+    async def live(budget, size, outputs, repeats):
+        await budget.reserve(size, promise=sum(outputs), timeout=10)
+        written = size
+        for most in outputs:
+            await asyncio.sleep(0)
+            size = random.randint(0, most)
+            async with asyncio.timeout(0):
+                await budget.draw(size, timeout=10)
+            assert budget.used <= budget.limit
+            await asyncio.sleep(0)
+            budget.release(0, promise=most)
+            written += size
+            if repeats:
+                with contextlib.suppress(DeadlineExceeded):
+                    await budget.reserve(size, timeout=0)
+                    budget.release(size)
+        await asyncio.sleep(0)
+        budget.release(written)
+
+    async def run():
+        budget = Budget(100, where="test")
+        fitting = [row for row in rows if row[0] + sum(row[1]) <= budget.limit]
+        async with asyncio.TaskGroup() as group:
+            for row in fitting:
+                group.create_task(live(budget, *row))
+        assert (budget.used, budget.promised, len(budget)) == (0, 0, 0)
+
+    asyncio.run(run())

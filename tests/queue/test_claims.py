@@ -1,0 +1,174 @@
+"""Claims of open rows: how few and how many, acknowledgement by lease, the end of a partition, keys of lost rows."""
+
+import pytest
+
+from asyncflow.errors import PeerLost, Refused
+from asyncflow.identity import RowPlace
+from asyncflow.queue.controller.books import Books
+from asyncflow.queue.controller.claims import Claim
+from asyncflow.queue.controller.compaction import dump
+from asyncflow.queue.controller.state import State
+from asyncflow.queue.controller.table import Table
+from asyncflow.queue.protocol.messages import KEY_TAG, TaskSpec
+
+P = "open"
+NONCE = 7 << 32
+
+
+class Rows:
+    """A table with one unit and open rows in it."""
+
+    def __init__(self, *specs):
+        self.table = Table()
+        self.table.start(0.0)
+        self.table.declare([TaskSpec(partition=P, name=name, needs=["x"], **spec) for name, spec in specs])
+        self.epoch = self.table.join_unit(0, "unit")
+        self.put_so_far = 0
+
+    def put(self, count, *, size=1, tags=(), serial=None):
+        first = RowPlace(self.epoch, 0, self.put_so_far).row
+        serial = NONCE + self.put_so_far if serial is None else serial
+        self.put_so_far += count
+        return self.table.puts.put(
+            P,
+            serial=serial,
+            size=size,
+            rows=range(first, first + count),
+            dtypes={"x": "int64"},
+            names=("x",),
+            sizes=[(8,)] * count,
+            tags=tags,
+        )[1]
+
+    def claim(self, task="t", worker="w", **options):
+        ticket = f"{worker}{len(self.table.books.outbox)}"
+        return self.table.claims.grant(Claim(P, task, worker, ticket, **options), 0.0)
+
+    @property
+    def partition(self):
+        return self.table.books.partitions[P]
+
+
+def test_a_claim_gets_at_least_what_it_asks_for_or_nothing():
+    rows = Rows(("t", {}))
+    put = rows.put(5)
+    assert rows.claim(max_rows=9, min_rows=6) is None
+    assert rows.claim(max_rows=10**7, min_rows=10**7) is None
+    assert rows.claim(max_rows=3, min_rows=3).rows == put[:3]
+    assert rows.claim(max_rows=9, min_rows=2).rows == put[3:]
+
+
+def test_a_claim_of_whole_groups_gets_at_least_what_it_asks_for():
+    rows = Rows(("t", {"groups": True}))
+    put = rows.put(6, size=2)
+    assert rows.claim(max_rows=5, min_rows=5) is None
+    assert rows.claim(max_rows=5, min_rows=4).rows == put[:4]
+    assert rows.claim(max_rows=1).rows == put[4:]
+
+
+def test_a_claim_holds_no_more_tokens_than_it_asks_for_but_one_row():
+    rows = Rows(("t", {}))
+    put = rows.put(4, tags=[{"tokens": n} for n in (10, 20, 5, 100)])
+    assert rows.claim(max_rows=9, max_tokens=30).rows == put[:2]
+    assert rows.claim(max_rows=9, max_tokens=30).rows == put[2:3]
+    assert rows.claim(max_rows=9, max_tokens=30).rows == put[3:]
+
+
+def test_a_lease_is_acknowledged_whole_and_as_often_as_asked():
+    rows = Rows(("t", {}), ("writer", {"writes": ["y"]}))
+    rows.put(4)
+    lot, other = rows.claim(max_rows=2), rows.claim(max_rows=2)
+    acknowledge = rows.table.claims.acknowledge
+    assert acknowledge([lot.lease, "ffff"]) == [True, False]
+    assert acknowledge([lot.lease]) == [True]
+    rows.table.claims.expire(100.0)
+    assert acknowledge([other.lease]) == [False]
+    assert rows.claim(max_rows=9).rows == other.rows
+    with pytest.raises(Refused, match="writes"):
+        acknowledge([rows.claim("writer").lease])
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_an_acknowledgement_is_known_after_a_restart(compacted):
+    rows = Rows(("t", {"clears": True}))
+    rows.put(2)
+    lot = rows.claim(max_rows=2)
+    rows.table.claims.acknowledge([lot.lease])
+    again = Table()
+    for event in dump(rows.table.books) if compacted else rows.table.books.outbox:
+        again.books.apply(event)
+    assert again.claims.acknowledge([lot.lease]) == [True]
+
+
+def test_a_task_that_clears_leaves_nothing_of_its_rows():
+    rows = Rows(("t", {"clears": True}), ("u", {}))
+    put = rows.put(6, size=2)
+    lot = rows.claim(max_rows=3)
+    held = rows.claim("u", max_rows=6)
+    rows.table.claims.acknowledge([lot.lease])
+    assert rows.table.books.frees == put[:3]
+    assert rows.table.books.rows.keys() == set(put[3:])
+    assert [len(group.rows) for group in rows.partition.groups.values()] == [2, 2]
+    assert rows.partition.cleared == 3
+    assert rows.partition.counts.total() == 3
+    assert rows.table.claims.complete(held.lease, put) == [False] * 3 + [True] * 3
+    rows.table.claims.acknowledge([rows.claim(max_rows=9).lease])
+    assert not rows.partition.groups
+    assert len(rows.partition.finished) == 0
+    assert rows.put(2, serial=NONCE) == [0, 0]
+
+
+def test_nobody_is_told_of_the_end_while_others_hold_rows_if_it_asks_so():
+    rows = Rows(("t", {}))
+    rows.put(3)
+    mine, other = rows.claim(worker="me", max_rows=1), rows.claim(worker="other", max_rows=2)
+    patient = Claim(P, "t", "me", "next", until_done=True)
+    hasty = Claim(P, "t", "me", "next")
+    ended = rows.table.claims.ended
+    assert not ended(hasty)
+    rows.table.close(P, 0)
+    assert ended(hasty)
+    assert not ended(patient)
+    rows.table.claims.acknowledge([other.lease])
+    assert ended(patient)
+    rows.table.give_back(mine.lease, mine.rows, "test")
+    assert not ended(hasty)
+
+
+def test_a_key_of_a_lost_row_makes_it_again_under_its_own_serial():
+    rows = Rows(("t", {}))
+    (first,) = rows.put(1, tags=[{KEY_TAG: "a"}])
+    rows.table.lose_rows([first])
+    assert rows.partition.counts[State.WANTED] == 1
+    (again,) = rows.put(1, tags=[{KEY_TAG: "a"}])
+    assert rows.partition.groups.keys() == {NONCE}
+    assert rows.claim(max_rows=9).rows == [again]
+    assert not rows.partition.wanted
+
+
+def test_keys_wait_until_the_units_have_spoken():
+    rows = Rows(("t", {}))
+    rows.put(1, tags=[{KEY_TAG: "a"}])
+    again = Rows()
+    table = Table()
+    table.books.replay(rows.table.books.outbox)
+    table.start(0.0)
+    again.table, again.epoch, again.put_so_far = table, rows.epoch, 10
+    with pytest.raises(PeerLost, match="not yet told"):
+        again.put(1, tags=[{KEY_TAG: "a"}])
+    assert len(again.put(1)) == 1
+    table.miss(rows.epoch)
+    assert len(again.put(1, tags=[{KEY_TAG: "a"}])) == 1
+
+
+def test_what_is_alike_is_compacted_together():
+    rows = Rows(("t", {}))
+    rows.put(1000)
+    for _ in range(10):
+        rows.table.claims.acknowledge([rows.claim(max_rows=16).lease])
+    events = list(dump(rows.table.books))
+    assert len(events) < 30
+    again = Books()
+    again.replay(events)
+    assert list(dump(again)) == events
+    assert again.partitions[P].queues["t"].busy == rows.partition.queues["t"].busy == 160

@@ -1,0 +1,110 @@
+"""What is kept or sent in few bytes says the same: ids as runs, serials as spans, outcomes by number, lots."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from asyncflow.flow.schedule import Window
+from asyncflow.identity import NEWEST
+from asyncflow.queue.controller.outcomes import Outcomes
+from asyncflow.queue.controller.serials import Serials
+from asyncflow.queue.controller.state import Finished
+from asyncflow.queue.protocol.lot import Lot
+from asyncflow.queue.protocol.messages import SERIAL_BITS
+from asyncflow.queue.protocol.runs import expand, shrink
+
+runs = st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(1, 9)), max_size=8)
+
+
+@given(runs, st.lists(st.integers(0, 5), max_size=8))
+def test_ids_are_what_they_were(spans, others):
+    ids = [first + k for first, count in spans for k in range(count)] + others
+    assert expand(shrink(ids)) == ids
+    assert expand(ids) == ids
+
+
+def test_a_batch_of_new_rows_is_two_numbers():
+    assert shrink(range(7 << 44, (7 << 44) + 256)) == [7 << 44, -255]
+
+
+@pytest.mark.parametrize("ids", [[-1], [5, -(1 << 40)], [0, -(1 << 20)]])
+def test_numbers_that_are_no_ids_are_refused(ids):
+    with pytest.raises(ValueError, match="do not stand for ids"):
+        expand(ids)
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 60), st.integers(1, 9)), max_size=30))
+def test_serials_are_known_once_they_were_used(puts):
+    serials, used = Serials(), set()
+    for nonce, first, count in puts:
+        start = (nonce << SERIAL_BITS) + first
+        assert serials.overlaps(start, count) == (not used.isdisjoint(range(start, start + count)))
+        serials.add(start, count)
+        used |= set(range(start, start + count))
+    assert all(serial in serials for serial in used)
+    again = Serials()
+    again.update(serials.spans())
+    assert list(again.spans()) == list(serials.spans())
+    assert sum(end - first for first, end in serials.spans()) == len(used)
+
+
+def test_serials_forget_the_creator_that_was_silent_longest(monkeypatch):
+    monkeypatch.setattr("asyncflow.queue.controller.serials._CREATORS", 3)
+    serials = Serials()
+    for nonce in (1, 2, 3, 1, 4):
+        serials.add((nonce << SERIAL_BITS) + len(list(serials.spans())), 1)
+    assert [first >> SERIAL_BITS for first, _ in serials.spans()] == [3, 1, 1, 4]
+
+
+def test_many_holes_of_one_creator_are_closed_from_the_oldest():
+    serials = Serials()
+    for number in range(0, 1000, 2):
+        serials.add((1 << SERIAL_BITS) + number, 1)
+    assert len(list(serials.spans())) == 64
+    assert (1 << SERIAL_BITS) + 1 in serials
+    assert (1 << SERIAL_BITS) + 997 not in serials
+
+
+outcome = st.builds(Finished, st.integers(1, 2), st.just(Window(0, NEWEST)), st.sampled_from(["t", "f"]))
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 4000), outcome), max_size=40))
+def test_outcomes_agree_with_a_dictionary(steps):
+    outcomes, model = Outcomes(), {}
+    for remove, serial, finished in steps:
+        if remove and serial in model:
+            del model[serial], outcomes[serial]
+        else:
+            model[serial] = outcomes[serial] = finished
+        assert len(outcomes) == len(model)
+    assert dict(outcomes.items()) == model
+    assert list(outcomes) == sorted(model)
+    assert all((serial in outcomes) == (serial in model) for _, serial, _ in steps)
+
+
+def a_lot(*, rows):
+    return Lot(
+        partition="p",
+        purpose="train",
+        lease="a",
+        until=1.0,
+        rows=[*range(8, 8 + rows - 1), 4000],
+        serials=[1] * rows,
+        steps=[3] * rows,
+        tags=[{"n": n} for n in range(rows)],
+        sizes={"x": [8] * rows, "y": [1, -1, *[3] * (rows - 2)]},
+    )
+
+
+@pytest.mark.parametrize("rows", [2, 31, 32, 100])
+def test_a_lot_is_what_it_was(rows):
+    lot = a_lot(rows=rows)
+    assert lot.shrunk().expanded() == lot
+    leased = lot.leased()
+    assert [row.bytes for row in leased[:2]] == [{"x": 8, "y": 1}, {"x": 8}]
+    assert {row.meta.max_version for row in leased} == {NEWEST}
+
+
+def test_a_large_lot_is_sent_in_few_numbers():
+    short = a_lot(rows=100).shrunk()
+    assert (short.rows, short.steps, short.sizes["x"]) == ([8, -98, 4000], [3], [8])

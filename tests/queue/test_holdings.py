@@ -1,0 +1,216 @@
+"""What a unit holds, against a model: rows, verdicts, promises and bytes."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncflow.errors import DeadlineExceeded, StaleHandle
+from asyncflow.net.jagged import Jagged
+from asyncflow.queue.backends.base import BytesLost, Place
+from asyncflow.queue.backends.memory import MemoryBackend
+from asyncflow.queue.protocol.messages import RowMeta
+from asyncflow.queue.protocol.unit_calls import NewCells, NewRows, Verdict
+from asyncflow.queue.unit.budget import Budget
+from asyncflow.queue.unit.holdings import Holdings
+
+OUTPUTS = {"b": 24}
+
+
+class Unit:
+    """Holdings with a controller that decides what it is told to."""
+
+    def __init__(self, *, limit=1 << 20, backend=None):
+        self.backend = backend or MemoryBackend()
+        self.budget = Budget(limit, where="test")
+        self.lost = []
+        self.holdings = Holdings(backend=self.backend, budget=self.budget, where="test", lost=self.lost.extend)
+        self.rows = 0
+
+    async def create(self, lengths, *, ok=None, outputs=OUTPUTS):
+        columns = {"a": Jagged.from_rows([np.full(n, self.rows + i) for i, n in enumerate(lengths)], "int64")}
+        parcel = await self.holdings.store_new(columns, outputs=outputs, producer="", timeout=0)
+        rows = list(range(self.rows, self.rows + len(lengths)))
+        self.rows += len(lengths)
+        metas = [RowMeta(partition="p", serial=row, sample=0, step=1) for row in rows]
+        put = self.holdings.propose(NewRows(metas, rows, 1, parcel.cells), parcel, outputs=outputs)
+        self.holdings.decide(put, Verdict(ok if ok is not None else [True] * len(rows)))
+        return rows
+
+    async def store(self, rows, columns, *, lease="1", reason=""):
+        made = {name: Jagged.from_rows([np.full(n, v) for n, v in cells], "int64") for name, cells in columns.items()}
+        parcel = await self.holdings.store_outputs(
+            made, rows=rows, lease=lease, partial=bool(reason), producer="", timeout=0
+        )
+        entry = NewCells(lease=lease, rows=rows, cells=parcel.cells, tags=[], reason=reason)
+        return self.holdings.propose(entry, parcel, outputs={})
+
+    async def write(self, rows, columns, *, ok=None, **how):
+        put = await self.store(rows, columns, **how)
+        self.holdings.decide(put, Verdict(ok if ok is not None else [True] * len(rows)))
+
+
+class Model:
+    """What each row should be: its columns as (length, value) and the lease that wrote them."""
+
+    def __init__(self):
+        self.whole = {}
+        self.partial = {}
+
+    def write(self, row, cells, lease, reason):
+        whole, partial = self.whole.get(row), self.partial.get(row)
+        if whole is None or any(whole[name][1] == lease for name in cells if name in whole):
+            return
+        for name, cell in cells.items():
+            if not reason:
+                whole[name] = (cell, lease)
+                partial.pop(name, None)
+            elif name not in whole:
+                partial[name] = (cell, lease)
+
+    def cells(self, row):
+        return {name: cell for shelf in (self.partial[row], self.whole[row]) for name, (cell, _) in shelf.items()}
+
+    @property
+    def used(self):
+        shelves = [*self.whole.values(), *self.partial.values()]
+        return sum(8 * length for shelf in shelves for (length, _), _ in shelf.values())
+
+    @property
+    def promised(self):
+        return sum(size for whole in self.whole.values() for name, size in OUTPUTS.items() if name not in whole)
+
+
+cell_lists = st.dictionaries(st.sampled_from("abc"), st.tuples(st.integers(0, 4), st.integers(0, 9)), min_size=1)
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_rows_bytes_and_promises_are_those_of_the_model(data):
+    async def run():
+        unit, model = Unit(), Model()
+        for _ in range(data.draw(st.integers(1, 12))):
+            action = data.draw(st.sampled_from(["create", "write", "write", "clear"]))
+            if action == "create":
+                lengths = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
+                ok = data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
+                for row, length, admitted in zip(await unit.create(lengths, ok=ok), lengths, ok, strict=True):
+                    if admitted:
+                        model.whole[row], model.partial[row] = {"a": ((length, row), "")}, {}
+            elif not unit.rows:
+                continue
+            elif action == "write":
+                rows = data.draw(st.lists(st.integers(0, unit.rows - 1), min_size=1, max_size=4, unique=True))
+                cells = data.draw(cell_lists)
+                ok = data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
+                lease, reason = data.draw(st.sampled_from("123")), data.draw(st.sampled_from(["", "tired"]))
+                columns = {name: [cell] * len(rows) for name, cell in cells.items()}
+                await unit.write(rows, columns, ok=ok, lease=lease, reason=reason)
+                for row, admitted in zip(rows, ok, strict=True):
+                    if admitted:
+                        model.write(row, cells, lease, reason)
+            else:
+                rows = data.draw(st.lists(st.integers(0, unit.rows - 1), max_size=4))
+                unit.holdings.clear(rows)
+                for row in rows:
+                    model.whole.pop(row, None), model.partial.pop(row, None)
+            assert (unit.budget.used, unit.budget.promised) == (model.used, model.promised)
+            assert {h.row for h in unit.holdings.held()} == model.whole.keys()
+            for held in unit.holdings.held():
+                assert held.columns == {n: 8 * c[0] for n, (c, _) in model.whole[held.row].items()}
+                assert held.partial == {n: 8 * c[0] for n, (c, _) in model.partial[held.row].items()}
+            for names in ("a", "ab", "cba"):
+                there = [row for row in model.whole if model.cells(row).keys() >= set(names)]
+                if there:
+                    asked = data.draw(st.permutations(there))
+                    got = await unit.holdings.fetch(asked, list(names))
+                    for name in names:
+                        cells = [model.cells(row)[name] for row in asked]
+                        assert got[name] == Jagged.from_rows([np.full(*cell) for cell in cells], "int64")
+        unit.holdings.wipe()
+        assert (unit.budget.used, unit.budget.promised, len(unit.holdings), unit.backend.nbytes) == (0, 0, 0, 0)
+
+    asyncio.run(run())
+
+
+async def test_who_asks_for_cells_that_are_not_decided_about_waits_for_the_verdict():
+    unit = Unit()
+    rows = await unit.create([1, 1])
+    put = await unit.store(rows[:1], {"b": [(2, 7)]})
+    waiting = asyncio.create_task(unit.holdings.fetch(rows[:1], ["b"]))
+    await asyncio.sleep(0)
+    assert (await unit.holdings.fetch(rows, ["a"]))["a"].values.tolist() == rows
+    assert not waiting.done()
+    unit.holdings.decide(put, Verdict([True]))
+    assert (await waiting)["b"].values.tolist() == [7, 7]
+    assert (await put.verdict).ok == [True]
+
+
+async def test_what_is_not_there_is_a_stale_handle_that_says_what_is():
+    unit = Unit()
+    (row,) = await unit.create([1])
+    with pytest.raises(StaleHandle, match=f"row {row} has no column 'z'. It has a"):
+        await unit.holdings.fetch([row], ["z"])
+    unit.holdings.clear([row])
+    with pytest.raises(StaleHandle, match=f"row {row} is not here"):
+        await unit.holdings.fetch([row], ["a"])
+
+
+class Slow(MemoryBackend):
+    """A store that takes its time, can lose parcels, and can fail to take them."""
+
+    immediate = False
+
+    def __init__(self):
+        super().__init__()
+        self.removing = asyncio.Event()
+        self.gone = set()
+        self.full = False
+
+    async def put(self, parcel, columns):
+        if self.full:
+            raise DeadlineExceeded("the store is full")
+        await super().put(parcel, columns)
+
+    async def get(self, places, columns):
+        if lost := [place for place in places if place in self.gone]:
+            raise BytesLost(lost)
+        return await super().get(places, columns)
+
+    async def free(self, places, columns):
+        await self.removing.wait()
+        await super().free(places, columns)
+
+
+async def test_bytes_are_in_the_budget_until_the_store_has_removed_them_and_promises_are_not():
+    unit = Unit(backend=Slow())
+    rows = await unit.create([1, 2])
+    unit.holdings.clear(rows)
+    assert (unit.budget.used, unit.budget.promised) == (24, 0)
+    unit.backend.removing.set()
+    await asyncio.sleep(0.001)
+    assert (unit.budget.used, unit.backend.nbytes) == (0, 0)
+
+
+async def test_a_row_whose_bytes_the_store_has_lost_is_given_up_and_told_of():
+    unit = Unit(backend=Slow())
+    unit.backend.removing.set()
+    rows = await unit.create([1, 2, 3])
+    unit.backend.gone = {Place(1, 1)}
+    with pytest.raises(StaleHandle, match="lost"):
+        await unit.holdings.fetch(rows, ["a"])
+    assert unit.lost == [rows[1]]
+    assert rows[1] not in unit.holdings
+    assert (await unit.holdings.fetch([rows[0], rows[2]], ["a"]))["a"].lengths.tolist() == [1, 3]
+    await asyncio.sleep(0.001)
+    assert unit.budget.used == 32
+
+
+async def test_a_put_that_the_store_refuses_leaves_nothing_in_the_budget():
+    unit = Unit(backend=Slow())
+    unit.backend.full = True
+    with pytest.raises(DeadlineExceeded):
+        await unit.create([3])
+    assert (unit.budget.used, unit.budget.promised) == (0, 0)

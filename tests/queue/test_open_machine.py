@@ -1,0 +1,306 @@
+"""Open rows in any order of events: the pure table against a dictionary, and against its own log.
+
+The model is what a user believes: rows with columns, tags and a key; for each task, which rows it has had. Restarts,
+lost units, expired leases, resets and clears may come at any time.
+"""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from asyncflow.errors import Refused, StaleHandle
+from asyncflow.identity import RowPlace
+from asyncflow.queue.controller import open_table
+from asyncflow.queue.controller.books import Books
+from asyncflow.queue.controller.claims import Claim
+from asyncflow.queue.controller.compaction import dump
+from asyncflow.queue.controller.state import State
+from asyncflow.queue.controller.table import Table
+from asyncflow.queue.ledger.audit import Auditor
+from asyncflow.queue.protocol.messages import KEY_TAG, TaskSpec
+from asyncflow.queue.protocol.unit_calls import Cells, Held
+
+P = "scores"
+NEEDS = {"grade": ["text"], "both": ["text", "score"], "whole": ["text"]}
+TASK = st.sampled_from(sorted(NEEDS))
+COLUMN = st.sampled_from(["text", "score"])
+NONCE = 7 << 32
+
+
+class OpenMachine(RuleBasedStateMachine):
+    @initialize()
+    def start(self):
+        self.now, self.epochs, self.counter, self.serial, self.tickets = 0.0, 0, 0, NONCE, 0
+        self.log, self.rows, self.gone, self.lost, self.leases = [], {}, set(), {}, []
+        self.expected, self.cleared, self.resets, self.peeked = None, 0, 0, 0
+        self.table = Table()
+        self.table.start(0.0)
+        self.table.declare([TaskSpec(partition=P, name=n, needs=c, groups=n == "whole") for n, c in NEEDS.items()])
+        self.replace_unit()
+
+    # --- what happens
+
+    @rule(groups=st.integers(1, 3), size=st.integers(1, 3), key=st.none() | st.sampled_from("ab"), again=st.booleans())
+    def put(self, groups, size, key, again):
+        size, groups = (1, 1) if key else (size, groups)
+        numbers = self.fresh(groups * size)
+        tags = [{KEY_TAG: key, "n": 0}] if key else [{"n": n} for n in range(len(numbers))]
+        had = next((number for number, row in self.rows.items() if key and row["key"] == key), None)
+        for _ in range(1 + again):
+            ok, answer = self.table.puts.put(
+                P,
+                serial=self.serial,
+                size=size,
+                rows=numbers,
+                dtypes={"text": "text"},
+                names=("text",),
+                sizes=[(3,)] * len(numbers),
+                tags=tags,
+            )
+            if had is not None:
+                assert (ok, answer) == ([False], [had])
+            elif ok[0]:
+                assert all(ok)
+                self.lost = {number: row for number, row in self.lost.items() if not key or row["key"] != key}
+                for index, number in enumerate(numbers):
+                    self.rows[number] = {
+                        "group": self.serial + index // size,
+                        "key": key or "",
+                        "tags": {"n": tags[index]["n"]},
+                        "columns": {"text": 3},
+                        "had": {},
+                        "held": {},
+                    }
+            else:
+                assert answer == numbers
+        self.serial += groups
+
+    @rule(data=st.data(), column=COLUMN, size=st.integers(0, 9), dtype=st.sampled_from(["text", "int8"]))
+    def write(self, data, column, size, dtype):
+        numbers = self.some(data)
+        stale = any(number not in self.rows for number in numbers)
+        books = self.table.books
+        wrong = bool(numbers) and not stale and books.partitions[P].schema.get(column, dtype) != dtype
+        cells = Cells(dtypes={column: dtype}, sizes={column: [size] * len(numbers)})
+        tags = [{"late": size}] * len(numbers)
+        if stale or wrong:
+            with pytest.raises(StaleHandle if stale else Refused):
+                open_table.write(books, numbers, cells, tags)
+            return
+        assert open_table.write(books, numbers, cells, tags) == [True] * len(numbers)
+        for number in numbers:
+            self.rows[number]["columns"][column] = size
+            self.rows[number]["tags"]["late"] = size
+
+    @rule(task=TASK, most=st.integers(1, 5), worker=st.sampled_from("vw"))
+    def claim(self, task, most, worker):
+        self.tickets += 1
+        claim = Claim(P, task, worker, f"t{self.tickets}", max_rows=most)
+        self.table.claims.park(claim)
+        grants = [grant for grant in self.table.claims.serve(self.now) if grant.claim is claim]
+        self.table.claims.withdraw(claim)
+        if not grants:
+            assert not self.ready(task)
+            return
+        lot = grants[0].lot
+        assert set(lot.rows) <= self.ready(task)
+        for number in lot.rows:
+            self.rows[number]["held"][task] = lot.lease
+        self.leases.append((task, lot.lease, list(lot.rows)))
+
+    @rule(data=st.data(), good=st.booleans())
+    def end(self, data, good):
+        if not self.leases:
+            return
+        task, lease, numbers = data.draw(st.sampled_from(self.leases))
+        held = [n in self.rows and self.rows[n]["held"].get(task) == lease for n in numbers]
+        done = [n in self.rows and self.rows[n]["had"].get(task) == lease for n in numbers]
+        if good:
+            ok = self.table.complete(lease, numbers, Cells(dtypes={}, sizes={}), [])
+            assert ok == [a or b for a, b in zip(held, done, strict=True)]
+        else:
+            assert self.table.give_back(lease, numbers, "test") == held
+        for number in (number for number, mine in zip(numbers, held, strict=True) if mine):
+            del self.rows[number]["held"][task]
+            if good:
+                self.rows[number]["had"][task] = lease
+
+    @rule(worker=st.sampled_from("vw"))
+    def lose_worker(self, worker):
+        held = {lease.name for lease in self.table.books.leases if lease.worker == worker}
+        self.table.claims.expire_worker(worker)
+        for row in self.rows.values():
+            row["held"] = {task: lease for task, lease in row["held"].items() if lease not in held}
+
+    @rule(task=st.none() | TASK)
+    def reset(self, task):
+        names = NEEDS if task is None else [task]
+        had = sum(name in row["held"] or name in row["had"] for row in self.rows.values() for name in names)
+        assert open_table.reset(self.table.books, self.partition, task) == had
+        self.resets += had
+        for row in self.rows.values():
+            for name in names:
+                row["held"].pop(name, None)
+                row["had"].pop(name, None)
+
+    @rule()
+    def lose_unit(self):
+        self.lost |= self.rows
+        self.rows.clear()
+        self.gone.clear()
+        self.replace_unit()
+
+    @rule(data=st.data())
+    def clear_rows(self, data):
+        numbers = [*self.some(data), *self.lost][:6]
+        known = self.lost | self.rows
+        assert self.table.clear_rows(P, numbers) == [number in known for number in numbers]
+        for number in set(numbers) & known.keys():
+            if self.rows.pop(number, None):
+                self.gone.add(number)
+            self.lost.pop(number, None)
+            self.cleared += 1
+
+    @rule()
+    def clear(self):
+        self.table.clear(P)
+        self.gone |= self.rows.keys()
+        self.rows.clear()
+        self.lost.clear()
+        self.cleared, self.expected = 0, None
+
+    @rule(total=st.integers(0, 9))
+    def expect(self, total):
+        open_table.expect(self.table.books, self.partition, total)
+        self.expected = total
+
+    @rule(task=TASK)
+    def look(self, task):
+        rows = list(open_table.list_rows(self.partition))
+        sight = open_table.peek(self.table.books, self.partition, task, rows)
+        self.peeked += len(rows)
+        assert {n for n, ready in zip(sight.rows, sight.ready, strict=True) if ready} == self.ready(task)
+        for place, number in enumerate(sight.rows):
+            row = self.rows[number]
+            assert sight.done[place] == (task in row["had"])
+            assert sight.leased[place] == (task in row["held"])
+            assert set(sight.lacks[place]) == set(NEEDS[task]) - row["columns"].keys()
+
+    @rule()
+    def restart(self):
+        held = [self.told(number) for number in self.rows] + [self.told(number) for number in self.gone]
+        self.events()
+        self.table = Table()
+        for event in self.log:
+            self.table.books.apply(event)
+        self.table.start(self.now)
+        assert set(self.table.hold(held)) == self.gone
+        assert self.table.miss(self.epoch) == 0
+        self.lost = {number: row | {"key": ""} for number, row in self.lost.items()}
+        self.gone.clear()
+
+    # --- what must always hold
+
+    @invariant()
+    def the_listing_is_what_the_user_believes(self):
+        listing = open_table.listing(open_table.list_rows(self.partition))
+        told = {n: (k, t) for n, k, t in zip(listing.rows, listing.keys, listing.tags, strict=True)}
+        assert told == {number: (row["key"], row["tags"]) for number, row in self.rows.items()}
+        assert len(self.partition.wanted) == len(self.lost)
+        keys = {row["key"]: number for number, row in self.rows.items() if row["key"]}
+        assert open_table.find(self.partition, ["a", "b"]) == [keys.get("a", 0), keys.get("b", 0)]
+        assert self.table.books.rows.keys() == self.rows.keys()
+
+    @invariant()
+    def progress_is_what_the_user_believes(self):
+        for task in NEEDS:
+            told = open_table.consumed(self.partition, task)
+            assert told.done == sum(task in row["had"] for row in self.rows.values())
+            assert told.leased == sum(task in row["held"] for row in self.rows.values())
+            assert (told.rows, told.cleared, told.expected) == (
+                len(self.rows) + len(self.lost),
+                self.cleared,
+                self.expected,
+            )
+        assert (self.partition.resets, self.partition.peeked) == (self.resets, self.peeked)
+
+    @invariant()
+    def the_log_makes_the_same_state_again(self):
+        self.events()
+        live = list(dump(self.table.books))
+        for events in (self.log, live):
+            again = Books()
+            for event in events:
+                again.apply(event)
+            assert list(dump(again)) == live
+
+    @invariant()
+    def the_auditor_agrees(self):
+        self.events()
+        for events in (self.log, dump(self.table.books)):
+            auditor = Auditor()
+            for event in events:
+                auditor.see(event)
+            report = auditor.report()
+            assert report.ok, report
+            counts = self.partition.counts
+            assert report.remaining == counts[State.LIVE] + counts[State.WANTED]
+            assert report.cleared == self.partition.cleared + counts[State.DROPPED] + counts[State.FILTERED]
+
+    # --- short words
+
+    @property
+    def partition(self):
+        return self.table.books.partition(P)
+
+    def ready(self, task):
+        """The rows that the next claim of ``task`` may give."""
+
+        def fits(row):
+            return task not in row["had"] and task not in row["held"] and set(NEEDS[task]) <= row["columns"].keys()
+
+        blocked = {
+            row["group"] for row in self.rows.values() if task == "whole" and not fits(row) and task not in row["had"]
+        }
+        return {number for number, row in self.rows.items() if fits(row) and row["group"] not in blocked}
+
+    def fresh(self, count):
+        first, self.counter = self.counter, self.counter + count
+        return [RowPlace(self.epoch, 0, first + index).row for index in range(count)]
+
+    def some(self, data):
+        known = sorted([*self.rows, *self.gone])
+        return data.draw(st.lists(st.sampled_from(known), unique=True, max_size=4)) if known else []
+
+    def told(self, number):
+        row = self.rows.get(number, {"columns": {}, "tags": {}, "key": ""})
+        tags = row["tags"] | ({KEY_TAG: row["key"]} if row["key"] else {})
+        return Held(row=number, columns=dict(row["columns"]), partial={}, tokens=0, tags=tags)
+
+    def replace_unit(self):
+        self.epochs += 1
+        self.epoch = self.table.join_unit(0, f"unit-{self.epochs}")
+        self.counter = 0
+
+    def events(self):
+        self.log += self.table.books.outbox
+        self.table.books.outbox.clear()
+        self.table.books.frees.clear()
+
+    def teardown(self):
+        if hasattr(self, "table"):
+            assert self.partition.counts[State.LIVE] == len(self.rows)
+
+
+def test_open_machine():
+    run_state_machine_as_test(
+        OpenMachine,
+        settings=settings(
+            max_examples=200,
+            stateful_step_count=30,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=HealthCheck,
+        ),
+    )

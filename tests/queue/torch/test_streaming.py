@@ -1,0 +1,293 @@
+"""A lease task as a data set: any number of loader workers, each sample once, nothing lost, an end."""
+
+import multiprocessing
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.data import DataLoader  # noqa: E402
+
+from asyncflow.errors import DeadlineExceeded, Refused, StaleHandle  # noqa: E402
+from asyncflow.net.frames import Jagged  # noqa: E402
+from asyncflow.net.keys import Keys  # noqa: E402
+from asyncflow.queue.client.blocking_visitor import visiting  # noqa: E402
+from asyncflow.queue.client.open_partition import BlockingPartition  # noqa: E402
+from asyncflow.queue.torch import Queue, StreamingDataset  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+P = "train"
+ROWS = 12
+LEASE_S = 2.0
+
+
+@pytest.fixture
+def dataset(served):
+    made = []
+
+    def make(**options):
+        options = {"queue": served.address, "task": "load", "columns": ["prompt"], "rows": 5} | options
+        made.append(StreamingDataset(partition=P, **{"patience_s": 20.0} | options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def loader(dataset, workers=0, **options):
+    options = {"in_order": False, "timeout": 60 if workers else 0} | options
+    return DataLoader(dataset, batch_size=None, num_workers=workers, **options)
+
+
+def serials(batches):
+    return [meta.serial for batch in batches for meta in batch.metas]
+
+
+@pytest.mark.parametrize("workers", [0, 4])
+@pytest.mark.parametrize("acknowledge", ["next", "explicit"])
+def test_each_sample_comes_once(served, dataset, workers, acknowledge):
+    served.fill(range(40), close=1)
+    data, seen = dataset(acknowledge=acknowledge), []
+    for batch in loader(data, workers):
+        for index, meta in enumerate(batch.metas):
+            assert batch.columns["prompt"][index].tolist() == [10 * meta.serial] * meta.tokens
+        batch.columns["prompt"].values.zero_()
+        seen += serials([batch])
+        if acknowledge == "explicit":
+            assert data.complete(batch) == [True] * len(batch)
+    assert sorted(seen) == list(range(40))
+    stats = served.stats()
+    assert (stats.ready["train/load"], stats.leased["train/load"], stats.lease_expiries) == (0, 0, 0)
+    assert stats.redeliveries == 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_two_consumers_share_the_rows_and_both_end(served, dataset, workers):
+    served.fill(range(40), close=1)
+    with ThreadPoolExecutor(2) as threads:
+        seen = list(threads.map(lambda data: serials(loader(data, workers)), [dataset(rows=2), dataset(rows=2)]))
+    assert sorted(seen[0] + seen[1]) == list(range(40))
+
+
+def test_the_queue_may_be_named_by_all_its_addresses(served, dataset):
+    served.fill(range(ROWS), close=1)
+    assert sorted(serials(loader(dataset(queue=Queue(**served.explicit())), 2))) == list(range(ROWS))
+
+
+def test_keys(serving, tmp_path):
+    file = tmp_path / "key"
+    with serving(keys=Keys.generate(file)) as served:
+        served.fill(range(ROWS), close=1)
+        where = Queue(address=served.address, key_file=file)
+        with StreamingDataset(queue=where, partition=P, task="load", columns=["prompt"], rows=5) as data:
+            assert sorted(serials(data)) == list(range(ROWS))
+
+
+def test_what_was_not_acknowledged_comes_again(served, dataset):
+    served.fill(range(ROWS), close=1)
+    iterator = iter(dataset())
+    first, second = next(iterator), next(iterator)
+    assert len(first) == len(second) == 5
+    iterator.close()
+    assert served.stats().leased["train/load"] == 0
+    assert sorted(serials([first]) + serials(dataset())) == list(range(ROWS))
+
+
+def test_no_more_than_asked_for_is_fetched_ahead(served, dataset):
+    served.fill(range(ROWS), close=1)
+    for ahead in (0, 2):
+        iterator = iter(dataset(rows=1, ahead=ahead))
+        next(iterator)
+        if ahead:
+            while served.stats().leased["train/load"] < 1 + ahead:
+                pass
+        assert served.stats().leased["train/load"] == 1 + ahead
+        next(iterator)
+        assert served.stats().leased["train/load"] <= 1 + ahead
+        iterator.close()
+
+
+def test_whole_groups(served, dataset):
+    served.fill(range(4), size=3, close=1)
+    batches = list(loader(dataset(task="whole", rows=7), 2))
+    for batch in batches:
+        assert sorted(m.sample for m in batch.metas) == sorted(list(range(3)) * (len(batch) // 3))
+    assert sorted(serials(batches)) == sorted(list(range(4)) * 3)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_outputs_are_written_with_the_acknowledgement(served, dataset, workers):
+    served.fill(range(ROWS), close=1)
+    data = dataset(task="score", acknowledge="explicit")
+    for batch in loader(data, workers):
+        scores = [row.sum(dtype=torch.float32) for row in map(batch.columns["prompt"].__getitem__, range(len(batch)))]
+        assert all(data.complete(batch, {"score": scores}))
+    with StreamingDataset(queue=served.address, partition=P, task="load", columns=["score"], rows=ROWS) as second:
+        for batch in second:
+            for index, meta in enumerate(batch.metas):
+                assert batch.columns["score"][index] == 10.0 * meta.serial * meta.tokens
+
+
+def test_a_batch_is_held_as_long_as_it_takes_also_after_its_worker_is_gone(served, dataset):
+    served.fill(range(ROWS), close=1)
+    data = dataset(acknowledge="explicit", rows=3)
+    batches = list(loader(data, 2))
+    time.sleep(1.5 * LEASE_S)
+    assert served.stats().leased["train/load"] == ROWS
+    assert all(all(data.complete(batch)) for batch in batches)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_lost_consumer_held_comes_again(served, dataset, workers):
+    served.fill(range(ROWS), close=1)
+    context = multiprocessing.get_context("fork")
+    theirs, ours = context.Pipe()
+    child = context.Process(target=_hold, args=(dataset(acknowledge="explicit"), ours, workers))
+    child.start()
+    assert theirs.recv() == 5
+    child.kill()
+    child.join()
+    assert sorted(serials(dataset())) == list(range(ROWS))
+    assert served.stats().redeliveries >= 5
+
+
+def _hold(data, pipe, workers):
+    iterator = iter(loader(data, workers))
+    pipe.send(len(next(iterator)))
+    pipe.recv()
+
+
+def test_loader_workers_take_nothing_when_their_process_is_gone(served, dataset):
+    served.fill(range(5))
+    context = multiprocessing.get_context("fork")
+    theirs, ours = context.Pipe()
+    child = context.Process(target=_hold, args=(dataset(), ours, 2))
+    child.start()
+    assert theirs.recv() == 5
+    while served.stats().parked.get("train/load") != 2:
+        pass
+    child.kill()
+    child.join()
+    while served.visitors():
+        pass
+    served.fill(range(5, ROWS), close=1)
+    assert sorted(serials(dataset())) == list(range(5, ROWS))
+
+
+def test_a_controller_that_restarts_is_waited_for(served, dataset):
+    served.fill(range(ROWS), close=1)
+    iterator = iter(dataset(rows=1))
+    seen = [next(iterator) for _ in range(3)]
+    served.restart_controller()
+    assert sorted(serials([*seen, *iterator])) == list(range(ROWS))
+
+
+def test_what_is_never_completed_is_given_back_when_the_data_set_is_closed(served, dataset):
+    served.fill(range(ROWS), close=1)
+    data = dataset(acknowledge="explicit")
+    batches = list(loader(data, 2))
+    data.complete(batches[0])
+    data.give_back(batches[1], reason="not now")
+    data.close()
+    stats = served.stats()
+    assert (stats.leased["train/load"], stats.ready["train/load"]) == (0, ROWS - len(batches[0]))
+
+
+def test_a_task_that_writes_is_not_acknowledged_by_going_on(served, dataset):
+    served.fill(range(ROWS), close=1)
+    with pytest.raises(Refused, match="writes"):
+        list(dataset(task="score"))
+
+
+def test_a_stream_that_dries_up_says_so(served, dataset):
+    served.fill(range(ROWS))
+    iterator = iter(dataset(rows=ROWS, patience_s=0.3))
+    assert len(next(iterator)) == ROWS
+    with pytest.raises(DeadlineExceeded, match="no row became ready within"):
+        next(iterator)
+
+
+def test_rows_whose_bytes_were_lost_are_passed_over(served, dataset):
+    served.fill(range(ROWS))
+    data = dataset(rows=1, ahead=0)
+    iterator = iter(data)
+    next(iterator)
+    fetch, failed = data._station().client.fetch, []
+
+    async def fail_once(rows, columns, *, timeout):
+        if not failed:
+            failed.append(rows)
+            raise StaleHandle("gone", where="here")
+        return await fetch(rows, columns, timeout=timeout)
+
+    data._station().client.fetch = fail_once
+    served.close_partition(1)
+    assert len(serials(iterator)) == ROWS - 1
+    assert served.stats().redeliveries == 1
+
+
+def test_columns_keep_their_dtypes(served, dataset):
+    columns = {
+        "brain": lambda metas: Jagged.from_rows([[0x3F80, 0x4000] for _ in metas], "bfloat16"),
+        "image": lambda metas: Jagged.from_rows([_image(m) for m in metas], "float32", inner=(2, 3)),
+        "reward": lambda metas: Jagged.from_rows([float(m.serial) for m in metas], "float64", inner=None),
+        "text": lambda metas: Jagged.from_rows([f"né {m.serial}" for m in metas], "text"),
+        "thing": lambda metas: Jagged.from_rows([{"a": [m.serial]} for m in metas], "object"),
+    }
+    served.fill(range(ROWS), columns=columns, close=1)
+    for batch in loader(dataset(columns=["prompt", *columns]), 1):
+        for i, meta in enumerate(batch.metas):
+            row = {name: column[i] for name, column in batch.columns.items()}
+            assert row["brain"].dtype == torch.bfloat16
+            assert row["brain"].tolist() == [1.0, 2.0]
+            assert torch.equal(row["image"], torch.from_numpy(_image(meta)))
+            assert (row["reward"].shape, float(row["reward"])) == ((), meta.serial)
+            assert row["text"] == f"né {meta.serial}"
+            assert row["thing"] == {"a": [meta.serial]}
+
+
+def _image(meta):
+    return torch.full((meta.tokens, 2, 3), meta.serial, dtype=torch.float32).numpy()
+
+
+def test_an_open_partition(served):
+    with visiting(served.address) as queue:
+        corpus = BlockingPartition(queue, "corpus")
+        corpus.declare("grade", needs=["text", "length"], writes=["score"])
+        corpus.put({"text": ["a", "bb", "ccc"], "length": torch.tensor([1, 2, 3])}, keys=["x", "y", "z"])
+        queue.close_partition(partition="corpus", step=1, timeout=10)
+        data = StreamingDataset(
+            queue=served.address,
+            partition="corpus",
+            task="grade",
+            columns=["text", "length"],
+            rows=2,
+            acknowledge="explicit",
+        )
+        with data:
+            for batch in loader(data):
+                lengths = batch.columns["length"].padded()
+                assert [len(batch.columns["text"][row]) for row in range(len(batch))] == lengths.tolist()
+                assert all(data.complete(batch, {"score": lengths.double()}))
+        assert corpus.get(["z", "x"], ["score"])["score"].tolist() == [3.0, 1.0]
+
+
+def test_state(served, dataset):
+    state = dataset().state_dict()
+    dataset().load_state_dict(state)
+    with pytest.raises(Refused, match="the state is that of"):
+        dataset(task="whole").load_state_dict(state)
+
+
+def test_what_cannot_be_is_refused(served, dataset):
+    for wrong in ({"rows": 0}, {"columns": []}, {"ahead": -1}, {"acknowledge": "never"}):
+        with pytest.raises(Refused, match="cannot be"):
+            dataset(**wrong)
+    with pytest.raises(Refused, match="one address"):
+        Queue()
+    with pytest.raises(Refused, match="one address"):
+        Queue(address="tcp://x:1", controller="tcp://y:1", units={0: "tcp://z:1"})
