@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test lint types contracts pytest kube controls faults delayed-update same-bits smollm2 e2e bench-queue fuzz
+.PHONY: run test lint types contracts pytest kube controls faults delayed-update same-bits smollm2 e2e bench-queue queue-faults fuzz
 
 run: $(STAMP)
 	$(BIN)/asyncflow run examples/quickstart.yaml --fresh
@@ -24,7 +24,7 @@ contracts: $(STAMP)
 
 # Two workers: most tests wait for processes. What shares a control plane stays together (tests/cluster/conftest.py).
 pytest: $(STAMP) kube
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup --durations 25
 
 # A real API server and KWOK from pinned Go modules, built once and kept by version (hack/kube/build.py).
 kube: $(STAMP)
@@ -36,6 +36,10 @@ controls: $(STAMP)
 
 faults: $(STAMP)
 	$(BIN)/python benchmarks/faults.py examples/counting.yaml --kills 50 --seed 1
+
+# A queue that stands alone: its servers, producers, consumers and trainer are killed and stopped, 200 times.
+queue-faults: $(STAMP)
+	$(BIN)/python benchmarks/queue/faults.py --faults 200 --seed 1
 
 delayed-update: $(STAMP)
 	$(BIN)/python benchmarks/delayed_update.py

@@ -119,7 +119,8 @@ async def test_a_holder_that_closes_is_lost_at_once(served):
     async def close_then_answer(*_):
         await transport.close()
 
-    transport._server._routes["weights.fetch"] = (transport._server._routes["weights.fetch"][0], close_then_answer)
+    route = transport._server._routes["weights.fetch"]
+    transport._server._routes["weights.fetch"] = route._replace(now=None, later=close_then_answer)
     with pytest.raises((PeerLost, RemoteError)):
         await pull(source, [Region(tensor="w", box=Box((0, 0), (1, 1)), itemsize=8)])
 

@@ -223,7 +223,15 @@ def test_a_caller_that_leaves_says_farewell_in_the_loop(world):
         assert made.calls == [(None, "never"), (None, "goodbye")]
 
 
-def test_a_thread_that_is_interrupted_says_farewell(world):
+@pytest.fixture
+def interruptible():
+    """A worker of pytest-xdist ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_thread_that_is_interrupted_says_farewell(world, interruptible):
     def verb():
         yield Farewell(Ask(None, "say", Say("goodbye"), Heard, 5.0))
         yield from word_of(None, "never", timeout=30)
