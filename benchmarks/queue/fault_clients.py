@@ -11,6 +11,7 @@ row by what it holds, in an array that is part of the checkpoint; what the queue
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import sys
@@ -78,10 +79,10 @@ def expected(column: str, number: int) -> list[int]:
     return [number, 2 * number] if column == "reward" else [number] * (1 + number % 3)
 
 
-def publish(path: Path, write: Callable[[Path], None]) -> None:
+def publish(path: Path, content: bytes) -> None:
     """Have a file appear whole."""
     draft = path.with_name("draft-" + path.name)
-    write(draft)
+    draft.write_bytes(content)
     draft.rename(path)
 
 
@@ -122,7 +123,8 @@ async def consume(task: str, queue: QueueClient, say: Callable[..., None]) -> No
             say("waited")
             continue
         numbers = [row.meta.serial * SAMPLES + row.meta.sample for row in rows]
-        say("claimed", rows=numbers, tries=[row.attempt for row in rows])
+        ids = [row.row for row in rows]
+        say("claimed", rows=numbers, ids=ids, tries=[row.attempt for row in rows])
         try:
             columns = await queue.fetch(rows, [needs], timeout=_CALL_S)
         except StaleHandle:
@@ -132,7 +134,7 @@ async def consume(task: str, queue: QueueClient, say: Callable[..., None]) -> No
         assert _numbers(needs, columns[needs]) == numbers
         await asyncio.sleep(_WORK_S)
         ok = await queue.complete(rows, {writes: _column(writes, numbers)}, timeout=_CALL_S)
-        say("completed", rows=numbers, ok=ok)
+        say("completed", rows=numbers, ids=ids, ok=ok)
 
 
 async def train(queue: QueueClient, say: Callable[..., None], folder: Path, rank: int, attempt: int) -> None:
@@ -160,7 +162,8 @@ async def train(queue: QueueClient, say: Callable[..., None], folder: Path, rank
         if step % CHECKPOINT_STEPS:
             continue
         name = f"step-{step}.attempt-{attempt}.rank-{{}}.npy"
-        publish(folder / name.format(rank), lambda file, values=counts: np.save(file, values))  # type: ignore[misc]
+        np.save(written := io.BytesIO(), counts)
+        publish(folder / name.format(rank), written.getvalue())
         if rank == 0:
             while not all((folder / name.format(other)).exists() for other in range(RANKS)):
                 await asyncio.sleep(0.02)

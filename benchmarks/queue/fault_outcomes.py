@@ -19,6 +19,8 @@ from fault_clients import CHAIN, Line, diary
 
 HOLDERS = ("unit", "holder", "master")
 """Who has rows to lose."""
+_BACK_S = 3.0
+"""What it takes until a process that was killed serves again, with some to spare."""
 
 
 @dataclass(kw_only=True)
@@ -55,18 +57,62 @@ def judge(faults: Sequence[Fault], folder: Path) -> list[Outcome]:
     return [_outcome(fault, diaries) for fault in faults]
 
 
-def table(outcomes: Iterable[Outcome]) -> str:
+def late_writes(folder: Path) -> list[str]:
+    """Look for rows that were completed by somebody although another had been given them after him."""
+    diaries = _Diaries(folder)
+    given: dict[tuple[str, int], list[tuple[int, float, str]]] = defaultdict(list)
+    for line in diaries.did["claimed"]:
+        for row, tries in zip(line["ids"], line["tries"], strict=True):
+            given[line["kind"], row].append((tries, line["t"], line["who"]))
+    found = []
+    for line in diaries.did["completed"]:
+        for row, ok in zip(line["ids"], line["ok"], strict=True):
+            had = given[line["kind"], row]
+            mine = max((tries for tries, _, who in had if who == line["who"]), default=-1)
+            later = [who for tries, at, who in had if tries > mine and at < line["t"]]
+            if ok and later:
+                found.append(f"{line['who']} completed row {row} that {later[0]} had been given after it")
+    return found
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
     """Give all outcomes as text: by kind and action, how often each came and how long it took."""
-    rows = [("process", "fault", "outcome", "times", "median s", "longest s")]
+    rows = [("process", "fault", "outcome", "times", "median s", "longest s", "longest s, nothing else hit meanwhile")]
+    faults = [outcome.fault for outcome in outcomes]
     groups: defaultdict[tuple[str, str, str], list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         groups[outcome.fault.kind, outcome.fault.action, outcome.words].append(outcome)
     for (kind, action, words), group in sorted(groups.items()):
         times = [outcome.seconds for outcome in group if outcome.seconds is not None]
+        alone = [outcome.seconds for outcome in group if outcome.seconds is not None and not meanwhile(outcome, faults)]
         spans = (f"{statistics.median(times):.2f}", f"{max(times):.2f}") if times else ("", "")
-        rows.append((kind, action, words, str(len(group)), *spans))
+        rows.append((kind, action, words, str(len(group)), *spans, f"{max(alone):.2f}" if alone else ""))
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
+def slowest(outcomes: Sequence[Outcome], count: int = 5) -> list[str]:
+    """Say what took longest, and what else was hit meanwhile."""
+    faults = [outcome.fault for outcome in outcomes]
+    timed = sorted((outcome for outcome in outcomes if outcome.seconds), key=lambda outcome: -(outcome.seconds or 0))
+    return [
+        f"{outcome.fault.member} {outcome.fault.action}: {outcome.words} after {outcome.seconds:.2f} s; meanwhile "
+        + (", ".join(_in_words(other, outcome.fault) for other in meanwhile(outcome, faults)) or "nothing")
+        for outcome in timed[:count]
+    ]
+
+
+def meanwhile(outcome: Outcome, faults: Iterable[Fault]) -> list[Fault]:
+    """Give the other faults under which this one was got over: of servers, or of its own kind."""
+    fault = outcome.fault
+    begins, ends = fault.at, fault.at + fault.seconds + (outcome.seconds or 0.0)
+    near = [other for other in faults if other is not fault and other.kind in {"controller", *HOLDERS, fault.kind}]
+    return [other for other in near if other.at < ends and other.at + other.seconds + _BACK_S > begins]
+
+
+def _in_words(other: Fault, fault: Fault) -> str:
+    span = f" for {other.seconds:.1f} s" if other.seconds else ""
+    return f"{other.member} {other.action}{span} at {other.at - fault.at:+.1f} s"
 
 
 class _Diaries:
@@ -78,7 +124,7 @@ class _Diaries:
         for file in folder.glob("*.jsonl"):
             member, _, attempt = file.stem.rpartition("-")
             for line in diary(folder, member, int(attempt)):
-                line |= {"kind": member.rstrip("0123456789"), "member": member, "attempt": int(attempt)}
+                line |= {"kind": member.rstrip("0123456789"), "member": member, "who": file.stem}
                 self.did[line["did"]].append(line)
         for lines in self.did.values():
             lines.sort(key=lambda line: line["t"])
@@ -92,6 +138,11 @@ class _Diaries:
         found = next(times, None)
         return None if found is None else found - after
 
+    def next_of(self, member: str, after: float) -> float | None:
+        """Give how long after that time a producer had done all there was to do."""
+        found = next((line["t"] for line in self.did["waited"] if line["t"] > after and line["member"] == member), None)
+        return None if found is None else found - after
+
     def last(self, after: float, did: str, *, before: float) -> float | None:
         """Give how long after one time, and before another, somebody did something for the last time."""
         times = [line["t"] for line in self.did[did] if after < line["t"] < before]
@@ -103,7 +154,8 @@ def _outcome(fault: Fault, diaries: _Diaries) -> Outcome:
         return _of_consumer(fault, diaries)
     goes_on = fault.at + fault.seconds
     if fault.kind == "producer":
-        words, after = "went on" if fault.action == "stop" else "successor creates", diaries.next(goes_on, "created")
+        words = "went on" if fault.action == "stop" else "its successor creates what is to be created"
+        after = diaries.next_of(fault.member, goes_on)
     elif fault.kind == "trainer":
         words = "the gang counts on" if fault.action == "stop" else "the gang counts again, from its checkpoint"
         after = diaries.next(goes_on, "counted")
@@ -143,7 +195,7 @@ def _of_consumer(fault: Fault, diaries: _Diaries) -> Outcome:
 
 
 def _answers(line: Line, held: list[int], fault: Fault) -> bool:
-    return line["did"] == "completed" and line["t"] > fault.at and line["rows"] == held
+    return bool(line["did"] == "completed" and line["t"] > fault.at and line["rows"] == held)
 
 
 def by_kind(faults: Iterable[Fault]) -> dict[str, int]:

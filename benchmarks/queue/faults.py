@@ -2,6 +2,7 @@
 
     python benchmarks/queue/faults.py --faults 200 --seed 1
     python benchmarks/queue/faults.py --faults 60 --seed 2 --backend mooncake
+    python benchmarks/queue/faults.py --faults 42 --seed 1 --alone --pause 4 5
 
 A queue that stands alone serves three tasks in a row and a gang of two ranks that counts rows into its checkpoints.
 Faults (SIGKILL, or SIGSTOP for a while, often longer than a lease) hit all kinds of processes in turn, in seeded order;
@@ -15,27 +16,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import os
 import random
+import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 from fault_clients import (
-    CHAIN,
     CHECKPOINT_STEPS,
     GROUPS,
-    LEASE_S,
-    PRODUCERS,
-    RANKS,
-    ROWS_LOST,
     SAMPLES,
     TASKS,
     P,
@@ -43,7 +34,8 @@ from fault_clients import (
     publish,
     total_counts,
 )
-from fault_outcomes import Fault, Outcome, by_kind, judge, table
+from fault_outcomes import Outcome, by_kind, judge, late_writes, slowest, table
+from fault_world import Plan, World, cause_faults, clients_of, look_after
 from lines import emit
 from servers import Servers, servers
 
@@ -52,184 +44,9 @@ from asyncflow.queue.client.client import QueueClient
 from asyncflow.queue.client.visitor import visit
 from asyncflow.queue.ledger.audit import audit_ledger
 
-HERE = Path(__file__).parent
-CLIENTS = {"producer": PRODUCERS, **dict.fromkeys(CHAIN, 2), "trainer": RANKS}
-ACTIONS = ("kill", "stop")
 AHEAD = 8
 """Steps that are open beyond the last that was committed."""
-BACK_S = 60.0
-"""Most time until a process that was hit, or whoever took its place, is at work again."""
 CALL_S = 90.0
-
-
-@dataclass
-class Client:
-    """A process that is no server. mark: size of its diary at its last fault, which it must outgrow."""
-
-    kind: str
-    index: int
-    attempt: int = -1
-    process: subprocess.Popen[bytes] | None = None
-    mark: int = 0
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}{self.index}"
-
-
-@dataclass
-class World:
-    """Everything that runs. stopped: members that do not now; away: those that will be started."""
-
-    made: Servers
-    folder: Path
-    dice: random.Random
-    clients: dict[str, Client] = field(default_factory=dict)
-    attempts: dict[str, int] = field(default_factory=dict)
-    stopped: set[str] = field(default_factory=set)
-    away: set[str] = field(default_factory=set)
-    faults: list[Fault] = field(default_factory=list)
-    later: set[asyncio.Task[None]] = field(default_factory=set)
-    problems: list[str] = field(default_factory=list)
-    hit_at: dict[str, float] = field(default_factory=dict)
-    committed: int = 0
-    trained_at_fault: int = -1
-
-    def start_client(self, client: Client) -> None:
-        client.attempt += 1
-        client.mark = 0
-        handle = self.made.handle
-        words = [client.kind, handle.address, handle.key_file, self.folder, client.index, client.attempt]
-        with (self.folder / f"{client.name}.log").open("ab") as log:
-            client.process = subprocess.Popen(
-                [sys.executable, str(HERE / "fault_clients.py"), *map(str, words)], stdout=log, stderr=log
-            )
-
-    def pid(self, name: str) -> int:
-        process = self.clients[name].process if name in self.clients else self.made.processes[name]
-        assert process is not None
-        return process.pid
-
-    def diary_size(self, client: Client) -> int:
-        file = self.folder / f"{client.name}-{client.attempt}.jsonl"
-        return file.stat().st_size if file.exists() else 0
-
-    async def at_work(self, name: str) -> bool:
-        """Tell whether a member serves, or has done something since its last fault."""
-        if name in self.stopped or name in self.away:
-            return False
-        if name in self.clients:
-            return self.diary_size(self.clients[name]) > self.clients[name].mark
-        return await asyncio.to_thread(self.made.is_ready, name)
-
-    def of_kind(self, kind: str) -> list[str]:
-        names = [*self.clients, *self.made.processes]
-        return [name for name in names if name.rstrip("0123456789") == kind]
-
-    def soon(self, seconds: float, name: str, places: set[str], act: object) -> None:
-        """Have something done to a member in a while. places: where it stands until then."""
-
-        async def do() -> None:
-            await asyncio.sleep(seconds)
-            places.discard(name)
-            act()  # type: ignore[operator]
-
-        places.add(name)
-        self.later.add(task := asyncio.create_task(do()))
-        task.add_done_callback(self.later.discard)
-
-
-async def hit(world: World, kind: str, action: str) -> bool:
-    """Do one fault; False where nobody of that kind can be hit now."""
-    if kind == "trainer" and world.committed <= world.trained_at_fault:
-        return False
-    fit = [name for name in world.of_kind(kind) if await world.at_work(name)]
-    if not fit:
-        return False
-    name = world.dice.choice(fit)
-    attempt = world.clients[name].attempt if name in world.clients else world.attempts.get(name, 0)
-    fault = Fault(kind=kind, action=action, member=name, attempt=attempt, at=time.monotonic())
-    world.faults.append(fault)
-    world.hit_at[name] = fault.at
-    if kind == "trainer":
-        world.trained_at_fault = world.committed
-    if action == "stop":
-        long = world.dice.random() < 0.5
-        fault.seconds = world.dice.uniform(1.2, 2.4) * LEASE_S if long else world.dice.uniform(0.1, 1.0)
-        pid = world.pid(name)
-        os.kill(pid, signal.SIGSTOP)
-        world.soon(fault.seconds, name, world.stopped, lambda: go_on(world, name, pid))
-    elif kind == "trainer":
-        restart_gang(world)
-    else:
-        end(world, name)
-        world.soon(world.dice.uniform(0.0, 0.5), name, world.away, lambda: start(world, name))
-    return True
-
-
-def go_on(world: World, name: str, pid: int) -> None:
-    if world.pid(name) != pid or name in world.away:
-        return
-    if name in world.clients:
-        world.clients[name].mark = world.diary_size(world.clients[name])
-    os.kill(pid, signal.SIGCONT)
-
-
-def start(world: World, name: str) -> None:
-    if name in world.clients:
-        world.start_client(world.clients[name])
-    else:
-        world.attempts[name] = world.attempts.get(name, 0) + 1
-        world.made.start(name, world.attempts[name])
-
-
-def end(world: World, name: str) -> None:
-    process = world.clients[name].process if name in world.clients else world.made.processes[name]
-    assert process is not None
-    process.kill()
-    process.wait()
-
-
-def restart_gang(world: World) -> None:
-    """End all ranks, and start their next attempt in a moment: ranks start and end together."""
-    for name in world.of_kind("trainer"):
-        end(world, name)
-        world.soon(0.1, name, world.away, lambda name=name: start(world, name))  # type: ignore[misc]
-
-
-async def cause_faults(world: World, count: int, pause: tuple[float, float]) -> None:
-    """Do ``count`` faults; every kind and action in turn before any comes again."""
-    kinds = sorted({name.rstrip("0123456789") for name in [*world.clients, *world.made.processes]})
-    bag: list[tuple[str, str]] = []
-    while len(world.faults) < count:
-        await asyncio.sleep(world.dice.uniform(*pause))
-        if not bag:
-            bag = world.dice.sample(pairs := [(k, a) for k in kinds for a in ACTIONS], len(pairs))
-        for pair in bag:
-            if await hit(world, *pair):
-                bag.remove(pair)
-                break
-
-
-async def look_after(world: World) -> NoReturn:
-    """Start a gang anew whose rows were lost; take note of clients that failed, and of who does not come back."""
-    while True:
-        await asyncio.sleep(0.1)
-        for client in world.clients.values():
-            status = client.process.poll() if client.process is not None else None
-            if status is None or client.name in world.away:
-                continue
-            if client.kind == "trainer" and status == ROWS_LOST:
-                restart_gang(world)
-            else:
-                world.problems.append(f"{client.name} ended by itself with status {status}")
-                start(world, client.name)
-        for name, at in list(world.hit_at.items()):
-            if await world.at_work(name):
-                del world.hit_at[name]
-            elif time.monotonic() - at > BACK_S:
-                del world.hit_at[name]
-                world.problems.append(f"{name} did nothing for {BACK_S:.0f} s after it was hit")
 
 
 async def drive(world: World, queue: QueueClient, over: asyncio.Event) -> int:
@@ -248,23 +65,7 @@ async def drive(world: World, queue: QueueClient, over: asyncio.Event) -> int:
 
 
 def publish_goal(folder: Path, steps: int) -> None:
-    publish(folder / "goal", lambda file: file.write_text(str(steps * GROUPS)) and None)
-
-
-@contextlib.contextmanager
-def clients_of(world: World) -> Iterator[None]:
-    try:
-        for kind, count in CLIENTS.items():
-            for index in range(count):
-                client = world.clients[f"{kind}{index}"] = Client(kind, index)
-                world.start_client(client)
-        yield
-    finally:
-        for client in world.clients.values():
-            end(world, client.name)
-        for process in world.made.processes.values():
-            if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
+    publish(folder / "goal", str(steps * GROUPS).encode())
 
 
 async def run(made: Servers, chosen: argparse.Namespace) -> tuple[list[str], list[Outcome], dict[str, object]]:
@@ -272,6 +73,7 @@ async def run(made: Servers, chosen: argparse.Namespace) -> tuple[list[str], lis
     folder = made.folder / "clients"
     folder.mkdir()
     world = World(made, folder, random.Random(chosen.seed))
+    plan = Plan(count=chosen.faults, pause=tuple(chosen.pause), alone=chosen.alone, kinds=chosen.kinds or [])
     over, began = asyncio.Event(), time.monotonic()
     async with visit(made.handle.address, keys=Keys.load(Path(made.handle.key_file))) as queue:
         await queue.declare(TASKS, timeout=CALL_S)
@@ -279,7 +81,7 @@ async def run(made: Servers, chosen: argparse.Namespace) -> tuple[list[str], lis
         with clients_of(world):
             driving = asyncio.create_task(drive(world, queue, over))
             watching = asyncio.create_task(look_after(world))
-            troubling = asyncio.create_task(cause_faults(world, chosen.faults, tuple(chosen.pause)))
+            troubling = asyncio.create_task(cause_faults(world, plan))
             try:
                 async with asyncio.timeout(chosen.most):
                     await asyncio.wait([driving, watching, troubling], return_when=asyncio.FIRST_COMPLETED)
@@ -287,7 +89,7 @@ async def run(made: Servers, chosen: argparse.Namespace) -> tuple[list[str], lis
                     over.set()
                     await asyncio.wait([driving, watching], return_when=asyncio.FIRST_COMPLETED)
                     steps = await driving
-                while world.later or world.hit_at:
+                while (world.later or world.hit_at) and not watching.done():
                     await asyncio.sleep(0.1)
             except TimeoutError:
                 steps = world.committed
@@ -296,12 +98,13 @@ async def run(made: Servers, chosen: argparse.Namespace) -> tuple[list[str], lis
                 for task in (driving, watching, troubling, *world.later):
                     task.cancel()
         await queue.close_partition(partition=P, step=steps, timeout=CALL_S)
-    figures = {"steps": steps, "rows": steps * GROUPS * SAMPLES, "seconds": round(time.monotonic() - began)}
-    world.problems += count_errors(folder, steps)
+    rows, seconds = steps * GROUPS * SAMPLES, round(time.monotonic() - began)
+    figures: dict[str, object] = {"steps": steps, "rows": rows, "seconds": seconds}
+    world.problems += count_errors(folder, steps) + late_writes(folder)
     audit = audit_ledger(made.folder / "controller" / "ledger")
     figures |= {name: getattr(audit, name) for name in ("trained", "unfinished", "lost", "duplicated", "redeliveries")}
     world.problems += audit.problems
-    if not audit.ok or not audit.closed or audit.trained != figures["rows"]:
+    if not audit.ok or not audit.closed or audit.trained != rows:
         world.problems.append(f"the audit does not agree: {audit}")
     return world.problems, judge(world.faults, folder), figures
 
@@ -324,16 +127,21 @@ def main() -> int:
     parser.add_argument("--backend", choices=["memory", "mooncake", "redis"], default="memory")
     parser.add_argument("--units", type=int, default=2)
     parser.add_argument("--pause", type=float, nargs=2, default=(0.2, 1.0), help="seconds between faults, from and to")
+    parser.add_argument("--kinds", nargs="+", help="of processes to hit, all if not given: controller, unit, ...")
+    parser.add_argument("--keep", type=Path, help="copy ledger, logs and diaries into this new folder")
+    parser.add_argument("--alone", action="store_true", help="wait until the last fault is got over before the next")
     parser.add_argument("--most", type=float, default=1800.0, help="seconds for all of it")
     chosen = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with servers(units=chosen.units, backend=chosen.backend, bytes_per_unit="64Mi", keys=True) as made:
         problems, outcomes, figures = asyncio.run(run(made, chosen))
+        if chosen.keep is not None:
+            shutil.copytree(made.folder, chosen.keep)
         if problems:
             print(made.logs())
             for file in sorted((made.folder / "clients").glob("*.log")):
                 print(f"== {file.name}\n{file.read_text()[-1500:]}")
-    print(table(outcomes))
+    print(table(outcomes), *slowest(outcomes), sep="\n")
     chose = {"backend": chosen.backend, "seed": chosen.seed}
     hits = {"faults": len(outcomes), "by_kind": by_kind(outcome.fault for outcome in outcomes)}
     emit({"bench": "faults", **chose, **hits, **figures})

@@ -69,6 +69,10 @@ class Servers:
         """Start a process: where there was one that has ended, its successor."""
         self.processes[name] = self.starts[name](attempt)
 
+    def end(self, name: str) -> None:
+        """End a process in peace."""
+        _end(self.processes[name])
+
     def is_ready(self, name: str) -> bool:
         """Ask a process that runs on this host whether it is ready."""
         try:
@@ -158,7 +162,7 @@ def servers(
                 made.starts[name] = start
                 made.urls[name] = f"http://{hosts(name)}:{http}/readyz"
                 made.start(name, attempt=0)
-                started.callback(lambda name=name: _end(made.processes[name]))
+                started.callback(made.end, name)
                 _until_ready(made.urls[name], made.processes[name], made, within, name)
         yield made
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from asyncflow.net.frames import Jagged
+from asyncflow.queue.backends.base import Site
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.protocol.messages import RowMeta
-from asyncflow.queue.unit.unit import StorageUnit
+from asyncflow.queue.unit.unit import StorageUnit, open_backend
 
 P = "train"
 
@@ -44,12 +45,36 @@ async def controller(folder: Path) -> None:
     await asyncio.Event().wait()
 
 
-async def unit(folder: Path, index: str, limit: str) -> None:
-    serving = StorageUnit(index=int(index), limit_bytes=int(limit), controller=address_in(folder / "controller"))
+async def unit(folder: Path, index: str, limit: str, backend: str = "memory", store: str = "") -> StorageUnit:
+    """Serve. store: the address of the master or holder of the back end."""
+    site = Site(unit=int(index), incarnation=uuid.uuid4().hex, host="127.0.0.1", find=lambda _role, _index: store)
+    serving = StorageUnit(
+        index=site.unit,
+        limit_bytes=int(limit),
+        controller=address_in(folder / "controller"),
+        incarnation=site.incarnation,
+        backend=(made := open_backend(backend, site)),
+    )
     address = await serving.start()
+    await made.open()
     await serving.joined(30)
     publish(folder / f"unit-{index}", address)
+    return serving
+
+
+async def serve_unit(*words: str) -> None:
+    await unit(*words)
     await asyncio.Event().wait()
+
+
+async def serve_unit_aloud(*words: str) -> None:
+    """Serve, and say how many bytes are held whenever that changes."""
+    serving, said = await unit(*words), -1
+    while True:
+        if serving.holdings.budget.used != said:
+            said = serving.holdings.budget.used
+            say("holds", said)
+        await asyncio.sleep(0.01)
 
 
 async def produce(folder: Path, serials: str, per_step: str) -> None:
@@ -92,5 +117,6 @@ def say(*words: object) -> None:
 
 
 if __name__ == "__main__":
-    roles = {"controller": controller, "unit": unit, "produce": produce, "work": work, "hold": hold}
+    roles = {"controller": controller, "unit": serve_unit, "unit-aloud": serve_unit_aloud}
+    roles |= {"produce": produce, "work": work, "hold": hold}
     asyncio.run(roles[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:]))

@@ -28,10 +28,11 @@ def tasks(lease_s):
 
 
 class Crew:
-    """Processes of one queue."""
+    """Processes of one queue. store: name of the units' back end, and its address."""
 
     def __init__(self, folder):
         self.folder = folder
+        self.store = []
         self.children = {}
         self.client = child.connect(folder, "test")
 
@@ -51,8 +52,8 @@ class Crew:
             while len(list(self.folder.glob("unit-?"))) < units:
                 await asyncio.sleep(0.02)
 
-    async def start_unit(self, index, *, limit=1 << 20):
-        await self.start(f"unit-{index}", "unit", index, limit)
+    async def start_unit(self, index, *, limit=1 << 20, role="unit"):
+        await self.start(f"unit-{index}", role, index, limit, *self.store)
 
     async def replace(self, name, *words):
         """Kill a server and wait until its successor has said where it is."""

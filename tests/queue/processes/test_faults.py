@@ -62,7 +62,35 @@ async def test_a_killed_producer_leaves_whole_groups_and_can_be_repeated(crew):
     assert audit_ledger(crew.folder / "ledger").ok
 
 
-async def test_a_killed_unit_loses_its_bytes_and_nothing_else(crew):
+@pytest.mark.parametrize("kill_unit", [False, True])
+async def test_a_producer_killed_before_its_rows_are_admitted_leaves_them_whole_or_not_at_all(crew, kill_unit):
+    await crew.start_queue(lease_s=60, units=0)
+    await crew.start_unit(0, role="unit-aloud")
+    assert await crew.line("unit-0") == ["holds", "0"]
+    crew.stop("controller")
+    await crew.start("producer", "produce", 1, 1000)
+    assert await crew.line("unit-0") == ["holds", "16"]
+    await crew.kill("producer")
+    if kill_unit:
+        await crew.kill("unit-0")
+        await crew.start_unit(0)
+    crew.go_on("controller")
+    assert await crew.create(0) == [kill_unit] * 2
+    assert len(await crew.claim("rollout")) == 2
+    report = audit_ledger(crew.folder / "ledger")
+    assert report.ok
+    assert report.dispatched == 2
+
+
+def store_of(stores, backend):
+    """Give what a unit is told of its back end: a name and an address."""
+    role = {"memory": "", "mooncake": "master", "redis": "holder"}[backend]
+    return [backend, stores(backend).address(role, 0) or ""]
+
+
+@pytest.mark.parametrize("backend", ["memory", "mooncake", "redis"])
+async def test_a_killed_unit_loses_its_bytes_and_nothing_else(crew, stores, backend):
+    crew.store = store_of(stores, backend)
     await crew.start_queue(lease_s=60, units=2)
     await crew.create(0, 1, 2, 3)
     rows = await crew.claim("rollout")

@@ -4,7 +4,8 @@ Puts that come while one call is under way go together with the next. When the c
 session is over, the unit begins anew with hello; the puts that were not decided are told again.
 
 Invariants: the controller hears of a put until it has decided, in the order in which they were stored; after a session
-began, it hears of everything that the unit holds before it may take a row for lost.
+began, it hears of everything that the unit holds before it may take a row for lost; it hears of every row that was lost
+until it has answered, because it takes a row for held of which a put has told it.
 """
 
 from __future__ import annotations
@@ -126,8 +127,8 @@ class Liaison:
         if welcome.epoch != self.epoch:
             self._holdings.wipe()
             self.epoch, self._rows = welcome.epoch, 0
+            self._lost.clear()
         session = Session(self._unit, welcome.controller, welcome.epoch)
-        self._lost.clear()
         await self._tell_puts(session)
         await self._tell_all(session)
         self.joined.set()
