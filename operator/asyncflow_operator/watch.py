@@ -112,6 +112,10 @@ class Watch:
 
     def _changed(self, group: Group, kind: str, before: Any, after: Any) -> None:
         """Mark whatever may be decided otherwise after an object of ``kind`` in ``group`` has changed."""
+        if before is None:
+            for informer in self._informers:
+                if informer.kind.name == kind:
+                    informer.exists()
         affected = _AFFECTED.get(kind, (RLJOB.name, QUEUE.name))
         for entry in self.store.of(group):
             if entry.kind in affected:

@@ -7,6 +7,7 @@ where it ended; one that is silent, bookmarks included, for ``IDLE_S`` is dead; 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -50,6 +51,11 @@ class Informer:
         self._labels = labels
         self._clock = clock
         self._pause = _FIRST_PAUSE_S
+        self._there = asyncio.Event()
+
+    def exists(self) -> None:
+        """Learn that the cluster has the kind after all: an object of it was written."""
+        self._there.set()
 
     async def run(self) -> Never:
         """Follow the kind until cancelled; failures of the server are waited out."""
@@ -124,7 +130,10 @@ class Informer:
         if refused.absent and self.kind.optional:
             self.synced.set()
             self.heard = self._clock() + _ABSENT_PAUSE_S
-            await asyncio.sleep(_ABSENT_PAUSE_S)
+            self._there.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ABSENT_PAUSE_S):
+                    await self._there.wait()
         else:
             _log.error("watch refused", extra={"resource": self.kind.plural, "why": str(refused)})
             await self._rest()

@@ -1,0 +1,46 @@
+"""A kind that the cluster lacks, until it has it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from asyncflow_operator.cluster.informer import Informer
+from asyncflow_operator.cluster.kinds import MEMBERS
+from asyncflow_operator.cluster.refusals import Refusal
+from asyncflow_operator.cluster.store import Store
+from asyncflow_operator.cluster.views import object_view
+
+WORKLOAD = next(kind for kind in MEMBERS if kind.optional)
+
+
+class Server:
+    """Says that there is no such kind until it is installed; then it lists, and a watch hears nothing."""
+
+    def __init__(self) -> None:
+        self.installed = False
+        self.asked = 0
+
+    async def pages(self, *_: object, **__: object) -> AsyncIterator[dict[str, Any]]:
+        self.asked += 1
+        if not self.installed:
+            raise Refusal("no such kind", where="list", status=404)
+        yield {"metadata": {"resourceVersion": "7"}, "items": []}
+
+    async def watch(self, *_: object, **__: object) -> AsyncIterator[list[dict[str, Any]]]:
+        await asyncio.Event().wait()
+        yield []
+
+
+async def test_a_kind_that_was_not_there_is_followed_as_soon_as_an_object_of_it_is_written() -> None:
+    server = Server()
+    store = Store(lambda kind, raw, _: object_view(raw, kind=kind), lambda *_: None)
+    informer = Informer(server, store, WORKLOAD)
+    following = asyncio.create_task(informer.run())
+    async with asyncio.timeout(10):
+        await informer.synced.wait()
+        assert server.asked == 1
+        server.installed = True
+        informer.exists()
+        while server.asked < 2:
+            await asyncio.sleep(0.01)
+    following.cancel()
