@@ -12,7 +12,7 @@ from operator_process import OperatorProcess
 
 KUEUE = {"scheduling": {"gang": "kueue", "queue": "research"}}
 JOBS: dict[str, dict[str, Any]] = {
-    "queued": KUEUE | {"rollout": {"replicas": 3, "minReplicas": 2}},
+    "lined-up": KUEUE | {"rollout": {"replicas": 3, "minReplicas": 2}},
     "grouped": {"scheduling": {"gang": "volcano"}},
 }
 CORE = {"driver-0", "controller-0", "storage-0", "storage-1", "trainer-0"}
@@ -53,7 +53,7 @@ def say(job: OneJob, **conditions: tuple[str, str]) -> None:
 
 
 def test_no_pod_is_made_before_kueue_admits_the_workload_and_then_all_are(jobs: dict[str, OneJob]) -> None:
-    job = jobs["queued"]
+    job = jobs["lined-up"]
     asked = workload(job)
     assert {each["name"]: each["count"] for each in asked["spec"]["podSets"]}["rollout"] == 2
     say(job, QuotaReserved=("False", "insufficient unused quota for cpu in flavor default, 8 more needed"))
@@ -66,7 +66,7 @@ def test_no_pod_is_made_before_kueue_admits_the_workload_and_then_all_are(jobs: 
 
 
 def test_who_has_no_place_with_the_gang_leaves_first(jobs: dict[str, OneJob]) -> None:
-    job = jobs["queued"]
+    job = jobs["lined-up"]
     job.until_phase("Running")
     busy = {0: 0, 1: 0, 2: 64}
     job.driver.say(rollouts=[{"id": f"w{i}", "index": i, "state": "ready", "inflight": n} for i, n in busy.items()])
@@ -80,7 +80,7 @@ def test_who_has_no_place_with_the_gang_leaves_first(jobs: dict[str, OneJob]) ->
 
 
 def test_an_evicted_job_saves_gives_its_place_back_and_queues_again(jobs: dict[str, OneJob]) -> None:
-    job = jobs["queued"]
+    job = jobs["lined-up"]
     job.until_phase("Running")
     evicted = workload(job)["metadata"]["uid"]
     say(job, Evicted=("True", "Preempted to accommodate a workload"), Admitted=("True", ""))
@@ -97,7 +97,7 @@ def test_an_evicted_job_saves_gives_its_place_back_and_queues_again(jobs: dict[s
 
 
 def test_a_job_that_has_ended_gives_its_place_back(jobs: dict[str, OneJob]) -> None:
-    job = jobs["queued"]
+    job = jobs["lined-up"]
     job.until_phase("Running")
     job.annotate("driver-0", exit="0")
     job.until_phase("Succeeded")
