@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from asyncflow.api.status import DriverStatus
-from asyncflow.substrates.local.leash import leash
+from asyncflow.leash import leash
 
 leash()
 role, port, workdir, steps, pause_s = sys.argv[1:6]

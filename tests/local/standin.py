@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from asyncflow.substrates.local.leash import leash
+from asyncflow.leash import leash
 
 leash()
 behaviours, (seat, attempt) = sys.argv[1 : sys.argv.index("--")], sys.argv[sys.argv.index("--") + 1 :]

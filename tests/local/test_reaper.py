@@ -5,7 +5,8 @@ import uuid
 
 import pytest
 
-from asyncflow.substrates.local import leash, reaper
+from asyncflow import leash
+from asyncflow.substrates.local import reaper
 
 pytestmark = pytest.mark.process
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
@@ -37,7 +38,7 @@ def test_members_are_those_of_its_sessions_and_those_with_its_mark(sleeper):
 
 
 def test_a_leashed_process_whose_parent_is_already_gone_ends_itself():
-    code = "from asyncflow.substrates.local.leash import leash; leash(); print('went on')"
+    code = "from asyncflow.leash import leash; leash(); print('went on')"
     env = {**os.environ, leash.PARENT: "1"}
     run = subprocess.run([sys.executable, "-c", code], env=env, check=False, capture_output=True, text=True)
     assert run.returncode == 1
@@ -45,6 +46,6 @@ def test_a_leashed_process_whose_parent_is_already_gone_ends_itself():
 
 
 def test_without_a_supervisor_there_is_no_leash():
-    code = "from asyncflow.substrates.local.leash import leash; leash(); print('went on')"
+    code = "from asyncflow.leash import leash; leash(); print('went on')"
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "went on" in run.stdout

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
-from asyncflow.substrates.local.leash import leash
+from asyncflow.leash import leash
 
 
 def run(name: str, *, job: Path, driver: str, index: int, attempt: int, workdir: Path, http_port: int) -> int:

@@ -18,97 +18,25 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-import zmq
 from msgspec import Struct
 
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, ProtocolError, from_wire
-from asyncflow.net import doors, wire
-from asyncflow.net.dialling import Health
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, ProtocolError
+from asyncflow.net import wire
 from asyncflow.net.frames import Buffer
 from asyncflow.net.keys import Keys
+from asyncflow.net.link import Answered, Link, Told
 
 log = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Struct)
-_Answered = tuple[memoryview, list[memoryview]]
-_Told = Callable[[_Answered | AsyncFlowError], None]
 
 _RESOLVE_S = 0.1
 _SHORTEST_S = 0.001
-_UNHEARD_BYTES = 64 << 20
-"""Bytes of calls given up while the peer said nothing, which wait in the connection and can only be freed with it."""
 
 
 @functools.cache
 def _decoder(reply: type[Struct]) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(reply)
-
-
-class _Link:
-    """One connection to one address, with the calls that wait on it, until it breaks or is closed."""
-
-    def __init__(
-        self, address: str, *, keys: Keys | None, max_message: int, lost: Callable[[_Link, str], None]
-    ) -> None:
-        self.address = address
-        self.health = Health()
-        self.waiting: dict[int, _Told] = {}
-        self.dropped = 0
-        self._lost = lost
-        self._unheard = 0
-        self._door = doors.call(
-            address, keys=keys, most=max_message, health=self.health, deliver=self._answer, lost=self._broke
-        )
-
-    def send(self, call: int, parts: Sequence[Buffer]) -> None:
-        self._door.send(call, parts)
-
-    def forget(self, call: int, size: int) -> None:
-        """Wait no longer for ``call`` of ``size`` bytes: take it back, or tell the server."""
-        if self.waiting.pop(call, None) is None or self._door.withdraw(call):
-            return
-        self._unheard += size
-        if self._unheard > _UNHEARD_BYTES:
-            self._lost(self, f"the peer heard nothing of the last {self._unheard} bytes")
-        else:
-            self._door.send(call, [wire.encode(wire.Cancel(call))])
-
-    def close(self, why: str) -> None:
-        """Close the connection; the calls on it raise PeerLost."""
-        if self._door.closed:
-            return
-        self._door.close()
-        waiting, self.waiting = self.waiting, {}
-        for told in waiting.values():
-            told(PeerLost(why, where=self.address, hint="Nobody knows whether the call was done"))
-
-    def _broke(self, why: str) -> None:
-        self._lost(self, why)
-
-    def _answer(self, parts: list[zmq.Frame]) -> None:
-        self._unheard = 0
-        try:
-            header = wire.to_client(parts[0].buffer)
-        except wire.MALFORMED:
-            self.dropped += 1
-            return
-        told = self.waiting.pop(header.call, None)
-        if told is None:
-            return
-        if isinstance(header, wire.Failure):
-            told(_failure(parts[1:], self.address))
-        elif len(parts) != 2 + header.frames:
-            wrong = f"an answer of {header.frames} frames came in {len(parts)} parts"
-            told(ProtocolError(wrong, where=self.address))
-        else:
-            told((memoryview(parts[1].bytes), wire.views(parts[2:])))
-
-
-def _failure(body: list[zmq.Frame], address: str) -> AsyncFlowError:
-    try:
-        return from_wire(wire.error_body(body[0].buffer))
-    except (IndexError, *wire.MALFORMED):
-        return ProtocolError("an error came that cannot be read", where=address)
 
 
 def _read(reply: type[R], answer: memoryview, method: str, address: str) -> R | ProtocolError:
@@ -140,7 +68,7 @@ class RpcClient:
         self._keys = keys
         self._max_message = max_message
         self._ids = itertools.count()
-        self._link: _Link | None = None
+        self._link: Link | None = None
         self._homeless: set[asyncio.Future[None]] = set()
         self._watch: asyncio.TimerHandle | None = None
         self._closed = False
@@ -168,9 +96,9 @@ class RpcClient:
         body = wire.encode(request)
         size = wire.check_size(f"the call of {method}", body, frames, limit=self._max_message)
         link = self._current() or await self._found(method, timeout, deadline)
-        future: asyncio.Future[_Answered] = loop.create_future()
+        future: asyncio.Future[Answered] = loop.create_future()
 
-        def told(answer: _Answered | AsyncFlowError) -> None:
+        def told(answer: Answered | AsyncFlowError) -> None:
             if future.done():
                 return
             if isinstance(answer, AsyncFlowError):
@@ -215,13 +143,13 @@ class RpcClient:
         call = next(self._ids)
         expiry = loop.call_at(deadline, self._expire, link, call, size, method, timeout)
 
-        def told(answer: _Answered | AsyncFlowError) -> None:
+        def told(answer: Answered | AsyncFlowError) -> None:
             expiry.cancel()
             done(answer if isinstance(answer, AsyncFlowError) else _read(reply, answer[0], method, link.address))
 
         self._send(link, call, method, [body], deadline, told)
 
-    def _send(self, link: _Link, call: int, method: str, parts: list[Buffer], deadline: float, told: _Told) -> None:
+    def _send(self, link: Link, call: int, method: str, parts: list[Buffer], deadline: float, told: Told) -> None:
         link.waiting[call] = told
         self._keep_watch()
         left = min(max(deadline - time.monotonic(), _SHORTEST_S), wire.MAX_TIMEOUT)
@@ -237,7 +165,7 @@ class RpcClient:
             self._link.close("this client was closed")
             self._link = None
 
-    def _current(self) -> _Link | None:
+    def _current(self) -> Link | None:
         """Give the connection to the address that holds now; None while the peer has no address."""
         if self._closed:
             raise PeerLost("this client was closed", where=self.name)
@@ -248,10 +176,10 @@ class RpcClient:
             self._link.close(f"the peer moved to {address}")
             self._link = None
         if self._link is None:
-            self._link = _Link(address, keys=self._keys, max_message=self._max_message, lost=self._on_lost)
+            self._link = Link(address, keys=self._keys, max_message=self._max_message, lost=self._on_lost)
         return self._link
 
-    async def _found(self, method: str, timeout: float, deadline: float) -> _Link:
+    async def _found(self, method: str, timeout: float, deadline: float) -> Link:
         """Wait until the peer has an address, and give the connection to it."""
         loop = asyncio.get_running_loop()
         while (link := self._current()) is None:
@@ -271,14 +199,14 @@ class RpcClient:
                 self._homeless.discard(moved)
         return link
 
-    def _expire(self, link: _Link, call: int, size: int, method: str, timeout: float) -> None:
+    def _expire(self, link: Link, call: int, size: int, method: str, timeout: float) -> None:
         told = link.waiting.get(call)
         if told is not None:
             link.forget(call, size)
             what = f"{method} was not answered by {link.address} within {timeout:g} s: {link.health.state}"
             told(DeadlineExceeded(what, where=self.name))
 
-    def _on_lost(self, link: _Link, why: str) -> None:
+    def _on_lost(self, link: Link, why: str) -> None:
         if self._link is link:
             self._link = None
         link.close(why)

@@ -1,12 +1,14 @@
 """A server that somebody else wrote, run as a child of a role.
 
-Invariant: a server that was started is ready or gone; nothing it needs to keep secret is on its command line.
+Invariants: a server that was started is ready or gone, and goes with its role however that ends; nothing it needs to
+keep secret is on its command line.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import socket
 import sys
@@ -15,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncflow.errors import DeadlineExceeded, ManifestError, RoleFailed
+from asyncflow.leash import PARENT
 
 READY_S = 30.0
 _AGAIN_S = 0.05
@@ -54,7 +57,8 @@ class Server:
         config: its standard input. Raises RoleFailed where it ends, DeadlineExceeded where it does not get ready.
         """
         stdin = DEVNULL if config is None else PIPE
-        process = await asyncio.create_subprocess_exec(*command, stdin=stdin, stdout=_STDERR)
+        leashed, env = (sys.executable, "-m", "asyncflow.leash", *command), {**os.environ, PARENT: str(os.getpid())}
+        process = await asyncio.create_subprocess_exec(*leashed, stdin=stdin, stdout=_STDERR, env=env)
         server = cls(process, name=Path(command[0]).name, host=host, port=port)
         try:
             if process.stdin is not None:

@@ -9,6 +9,7 @@ Invariant: what ``Unpacking`` gives has the lengths that ``Layout`` was made wit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -44,6 +45,33 @@ class Layout:
     def form(self, column: str) -> _Form:
         """Give dtype and inner shape of a column."""
         return self._forms[self._places[column]]
+
+
+@dataclass(slots=True)
+class Sample:
+    """A row of a parcel: its key ("" where it has no bytes), the digest of its value, and columns that were freed."""
+
+    layout: Layout
+    row: int
+    key: str = ""
+    digest: bytes = b""
+    freed: frozenset[str] = frozenset()
+
+    @property
+    def size(self) -> int:
+        """Bytes of its value."""
+        return int(self.layout.sizes[self.row])
+
+    @property
+    def columns(self) -> list[str]:
+        """Those that are needed."""
+        return [name for name in self.layout.names if name not in self.freed]
+
+    @property
+    def sparse(self) -> bool:
+        """Whether less than half of the value is needed."""
+        needed = (stop - start for start, stop in (self.layout.cell(name, self.row) for name in self.columns))
+        return 2 * sum(needed) < self.size
 
 
 def pieces(columns: Mapping[str, Jagged], rows: Sequence[int]) -> list[Array]:

@@ -27,7 +27,7 @@ import numpy as np
 from asyncflow.errors import PeerLost
 from asyncflow.net.jagged import Array, Jagged
 from asyncflow.queue.backends.base import Backend, BytesLost, Place
-from asyncflow.queue.backends.layout import Layout, Unpacking, chunks, pieces
+from asyncflow.queue.backends.layout import Layout, Sample, Unpacking, chunks, pieces
 from asyncflow.queue.backends.store import Outcome, Store
 
 log = logging.getLogger(__name__)
@@ -42,39 +42,13 @@ _LONGEST_PAUSE_S = 1.0
 
 
 @dataclass(slots=True)
-class _Sample:
-    """A row of a parcel: its key ("" where it has no bytes), the digest of its value, and columns that were freed."""
-
-    layout: Layout
-    row: int
-    key: str = ""
-    digest: bytes = b""
-    freed: frozenset[str] = frozenset()
-
-    @property
-    def size(self) -> int:
-        return int(self.layout.sizes[self.row])
-
-    @property
-    def columns(self) -> list[str]:
-        """Those that are needed."""
-        return [name for name in self.layout.names if name not in self.freed]
-
-    @property
-    def sparse(self) -> bool:
-        """Whether less than half of the value is needed."""
-        needed = (stop - start for start, stop in (self.layout.cell(name, self.row) for name in self.columns))
-        return 2 * sum(needed) < self.size
-
-
-@dataclass(slots=True)
 class _Draft:
     """A put under way. samples: those that are stored, by row; doubtful: keys under which something may be stored."""
 
     columns: Mapping[str, Jagged]
     layout: Layout
     given_up: bool = False
-    samples: dict[int, _Sample] = field(default_factory=dict)
+    samples: dict[int, Sample] = field(default_factory=dict)
     doubtful: list[str] = field(default_factory=list)
 
 
@@ -85,7 +59,7 @@ class PackedBackend(Backend):
         self._store = store
         self._prefix = prefix
         self._numbers = itertools.count()
-        self._samples: dict[Place, _Sample] = {}
+        self._samples: dict[Place, Sample] = {}
         self._reading: Counter[str] = Counter()
         self._jobs: set[asyncio.Task[Any]] = set()
         self._opened = asyncio.Event()
@@ -150,7 +124,7 @@ class PackedBackend(Backend):
             await asyncio.wait(self._jobs)
         await self._store.close()
 
-    async def _write(self, draft: _Draft) -> list[_Sample]:
+    async def _write(self, draft: _Draft) -> list[Sample]:
         sizes = draft.layout.sizes
         left = np.flatnonzero(sizes).tolist()
         pauses = _pauses()
@@ -167,7 +141,7 @@ class PackedBackend(Backend):
             if left or draft.given_up:
                 used = [sample.key for sample in draft.samples.values()]
                 self._spawn(self._remove([*used, *draft.doubtful]))
-        return [draft.samples.get(row) or _Sample(draft.layout, row) for row in range(sizes.size)]
+        return [draft.samples.get(row) or Sample(draft.layout, row) for row in range(sizes.size)]
 
     async def _write_some(self, draft: _Draft, rows: Sequence[int]) -> None:
         keys = [f"{self._prefix}{next(self._numbers):x}" for _ in rows]
@@ -182,11 +156,11 @@ class PackedBackend(Backend):
         outcomes = await self._store.write(keys, sizes.tolist(), fill)
         for number, (row, key, outcome) in enumerate(zip(rows, keys, outcomes, strict=True)):
             if outcome is Outcome.DONE:
-                draft.samples[row] = _Sample(draft.layout, row, key, digests[number])
+                draft.samples[row] = Sample(draft.layout, row, key, digests[number])
             elif outcome is not Outcome.FULL:
                 draft.doubtful.append(key)
 
-    async def _read(self, samples: Sequence[_Sample], needed: list[list[int]], unpacking: Unpacking) -> dict[int, bool]:
+    async def _read(self, samples: Sequence[Sample], needed: list[list[int]], unpacking: Unpacking) -> dict[int, bool]:
         """Fill ``unpacking``. needed: numbers that stand for one sample.
 
         Gives the numbers of the samples that are lost, and whether the store could say so.
@@ -254,7 +228,7 @@ class PackedBackend(Backend):
             if left:
                 await asyncio.sleep(next(pauses))
 
-    async def _shrink(self, place: Place, sample: _Sample) -> None:
+    async def _shrink(self, place: Place, sample: Sample) -> None:
         """Store what is needed of a sample as a value of its own, in the place of the old one."""
         names = sample.columns
         if not names or self._samples.get(place) is not sample:

@@ -19,9 +19,10 @@ from datetime import UTC, datetime
 
 import msgspec
 
+from asyncflow import leash
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, RoleFailed
 from asyncflow.plan.roles import Role
-from asyncflow.substrates.local import leash, reaper
+from asyncflow.substrates.local import reaper
 from asyncflow.substrates.local.crew import Crew, Seat, Start, Verdict
 from asyncflow.substrates.local.ending import stages
 from asyncflow.substrates.local.events import Ended, Event, Restarting, Started, Stopping
