@@ -62,6 +62,9 @@ class Watch:
             for kind in MEMBERS
             for namespace in namespaces or ("",)
         ]
+        self._doubtful = {
+            kind.name: [each for each in self._informers if each.kind is kind] for kind in MEMBERS if kind.optional
+        }
 
     def missing(self) -> list[str]:
         """Give what is not known yet, nothing once everything has been listed."""
@@ -113,9 +116,8 @@ class Watch:
     def _changed(self, group: Group, kind: str, before: Any, after: Any) -> None:
         """Mark whatever may be decided otherwise after an object of ``kind`` in ``group`` has changed."""
         if before is None:
-            for informer in self._informers:
-                if informer.kind.name == kind:
-                    informer.exists()
+            for informer in self._doubtful.get(kind, ()):
+                informer.exists()
         affected = _AFFECTED.get(kind, (RLJOB.name, QUEUE.name))
         for entry in self.store.of(group):
             if entry.kind in affected:
