@@ -24,8 +24,10 @@ from asyncflow.net.rpc import RpcServer
 from asyncflow.queue.controller.claims import Claim
 from asyncflow.queue.controller.compaction import dump
 from asyncflow.queue.controller.handlers import Handlers
+from asyncflow.queue.controller.home import Address, Home
 from asyncflow.queue.controller.report import Storage, stats
 from asyncflow.queue.controller.sessions import Sessions
+from asyncflow.queue.controller.shard import Shard
 from asyncflow.queue.controller.table import Table
 from asyncflow.queue.ledger.ledger import Ledger, Sync
 from asyncflow.queue.protocol.calls import Claimed
@@ -54,7 +56,8 @@ class Controller:
     ledger_dir: folder of the ledger, made if needed; sync: its durability class; host, port: where to listen (0: any);
     advertise: the host that others dial, where that is another; keys: the job's key; unit_lost_s: seconds of silence
     after which a storage unit's rows are made again elsewhere; compact_bytes: size from which on the ledger is
-    compacted while serving.
+    compacted while serving; index: of this controller among all ``controllers``; address: of each, None while it has
+    none.
     ``failed`` is done when the controller cannot go on; its exception says why.
     """
 
@@ -69,8 +72,11 @@ class Controller:
         keys: Keys | None = None,
         unit_lost_s: float = 30.0,
         compact_bytes: int = 64 << 20,
+        index: int = 0,
+        controllers: int = 1,
+        address: Address = lambda _: None,
     ) -> None:
-        self.table = Table()
+        self.table = Table(index=index, controllers=controllers)
         bind = f"tcp://{host}:{port}" if port else f"{SCHEME}{host}:*"
         self.server = RpcServer(name="controller", bind=bind, keys=keys, advertise=advertise)
         self._ledger = Ledger(ledger_dir, sync=sync, compact=lambda: dump(self.table.books), limit=compact_bytes)
@@ -79,7 +85,12 @@ class Controller:
         self._claims: dict[Claim, tuple[asyncio.Future[Claimed], list[str]]] = {}
         self._parked: dict[str, dict[_Waiter, None]] = {}
         self._alarm: asyncio.TimerHandle | None = None
-        Handlers(self).route(self.server)
+        self.part: Home | Shard | None = None
+        if index:
+            self.part = Shard(self, address=address, keys=keys)
+        elif controllers > 1:
+            self.part = Home(self, controllers=controllers, address=address, keys=keys)
+        (self.part or Handlers(self)).route(self.server)
 
     async def start(self) -> str:
         """Read the ledger, begin to serve, and give the address. Raises LedgerCorrupt, Refused."""
@@ -94,12 +105,16 @@ class Controller:
         except OSError as error:
             raise self._broken(error) from error
         address = await self.server.start()
+        if self.part is not None:
+            self.part.start()
         self.settle()
         log.info("epoch %d serves at %s", self.table.controller, address)
         return address
 
     async def close(self) -> None:
         """Stop serving, and leave the ledger whole."""
+        if self.part is not None:
+            await self.part.close()
         await self.server.close()
         if self._alarm is not None:
             self._alarm.cancel()
@@ -110,6 +125,27 @@ class Controller:
         """Give the counts of now."""
         sessions = self.sessions
         return stats(self.table, Storage(sessions.used, sessions.limit, len(sessions), self._ledger.bytes))
+
+    def expire(self, worker: str) -> None:
+        """End all leases and claims of a worker that is known to be dead, here and at the shards."""
+        self.table.claims.expire_worker(worker)
+        self.settle()
+        if isinstance(self.part, Home):
+            self.part.expire(worker)
+
+    async def rewrite(self) -> None:
+        """Write the ledger anew, because the books were replaced. Raises Refused where it cannot be written."""
+        if (pending := self.settle()) is not None:
+            await pending
+        try:
+            self._ledger.begin(dump(self.table.books))
+        except OSError as error:
+            raise self._broken(error) from error
+
+    def fail(self, error: BaseException) -> None:
+        """Stop serving: this controller cannot go on."""
+        if not self.failed.done():
+            self.failed.set_exception(error)
 
     @property
     def ledger_lag(self) -> float:
@@ -250,8 +286,7 @@ class Controller:
 
     def _broken(self, error: OSError) -> Refused:
         """Stop serving: what was answered is in the ledger, what comes now cannot be."""
-        if not self.failed.done():
-            self.failed.set_exception(error)
+        self.fail(error)
         hint = "Free some space and start the controller again: nothing that was answered is lost"
         return Refused(f"the ledger cannot be written: {error}", where="controller", hint=hint)
 

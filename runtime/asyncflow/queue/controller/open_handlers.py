@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from asyncflow.net.rpc import RpcServer
 from asyncflow.queue.controller import open_table
 from asyncflow.queue.controller.outlook import view
 from asyncflow.queue.controller.partition import Partition
@@ -23,6 +22,7 @@ from asyncflow.queue.protocol.views import PartitionView
 
 if TYPE_CHECKING:
     from asyncflow.queue.controller.controller import Controller
+    from asyncflow.queue.controller.routes import Routes
 
 Command = Callable[[str, type[Struct], Callable[[Any], Struct | None]], None]
 Frames = Sequence[memoryview]
@@ -37,7 +37,7 @@ class OpenHandlers:
         self._table = controller.table
         self._books = controller.table.books
 
-    def route(self, server: RpcServer, command: Command) -> None:
+    def route(self, server: Routes, command: Command) -> None:
         """Have ``server`` answer all of them; ``command`` routes those that are answered at once."""
         command("open.find", open_calls.FindRows, self._find)
         command("open.peek", open_calls.Peek, self._peek)
