@@ -26,6 +26,7 @@ from asyncflow.queue.controller.handlers import Handlers
 from asyncflow.queue.controller.routes import Chosen, Wrap
 from asyncflow.queue.controller.state import State
 from asyncflow.queue.ledger import events as ev
+from asyncflow.queue.ledger.audits import merge_audits
 from asyncflow.queue.protocol import calls, open_calls, shard_calls
 from asyncflow.queue.protocol.messages import AuditReport, QueueStats
 from asyncflow.queue.protocol.views import PartitionView
@@ -41,7 +42,7 @@ R = TypeVar("R", bound=Struct)
 Address = Callable[[int], str | None]
 """Gives the address of the controller with this number, None while it has none."""
 
-_ASK_S = 10.0
+_ASK_S = 5.0
 _EXPIRE_S = 60.0
 _DONE = calls.Done()
 
@@ -65,7 +66,7 @@ class Home:
             "queue.stats": self._with_all("queue.stats", QueueStats, merging.merge_stats),
             "queue.show": self._with_all("queue.show", PartitionView, merging.merge_views),
             "queue.snapshot": self._with_all("queue.snapshot", calls.Snapshot, _merge_snapshots),
-            "queue.audit": self._with_all("queue.audit", AuditReport, merging.merge_audits),
+            "queue.audit": self._with_all("queue.audit", AuditReport, _merge_audits),
             "queue.expire": self._expire,
             "open.reset": self._reset,
             "open.peek": self._passed_on("open.peek", open_calls.Sight),
@@ -198,6 +199,10 @@ class Home:
 
 def _resolver(address: Address, index: int) -> Callable[[], str | None]:
     return lambda: address(index)
+
+
+def _merge_audits(home: AuditReport, shards: Sequence[AuditReport]) -> AuditReport:
+    return merge_audits(home, dict(enumerate(shards, 1)))
 
 
 def _merge_snapshots(home: calls.Snapshot, shards: Sequence[calls.Snapshot]) -> calls.Snapshot:

@@ -11,10 +11,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from asyncflow.queue.protocol.messages import AuditReport, PartitionSnapshot, QueueStats, StepState
+from asyncflow.queue.protocol.messages import PartitionSnapshot, QueueStats, StepState
 from asyncflow.queue.protocol.views import PartitionView
-
-_PROBLEMS = 20
 
 
 def merge_stats(home: QueueStats, shards: Sequence[QueueStats]) -> QueueStats:
@@ -44,20 +42,3 @@ def merge_views(home: PartitionView, shards: Sequence[PartitionView]) -> Partiti
     """Describe a partition with the tasks of all controllers."""
     tasks = [task for each in (home, *shards) for task in each.tasks]
     return replace(home, tasks=sorted(tasks, key=lambda task: task.name))
-
-
-def merge_audits(home: AuditReport, shards: Sequence[AuditReport]) -> AuditReport:
-    """Give one report of all ledgers: rows as the home has them, and whatever a task did with one that it should not.
-
-    What is found in the home's ledger is found again in those of its followers, and told once.
-    """
-    summed = {
-        field: sum(getattr(each, field) for each in (home, *shards)) for field in ("redeliveries", "resets", "peeked")
-    }
-    found = [
-        f"controller {index}: {problem}"
-        for index, each in enumerate(shards, 1)
-        for problem in each.problems
-        if problem not in home.problems
-    ]
-    return replace(home, **summed, problems=(home.problems + found)[:_PROBLEMS])

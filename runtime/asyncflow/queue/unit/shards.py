@@ -30,7 +30,7 @@ _PUTS = 500
 
 
 class Shards:
-    """All shards, as far as puts have come for them. address: of the controller with a number; decided: told verdicts."""
+    """All shards for which puts have come. address: of the controller with a number; decided: told verdicts."""
 
     def __init__(self, *, name: str, address: Callable[[int], str | None], keys: Keys | None, decided: Decided) -> None:
         self._name = name

@@ -60,7 +60,8 @@ class StorageUnit:
 
     index: its place among the units; limit_bytes: most bytes of cells; controller: the controller's address, or a
     function that gives it; shard: gives that of a further controller; incarnation: of this process, by default made
-    here; host, port: where to listen (0: any); keys: the job's key; backend: where the cells lie, by default this process's memory.
+    here; host, port: where to listen (0: any); keys: the job's key; backend: where the cells lie, by default this
+    process's memory.
     ``failed`` is done when the unit cannot go on; its exception says why.
     """
 
