@@ -8,7 +8,7 @@
     ├── Refused                  the other side understood and said no
     │   ├── Fenced               the caller belongs to an older attempt or an expired lease
     │   ├── StaleHandle          the row, version or lease named does not exist any more
-    │   └── Elsewhere            another controller of the queue decides about it
+    │   └── Misdirected          another controller of the queue decides about it
     ├── ProtocolError            bytes that do not follow the protocol
     ├── RemoteError              a handler on the other side failed unexpectedly
     ├── LedgerCorrupt            a ledger record that was acknowledged cannot be read back
@@ -88,13 +88,13 @@ class StaleHandle(Refused):
     code = "stale_handle"
 
 
-class Elsewhere(Refused):
+class Misdirected(Refused):
     """Another controller of the queue decides about this; ``where`` ends with its number."""
 
-    code = "elsewhere"
+    code = "misdirected"
 
     @classmethod
-    def at(cls, controller: int, what: str) -> Elsewhere:
+    def at(cls, controller: int, what: str) -> Misdirected:
         """Make the error that sends the caller to ``controller``."""
         return cls(what, where=f"controller {controller}", hint="Ask that one")
 

@@ -26,6 +26,8 @@ class QueueSpec(Spec):
 
     backend: Literal["memory", "mooncake", "redis"] = "memory"
     """Where the cells lie."""
+    controllers: Annotated[int, Field(ge=1, le=16)] = 1
+    """Controllers; each is a process of its own that has some of the tasks, and the first has all rows."""
     storage_units: Annotated[int, Field(ge=1, le=4096)] = 1
     """Storage units; each is a process of its own."""
     bytes_per_unit: Quantity = Quantity("256Mi")
@@ -54,7 +56,10 @@ class QueueSpec(Spec):
             fix="Give resources.memory of at least bytesPerUnit",
         ),
     )
-    frozen_fields: ClassVar[tuple[Frozen, ...]] = (Frozen(reads="backend", why="cells do not move between back ends"),)
+    frozen_fields: ClassVar[tuple[Frozen, ...]] = (
+        Frozen(reads="backend", why="cells do not move between back ends"),
+        Frozen(reads="controllers", why="tasks do not move between controllers"),
+    )
 
 
 class JobQueueSpec(QueueSpec):

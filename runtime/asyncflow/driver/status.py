@@ -108,7 +108,7 @@ def waiting_for(
     since the last step, or since the first prompt.
     """
     expected = {
-        "controller": 1,
+        "controller": spec.transfer_queue.controllers,
         "storage": spec.transfer_queue.storage_units,
         "trainer": spec.trainer.replicas,
         "rollout": max(1, spec.rollout.min_replicas),

@@ -29,8 +29,8 @@ class Connections:
         *,
         controller: str | Callable[[], str | None],
         unit: Callable[[int], str | None],
-        shard: Callable[[int], str | None],
         keys: Keys | None,
+        shard: Callable[[int], str | None] = lambda _: None,
     ) -> None:
         self._controller = RpcClient(name="queue client", resolve=controller, keys=keys)
         self._unit_address, self._shard_address = unit, shard

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from asyncflow.errors import Elsewhere, Refused
+from asyncflow.errors import Misdirected, Refused
 from asyncflow.net.frames import Buffer
 from asyncflow.queue.client.scatter import parts_by
 from asyncflow.queue.client.verbs import Clock, Peer, Verb, left_of, name_of, once, persist, shard, together
@@ -173,7 +173,7 @@ class ControlVerbs:
         for _ in range(_MOVES):
             try:
                 return (yield from call(self._places.get((partition, task))))
-            except Elsewhere as there:
+            except Misdirected as there:
                 self._places[partition, task] = shard(there.controller)
         raise Refused(f"no controller decides about {partition}/{task}", where="queue client")
 

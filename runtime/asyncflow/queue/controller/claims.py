@@ -256,7 +256,7 @@ class Claims:
             self._end(lease, "worker lost")
 
     def ended(self, claim: Claim) -> bool:
-        """Tell whether nothing will ever come for ``claim``; see ``Claim.until_done``. Raises Elsewhere."""
+        """Tell whether nothing will ever come for ``claim``; see ``Claim.until_done``. Raises Misdirected."""
         partition = self._books.partition(claim.partition)
         queue = partition.task(claim.task)
         if not partition.ended(claim.task):

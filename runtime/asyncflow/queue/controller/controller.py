@@ -126,6 +126,11 @@ class Controller:
         sessions = self.sessions
         return stats(self.table, Storage(sessions.used, sessions.limit, len(sessions), self._ledger.bytes))
 
+    def ready(self) -> tuple[bool, str]:
+        """Tell whether it can grant leases, and what it waits for."""
+        waits = isinstance(self.part, Shard) and not self.part.follower.home
+        return not waits, "the home has not told it of its rows yet" if waits else "ready"
+
     def expire(self, worker: str) -> None:
         """End all leases and claims of a worker that is known to be dead, here and at the shards."""
         self.table.claims.expire_worker(worker)

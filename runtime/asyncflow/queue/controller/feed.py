@@ -24,7 +24,7 @@ from asyncflow.queue.controller.news import Item, Recalled, encode, gained, told
 from asyncflow.queue.controller.state import Row
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.shard_calls import AskPart, Feed, Follow, Part
-from asyncflow.queue.protocol.unit_calls import Entry, Held
+from asyncflow.queue.protocol.unit_calls import Entry, Held, NewCells, NewRows, OpenRows
 
 FEED = "\0feed"
 """Stands in ``Books.touched`` where a partition does: the feed has something new."""
@@ -72,7 +72,7 @@ class NewsFeed:
 
     def admitted(self, entry: Entry, ok: list[bool]) -> None:
         """Tell of the cells of an entry on which these are the verdicts."""
-        if any(ok):
+        if any(ok) and isinstance(entry, NewRows | OpenRows | NewCells):
             self._add(gained(entry, ok))
 
     def recalled(self, held: Iterable[Held]) -> None:

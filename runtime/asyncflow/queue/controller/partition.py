@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from asyncflow.errors import Elsewhere, Fenced, Refused
+from asyncflow.errors import Fenced, Misdirected, Refused
 from asyncflow.queue.controller.gang import Gang
 from asyncflow.queue.controller.outcomes import Outcomes
 from asyncflow.queue.controller.readiness import TaskQueue
@@ -60,10 +60,10 @@ class Partition:
         return next((queue for queue in self.queues.values() if queue.spec.kind == "gang"), None)
 
     def task(self, name: str) -> TaskQueue | None:
-        """Give the queue of a task, None if it is not known. Raises Elsewhere for one of another controller."""
+        """Give the queue of a task, None if it is not known. Raises Misdirected for one of another controller."""
         queue = self.queues.get(name)
         if queue is None and (there := self.elsewhere.get(name)) is not None:
-            raise Elsewhere.at(there.controller, f"the task {self.name}/{name} is not decided about here")
+            raise Misdirected.at(there.controller, f"the task {self.name}/{name} is not decided about here")
         return queue
 
     def check_creator(self, attempt: int) -> None:
