@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from asyncflow.net.batches import batches
 from asyncflow.net.rpc import RpcServer
 from asyncflow.queue.controller import open_table
 from asyncflow.queue.controller.outlook import view
@@ -100,7 +101,6 @@ class OpenHandlers:
 
 
 async def _chunks(rows: Iterable[Row]) -> AsyncIterator[list[Row]]:
-    left = iter(rows)
-    while chunk := list(islice(left, _CHUNK)):
+    for chunk in batches(rows, _CHUNK):
         yield chunk
         await asyncio.sleep(0)
