@@ -1,13 +1,13 @@
 """Strangers: whatever they send, it is refused or dropped, memory stays bounded and service goes on."""
 
 import asyncio
+import contextlib
 import os
 import random
 import socket
 import struct
 import subprocess
 import sys
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -65,7 +65,7 @@ class Victim:
 
 @pytest.fixture
 def victim(tmp_path):
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def run(*, keyed=False):
         key = tmp_path / "key"
         keys = Keys.generate(key) if keyed else None
@@ -211,7 +211,11 @@ async def test_a_recorded_connection_that_is_played_again_does_nothing(victim):
 
         reader, writer = await asyncio.open_connection(*host_and_port(made.unit))
         writer.write(heard)
-        assert len(await reader.read()) <= WELCOME_SIZE  # a welcome that is another one, and no more
+        answered = b""
+        with contextlib.suppress(ConnectionResetError):
+            while data := await reader.read(1 << 16):
+                answered += data
+        assert len(answered) <= WELCOME_SIZE  # a welcome that is another one, and no more
         writer.close()
         assert len((await made.partition.rows()).rows) == 1
         await made.partition.clear((await made.partition.rows()).rows)
