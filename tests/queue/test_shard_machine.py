@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import rule, run_state_machine_as_test
 
-from asyncflow.queue.controller.books import Books
 from asyncflow.queue.controller.claims import Claim
 from asyncflow.queue.controller.compaction import dump, dump_rows
 from asyncflow.queue.controller.feed import NewsFeed
+from asyncflow.queue.controller.folding import empty_books
 from asyncflow.queue.controller.news import decode
 from asyncflow.queue.controller.replica import draft_of, install, take
 from asyncflow.queue.controller.table import Table
@@ -146,7 +146,7 @@ class Followed:
         living = [row for group in partition.groups.values() for row in group.rows if row.state == 0]
         assert all(row.work[TASK].done for row in living)
         self.shard.write()
-        again, auditor = Books(), Auditor()
+        again, auditor = empty_books(), Auditor()
         again.index = 1
         for event in self.shard.log:
             again.apply(event)
@@ -177,7 +177,7 @@ def test_a_shard_has_the_rows_of_its_home_whatever_happens(machine, make_queue):
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=100,
+            max_examples=40,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,

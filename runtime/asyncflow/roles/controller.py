@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from asyncflow.api.queue import QueueStatus
 from asyncflow.driver.tasks import tasks_of
@@ -50,7 +49,7 @@ async def _serve_member(post: Post, tasks: Sequence[TaskSpec] = ()) -> None:
     controller.table.declare(tasks)
     controller.settle()
     metrics.watch_rpc(controller.server.counters)
-    membership = others.membership = await post.join(metrics=metrics, address=address, ready=controller.ready)
+    membership = others.membership = await post.join(metrics=metrics, address=address, ready=controller.part.ready)
     await _until_told(post, controller, metrics)
     await _close(membership, controller)
 
@@ -60,16 +59,13 @@ async def serve_alone(post: QueuePost) -> None:
     if post.options.index:
         await _serve_member(post)
         return
-    listened = urlsplit(post.options.driver)
-    front = RpcServer(
-        name="directory", bind=f"tcp://{listened.hostname}:{listened.port}", keys=post.keys, advertise=post.host
-    )
     others = _Others()
+    front = RpcServer(name="directory", bind=post.options.driver, keys=post.keys, advertise=post.host)
     controller, directory, metrics = _controller(post, others), Directory(), ControllerMetrics()
     directory.attach(front)
 
     def gone(member: Member, _reason: str) -> None:
-        controller.expire(member.incarnation)
+        controller.part.expire(member.incarnation)
 
     directory.on_leave.append(gone)
     address = await controller.start()

@@ -15,17 +15,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from asyncflow.errors import AsyncFlowError, Refused
-from asyncflow.net.flow import SCHEME
+from asyncflow.net.hosts import address_of
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcServer
+from asyncflow.queue.controller.alone import Alone
 from asyncflow.queue.controller.claims import Claim
 from asyncflow.queue.controller.compaction import dump
-from asyncflow.queue.controller.handlers import Handlers
-from asyncflow.queue.controller.home import Address, Home
+from asyncflow.queue.controller.home import Home
 from asyncflow.queue.controller.report import Storage, stats
+from asyncflow.queue.controller.serving import Address, Soon
 from asyncflow.queue.controller.sessions import Sessions
 from asyncflow.queue.controller.shard import Shard
 from asyncflow.queue.controller.table import Table
@@ -36,9 +37,6 @@ from asyncflow.queue.protocol.messages import QueueStats
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Soon: TypeAlias = "T | asyncio.Future[T]"
-"""An answer, or a future of it."""
-
 _STOPPED_S = 1.0
 
 
@@ -56,8 +54,7 @@ class Controller:
     ledger_dir: folder of the ledger, made if needed; sync: its durability class; host, port: where to listen (0: any);
     advertise: the host that others dial, where that is another; keys: the job's key; unit_lost_s: seconds of silence
     after which a storage unit's rows are made again elsewhere; compact_bytes: size from which on the ledger is
-    compacted while serving; index: of this controller among all ``controllers``; address: of each, None while it has
-    none.
+    compacted while serving; index: of this controller among all ``controllers``; address: of each.
     ``failed`` is done when the controller cannot go on; its exception says why.
     """
 
@@ -77,7 +74,7 @@ class Controller:
         address: Address = lambda _: None,
     ) -> None:
         self.table = Table(index=index, controllers=controllers)
-        bind = f"tcp://{host}:{port}" if port else f"{SCHEME}{host}:*"
+        bind = address_of(host, port)
         self.server = RpcServer(name="controller", bind=bind, keys=keys, advertise=advertise)
         self._ledger = Ledger(ledger_dir, sync=sync, compact=lambda: dump(self.table.books), limit=compact_bytes)
         self.sessions = Sessions(self.table, lost_s=unit_lost_s)
@@ -85,12 +82,12 @@ class Controller:
         self._claims: dict[Claim, tuple[asyncio.Future[Claimed], list[str]]] = {}
         self._parked: dict[str, dict[_Waiter, None]] = {}
         self._alarm: asyncio.TimerHandle | None = None
-        self.part: Home | Shard | None = None
+        self.part = Alone(self)
         if index:
             self.part = Shard(self, address=address, keys=keys)
         elif controllers > 1:
             self.part = Home(self, controllers=controllers, address=address, keys=keys)
-        (self.part or Handlers(self)).route(self.server)
+        self.part.route(self.server)
 
     async def start(self) -> str:
         """Read the ledger, begin to serve, and give the address. Raises LedgerCorrupt, Refused."""
@@ -105,16 +102,14 @@ class Controller:
         except OSError as error:
             raise self._broken(error) from error
         address = await self.server.start()
-        if self.part is not None:
-            self.part.start()
+        self.part.start()
         self.settle()
         log.info("epoch %d serves at %s", self.table.controller, address)
         return address
 
     async def close(self) -> None:
         """Stop serving, and leave the ledger whole."""
-        if self.part is not None:
-            await self.part.close()
+        await self.part.close()
         await self.server.close()
         if self._alarm is not None:
             self._alarm.cancel()
@@ -125,18 +120,6 @@ class Controller:
         """Give the counts of now."""
         sessions = self.sessions
         return stats(self.table, Storage(sessions.used, sessions.limit, len(sessions), self._ledger.bytes))
-
-    def ready(self) -> tuple[bool, str]:
-        """Tell whether it can grant leases, and what it waits for."""
-        waits = isinstance(self.part, Shard) and not self.part.follower.home
-        return not waits, "the home has not told it of its rows yet" if waits else "ready"
-
-    def expire(self, worker: str) -> None:
-        """End all leases and claims of a worker that is known to be dead, here and at the shards."""
-        self.table.claims.expire_worker(worker)
-        self.settle()
-        if isinstance(self.part, Home):
-            self.part.expire(worker)
 
     async def rewrite(self) -> None:
         """Write the ledger anew, because the books were replaced. Raises Refused where it cannot be written."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import Protocol
 
 from asyncflow.errors import AsyncFlowError, LedgerCorrupt
 from asyncflow.net.rpc import RpcClient
@@ -20,6 +19,7 @@ from asyncflow.queue.controller.books import Books
 from asyncflow.queue.controller.feed import FEED
 from asyncflow.queue.controller.news import decode
 from asyncflow.queue.controller.replica import draft_of, install, take
+from asyncflow.queue.controller.serving import Following
 from asyncflow.queue.protocol.calls import Done
 from asyncflow.queue.protocol.shard_calls import AskPart, EnterTypes, Feed, Follow, Part
 
@@ -33,26 +33,10 @@ _TURN = 64
 """Items after which others have their turn."""
 
 
-class Serving(Protocol):
-    """What the controller does for its follower."""
-
-    def now(self) -> float:
-        """Give the time on the clock of the books."""
-        ...
-
-    def settle(self) -> object:
-        """Write, and serve who waits."""
-        ...
-
-    async def rewrite(self) -> None:
-        """Write the ledger anew, because the books were replaced."""
-        ...
-
-
 class Follower:
     """Keeps the books of a shard in step with the home. home, position: how far it is, 0 before the first snapshot."""
 
-    def __init__(self, books: Books, *, serving: Serving, home: RpcClient) -> None:
+    def __init__(self, books: Books, *, serving: Following, home: RpcClient) -> None:
         self.home = 0
         self.position = 0
         self._books = books

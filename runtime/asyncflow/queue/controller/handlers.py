@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 
@@ -15,21 +15,19 @@ from asyncflow.errors import AsyncFlowError, ProtocolError
 from asyncflow.flow.selection import Appetite
 from asyncflow.queue.controller import open_table
 from asyncflow.queue.controller.claims import Claim
+from asyncflow.queue.controller.feed import NewsFeed
 from asyncflow.queue.controller.news import gained
 from asyncflow.queue.controller.open_handlers import OpenHandlers
 from asyncflow.queue.controller.replica import gain
 from asyncflow.queue.controller.report import snapshot
+from asyncflow.queue.controller.routes import Routes
+from asyncflow.queue.controller.serving import Serving, Soon
 from asyncflow.queue.controller.table import told
 from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.protocol import calls, open_calls, unit_calls
 from asyncflow.queue.protocol.messages import AuditReport, Wanted
 from asyncflow.queue.protocol.runs import expand, shrink
 from asyncflow.queue.protocol.shard_calls import controller_of
-
-if TYPE_CHECKING:
-    from asyncflow.queue.controller.controller import Controller, Soon
-    from asyncflow.queue.controller.feed import NewsFeed
-    from asyncflow.queue.controller.routes import Routes
 
 Frames = Sequence[memoryview]
 _DONE = calls.Done()
@@ -39,7 +37,7 @@ _ANY_VERSION = Appetite()
 class Handlers:
     """The calls that a controller answers. feed: told of what is admitted, where others follow."""
 
-    def __init__(self, controller: Controller, *, feed: NewsFeed | None = None) -> None:
+    def __init__(self, controller: Serving, *, feed: NewsFeed | None = None) -> None:
         self._feed = feed
         self._controller = controller
         self._table = controller.table

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -21,9 +21,11 @@ from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Refused
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import Handler, RpcClient, RpcServer, persist
 from asyncflow.queue.controller import merging
+from asyncflow.queue.controller.alone import Alone
 from asyncflow.queue.controller.feed import FEED, NewsFeed
 from asyncflow.queue.controller.handlers import Handlers
 from asyncflow.queue.controller.routes import Chosen, Wrap
+from asyncflow.queue.controller.serving import Address, Serving, Soon
 from asyncflow.queue.controller.state import State
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.audits import merge_audits
@@ -31,28 +33,21 @@ from asyncflow.queue.protocol import calls, open_calls, shard_calls
 from asyncflow.queue.protocol.messages import AuditReport, QueueStats
 from asyncflow.queue.protocol.views import PartitionView
 
-if TYPE_CHECKING:
-    from asyncflow.queue.controller.controller import Controller, Soon
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Struct)
-
-Address = Callable[[int], str | None]
-"""Gives the address of the controller with this number, None while it has none."""
 
 _ASK_S = 5.0
 _EXPIRE_S = 60.0
 _DONE = calls.Done()
 
 
-class Home:
+class Home(Alone):
     """Controller 0. controllers: how many there are; address: of each."""
 
-    def __init__(self, controller: Controller, *, controllers: int, address: Address, keys: Keys | None) -> None:
-        self._controller = controller
-        self._table = controller.table
+    def __init__(self, controller: Serving, *, controllers: int, address: Address, keys: Keys | None) -> None:
+        super().__init__(controller)
         self._feed = NewsFeed(controller.table.books)
         self._shards = {
             index: RpcClient(name=f"controller 0 for {index}", resolve=_resolver(address, index), keys=keys)
@@ -90,7 +85,8 @@ class Home:
             await shard.close()
 
     def expire(self, worker: str) -> None:
-        """Have the shards end the leases of a worker that is known to be dead, as soon as each can be reached."""
+        """Do so here, and have the shards do it as soon as each can be reached."""
+        super().expire(worker)
         self._tell_all(calls.Expire(worker))
 
     def _tell_all(self, call: calls.Expire) -> list[asyncio.Task[Any]]:

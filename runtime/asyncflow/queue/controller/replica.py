@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from asyncflow.queue.controller.books import Books
+from asyncflow.queue.controller.folding import empty_books
 from asyncflow.queue.controller.news import Gained, Item, Recalled
 from asyncflow.queue.controller.partition import Partition
 from asyncflow.queue.controller.state import Row, Shape
@@ -21,7 +22,7 @@ from asyncflow.queue.protocol.runs import expand
 
 def draft_of(books: Books) -> Books:
     """Give empty books of the same controller."""
-    draft = Books()
+    draft = empty_books()
     draft.index, draft.epoch = books.index, books.epoch
     return draft
 

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncflow.errors import AsyncFlowError, PeerLost, ProtocolError
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import Handler, RpcClient, RpcServer
+from asyncflow.queue.controller.alone import Alone
 from asyncflow.queue.controller.feed import FEED
 from asyncflow.queue.controller.follower import Follower
 from asyncflow.queue.controller.handlers import Handlers
-from asyncflow.queue.controller.home import Address
 from asyncflow.queue.controller.routes import Chosen
+from asyncflow.queue.controller.serving import Address, Following, Soon
 from asyncflow.queue.protocol import calls, shard_calls, unit_calls
 from asyncflow.queue.protocol.runs import expand
-
-if TYPE_CHECKING:
-    from asyncflow.queue.controller.controller import Controller, Soon
 
 ANSWERED = frozenset(
     {
@@ -46,12 +44,12 @@ ANSWERED = frozenset(
 _DROP_S = 10.0
 
 
-class Shard:
+class Shard(Alone):
     """A controller that is not the home. address: of each controller."""
 
-    def __init__(self, controller: Controller, *, address: Address, keys: Keys | None) -> None:
-        self._controller = controller
-        self._table = controller.table
+    def __init__(self, controller: Following, *, address: Address, keys: Keys | None) -> None:
+        super().__init__(controller)
+        self._fail = controller.fail
         index = controller.table.books.index
         self._home = RpcClient(name=f"controller {index}", resolve=lambda: address(0), keys=keys)
         self.follower = Follower(controller.table.books, serving=controller, home=self._home)
@@ -69,7 +67,7 @@ class Shard:
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
-                self._controller.fail(error)
+                self._fail(error)
 
         self._following.add_done_callback(ended)
 
@@ -80,6 +78,11 @@ class Shard:
             await asyncio.wait([self._following])
         await self.follower.close()
         await self._home.close()
+
+    def ready(self) -> tuple[bool, str]:
+        """Tell whether the home has told it of its rows."""
+        told = self.follower.home > 0
+        return told, "ready" if told else "the home has not told it of its rows yet"
 
     def _reach(self, call: Any, _frames: Sequence[memoryview]) -> Soon[shard_calls.Reached]:
         def reached() -> shard_calls.Reached | None:

@@ -16,8 +16,8 @@ import msgspec
 
 from asyncflow.errors import Refused
 from asyncflow.identity import RowPlace
-from asyncflow.queue.controller.books import Books
 from asyncflow.queue.controller.claims import Claims
+from asyncflow.queue.controller.folding import empty_books
 from asyncflow.queue.controller.partition import Partition
 from asyncflow.queue.controller.placing import ends_rows, place
 from asyncflow.queue.controller.puts import Puts
@@ -38,7 +38,7 @@ class Table:
     """
 
     def __init__(self, *, index: int = 0, controllers: int = 1) -> None:
-        self.books = Books()
+        self.books = empty_books()
         self.books.index = index
         self._controllers = controllers
         self.claims = Claims(self.books)
