@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from asyncflow.errors import AsyncFlowError, Refused
 from asyncflow.net.hosts import address_of
@@ -25,6 +25,7 @@ from asyncflow.queue.controller.claims import Claim
 from asyncflow.queue.controller.compaction import dump
 from asyncflow.queue.controller.handlers import Handlers
 from asyncflow.queue.controller.report import Storage, stats
+from asyncflow.queue.controller.serving import Soon
 from asyncflow.queue.controller.sessions import Sessions
 from asyncflow.queue.controller.table import Table
 from asyncflow.queue.ledger.ledger import Ledger, Sync
@@ -34,9 +35,6 @@ from asyncflow.queue.protocol.messages import QueueStats
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Soon: TypeAlias = "T | asyncio.Future[T]"
-"""An answer, or a future of it."""
-
 _STOPPED_S = 1.0
 
 
