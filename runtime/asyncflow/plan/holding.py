@@ -1,7 +1,7 @@
 """The roles that hold a queue's bytes where its units do not: Mooncake's master and holders, or Redis servers.
 
 Invariant: every unit has a holder of its own index, with more room than the unit may fill: what was freed goes a moment
-later than the unit's budget would have it, and an allocator leaves gaps.
+later than the unit's budget would have it, and an allocator leaves gaps. A store that others run has its own.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def unit_bytes(queue: QueueSpec) -> int:
 
 def unit_after(queue: QueueSpec, leader: RoleName) -> tuple[RoleName, ...]:
     """Give the roles that a unit starts after. leader: whom all dial."""
-    return (leader,) if queue.backend == "memory" else (leader, "holder")
+    return (leader, "holder") if _has_holders(queue) else (leader,)
 
 
 def holding_roles(queue: QueueSpec, leader: RoleName, make: MakeRole) -> tuple[Role, ...]:
-    """Give the roles, none for cells in the units' own memory, in the order in which they start."""
-    if queue.backend == "memory":
+    """Give the roles in the order in which they start."""
+    if not _has_holders(queue):
         return ()
     cpu = float(queue.resources.cpu.amount) if queue.resources.cpu is not None else 1.0
     holding = Resources(cpu=cpu, memory=held_bytes(queue) + OVERHEAD)
@@ -49,3 +49,7 @@ def holding_roles(queue: QueueSpec, leader: RoleName, make: MakeRole) -> tuple[R
         make("master", 1, Resources(cpu=cpu, memory=_MASTER_BYTES), (leader,)),
         make("holder", queue.storage_units, holding, ("master",)),
     )
+
+
+def _has_holders(queue: QueueSpec) -> bool:
+    return queue.backend != "memory" and queue.store is None
