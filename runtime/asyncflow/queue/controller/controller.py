@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncflow.errors import AsyncFlowError, Refused
-from asyncflow.net.flow import SCHEME
+from asyncflow.net.hosts import address_of
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcServer
 from asyncflow.queue.controller.claims import Claim
@@ -69,7 +69,7 @@ class Controller:
         compact_bytes: int = 64 << 20,
     ) -> None:
         self.table = Table()
-        bind = f"tcp://{host}:{port}" if port else f"{SCHEME}{host}:*"
+        bind = address_of(host, port)
         self.server = RpcServer(name="controller", bind=bind, keys=keys, advertise=advertise)
         self._ledger = Ledger(ledger_dir, sync=sync, compact=lambda: dump(self.table.books), limit=compact_bytes)
         self.sessions = Sessions(self.table, lost_s=unit_lost_s)
