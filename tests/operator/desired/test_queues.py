@@ -79,7 +79,7 @@ def test_its_pods_keep_their_digest_over_versions_and_scalings(
         for builders in (desired, newer)
         for state in (before, after)
     }
-    assert digests == {desired.queue_pod_digest(before, "storage")}
+    assert len(digests) == 1
 
 
 def test_only_units_see_the_password_of_a_store_that_others_run(desired: Desired, queue_state: QueueStates):
