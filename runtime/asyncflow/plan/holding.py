@@ -32,24 +32,26 @@ def unit_bytes(queue: QueueSpec) -> int:
     return OVERHEAD + (queue.bytes_per_unit.bytes if queue.backend == "memory" else 0)
 
 
+def holders(queue: QueueSpec) -> dict[RoleName, int]:
+    """Give how many processes of which roles hold the bytes, in the order in which they start."""
+    if queue.backend == "memory" or queue.store is not None:
+        return {}
+    masters: dict[RoleName, int] = {"master": 1} if queue.backend == "mooncake" else {}
+    return {**masters, "holder": queue.storage_units}
+
+
 def unit_after(queue: QueueSpec, leader: RoleName) -> tuple[RoleName, ...]:
     """Give the roles that a unit starts after. leader: whom all dial."""
-    return (leader, "holder") if _has_holders(queue) else (leader,)
+    return (leader, "holder") if holders(queue) else (leader,)
 
 
 def holding_roles(queue: QueueSpec, leader: RoleName, make: MakeRole) -> tuple[Role, ...]:
-    """Give the roles in the order in which they start."""
-    if not _has_holders(queue):
-        return ()
+    """Give the roles of ``holders``, each started after the one before it, the first after the leader."""
     cpu = float(queue.resources.cpu.amount) if queue.resources.cpu is not None else 1.0
-    holding = Resources(cpu=cpu, memory=held_bytes(queue) + OVERHEAD)
-    if queue.backend == "redis":
-        return (make("holder", queue.storage_units, holding, (leader,)),)
-    return (
-        make("master", 1, Resources(cpu=cpu, memory=_MASTER_BYTES), (leader,)),
-        make("holder", queue.storage_units, holding, ("master",)),
-    )
-
-
-def _has_holders(queue: QueueSpec) -> bool:
-    return queue.backend != "memory" and queue.store is None
+    memory: dict[RoleName, int] = {"master": _MASTER_BYTES, "holder": held_bytes(queue) + OVERHEAD}
+    made: list[Role] = []
+    after = leader
+    for name, count in holders(queue).items():
+        made.append(make(name, count, Resources(cpu=cpu, memory=memory[name]), (after,)))
+        after = name
+    return tuple(made)
