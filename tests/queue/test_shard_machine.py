@@ -76,7 +76,7 @@ class Followed:
 
     def attend(self):
         if self.feed is None or self.feed._books is not self.home.books:
-            self.feed = NewsFeed(self.home.books, limit=2000)
+            self.feed = NewsFeed(self.home.books, shards=[1], limit=2000)
             self.feed.start()
             spec = TaskSpec(partition=self.partition_name, name=TASK, needs=[self.column])
             if TASK not in self.home.books.partition(self.partition_name).elsewhere:

@@ -101,8 +101,8 @@ class Controller:
             self._ledger.begin(dump(self.table.books))
         except OSError as error:
             raise self._broken(error) from error
-        address = await self.server.start()
         self.part.start()
+        address = await self.server.start()
         self.settle()
         log.info("epoch %d serves at %s", self.table.controller, address)
         return address

@@ -1,7 +1,7 @@
 """What happened to the home's rows lately, for shards that follow, and snapshots for those that are too far behind.
 
-A place in the feed is a number that counts on. Items are kept, encoded, as long as there is room for them, whoever has
-not read them yet.
+A place in the feed is a number that counts on. Items are kept, encoded, until all shards have read them, as long as
+there is room for them.
 
 Invariants: what is between two places is all that happened to rows between them, in order; a snapshot folded into empty
 books, and what came after its position, give the rows of now; memory is bounded by ``limit`` and by one list of rows
@@ -17,7 +17,7 @@ from itertools import islice
 
 from msgspec import Raw
 
-from asyncflow.errors import StaleHandle
+from asyncflow.errors import Refused, StaleHandle
 from asyncflow.queue.controller.books import Books
 from asyncflow.queue.controller.compaction import dump_rows
 from asyncflow.queue.controller.news import Item, Recalled, encode, gained, told_of
@@ -49,14 +49,15 @@ class _Snapshot:
 
 
 class NewsFeed:
-    """The feed of one home. limit: bytes of items that are kept."""
+    """The feed of one home, for ``shards``. limit: bytes of items that are kept."""
 
-    def __init__(self, books: Books, *, limit: int = _LIMIT) -> None:
+    def __init__(self, books: Books, *, shards: Iterable[int], limit: int = _LIMIT) -> None:
         self._books = books
         self._limit = limit
         self._items: deque[bytes] = deque()
         self._bytes = 0
         self._snapshots: dict[int, _Snapshot] = {}
+        self._read = dict.fromkeys(shards, 0)
         self.home = 0
         self.position = 0
 
@@ -89,12 +90,27 @@ class NewsFeed:
             self._bytes -= len(self._items.popleft())
         self._books.touched.add(FEED)
 
+    def _note(self, shard: int, position: int) -> None:
+        """Take note that a shard knows what is before ``position``; forget what all know."""
+        self._read[shard] = position
+        known = min(self._read.values())
+        while self._items and self.position - len(self._items) < known:
+            self._bytes -= len(self._items.popleft())
+
     def answer(self, follow: Follow) -> Feed | None:
-        """Give what comes after a place, or how to take a snapshot; None where nothing came yet."""
+        """Give what comes after a place, or how to take a snapshot; None where nothing came yet.
+
+        Raises Refused for a shard that is none.
+        """
+        if follow.shard not in self._read:
+            what = f"there is no controller {follow.shard}"
+            raise Refused(what, where="controller", hint="Start as many as spec.transferQueue.controllers says")
         first = self.position - len(self._items)
-        if follow.home != self.home or not first <= follow.position <= self.position:
+        if not follow.home or follow.home != self.home or not first <= follow.position <= self.position:
             return self._begin(follow.shard)
         self._snapshots.pop(follow.shard, None)
+        self._note(follow.shard, follow.position)
+        first = self.position - len(self._items)
         if follow.position == self.position:
             return None
         items = list(_within(_MOST, islice(self._items, follow.position - first, None)))
@@ -104,6 +120,7 @@ class NewsFeed:
         events = [encode(event) for event in dump_rows(self._books)]
         made = _Snapshot(self.position, events, list(self._books.rows))
         self._snapshots[shard] = made
+        self._note(shard, made.position)
         return Feed(self.home, made.position, [], parts=made.parts)
 
     def part(self, ask: AskPart) -> Part:

@@ -48,7 +48,7 @@ class Home(Alone):
 
     def __init__(self, controller: Serving, *, controllers: int, address: Address, keys: Keys | None) -> None:
         super().__init__(controller)
-        self._feed = NewsFeed(controller.table.books)
+        self._feed = NewsFeed(controller.table.books, shards=range(1, controllers))
         self._shards = {
             index: RpcClient(name=f"controller 0 for {index}", resolve=_resolver(address, index), keys=keys)
             for index in range(1, controllers)

@@ -5,7 +5,6 @@ Invariant: what a controller does not answer is refused by its server as a metho
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, TypeAlias
 
@@ -56,6 +55,6 @@ class Chosen:
 def _waiting(handler: NowHandler) -> Handler:
     async def handle(call: Any, frames: Any) -> Any:
         reply = handler(call, frames)
-        return await reply if isinstance(reply, asyncio.Future) else reply
+        return reply if isinstance(reply, Struct | tuple) else await reply
 
     return handle
