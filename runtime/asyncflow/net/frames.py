@@ -10,6 +10,7 @@ header is believed before the bytes that came agree with it, and no byte is ever
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
@@ -85,13 +86,13 @@ def encode_batch(columns: Mapping[str, Jagged]) -> tuple[BatchHeader, list[Buffe
     return BatchHeader(rows=rows, columns=headers), [b"".join(small), *large]
 
 
-def _lengths(columns: Mapping[str, Jagged], rows: int) -> Array:
+def _lengths(columns: Mapping[str, Jagged], rows: int) -> bytes | Array:
     """Give the lengths of all rows, [columns, rows]."""
     sizes = [column.values.size for column in columns.values()]
-    dtype = _SHORT if max(sizes, default=0) <= _LONGEST_SHORT else _LONG
+    short = max(sizes, default=0) <= _LONGEST_SHORT
     if rows == 1:
-        return np.array(sizes, dtype)
-    lengths = np.empty((len(sizes), rows), dtype)
+        return struct.pack(f"<{len(sizes)}{'I' if short else 'q'}", *sizes)
+    lengths = np.empty((len(sizes), rows), _SHORT if short else _LONG)
     for row, column in zip(lengths, columns.values(), strict=True):
         np.subtract(column.offsets[1:], column.offsets[:-1], out=row, casting="unsafe")
     return lengths
@@ -106,12 +107,12 @@ def decode_batch(header: BatchHeader, frames: Sequence[Buffer], *, max_bytes: in
     dtypes = [_stored(column) for column in header.columns]
     sizes = [column.values * dtype.itemsize for column, dtype in zip(header.columns, dtypes, strict=True)]
     _check_frames(header, sizes, [len(frame) for frame in frames], max_bytes)
-    small = memoryview(frames[0])
+    small, large = memoryview(frames[0]), iter(frames[1:])
     at = len(small) - sum([size for size in sizes if size < LARGE])
-    offsets = _decode_offsets(header, small[:at])
-    large = iter(frames[1:])
     columns = {}
-    for index, (column, dtype, size) in enumerate(zip(header.columns, dtypes, sizes, strict=True)):
+    for column, dtype, size, offsets in zip(
+        header.columns, dtypes, sizes, _decode_offsets(header, small[:at]), strict=True
+    ):
         if size < LARGE:
             values = np.frombuffer(bytearray(small[at : at + size]), dtype)
             at += size
@@ -119,7 +120,7 @@ def decode_batch(header: BatchHeader, frames: Sequence[Buffer], *, max_bytes: in
             values = np.frombuffer(next(large), np.uint8).view(dtype)
             if not (values.flags.aligned and values.flags.writeable):
                 values = values.copy()
-        columns[column.name] = _column(column, values, offsets[index])
+        columns[column.name] = _column(column, values, offsets)
     return columns
 
 
@@ -150,7 +151,10 @@ def _decode_offsets(header: BatchHeader, frame: memoryview) -> Offsets:
     dtype = _SHORT if len(frame) == shape[0] * shape[1] * _SHORT.itemsize else _LONG
     lengths = np.frombuffer(frame, dtype).reshape(shape)
     offsets = np.zeros((shape[0], shape[1] + 1), np.int64)
-    np.add.accumulate(lengths, 1, np.int64, offsets[:, 1:])
+    if header.rows == 1:
+        offsets[:, 1:] = lengths
+    else:
+        np.add.accumulate(lengths, 1, np.int64, offsets[:, 1:])
     if dtype is _LONG and bool((offsets[:, 1:] < offsets[:, :-1]).any()):
         raise ProtocolError("a row has less than no values", where="batch")
     for column, values in zip(header.columns, offsets[:, -1].tolist(), strict=True):

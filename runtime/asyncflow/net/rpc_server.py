@@ -154,9 +154,6 @@ class RpcServer:
         if (peer, header.call) in self._running:
             self._drop("repeated")
             return
-        self._accept(peer, header, parts)
-
-    def _accept(self, peer: int, header: wire.Call, parts: list[memoryview]) -> None:
         route = self._routes.get(header.method)
         if route is None:
             self._refuse(peer, header, ProtocolError(f"there is no method {header.method!r}", where=self.name))

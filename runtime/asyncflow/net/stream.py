@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import struct
 from collections import deque
 from collections.abc import Generator, Hashable, Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -29,8 +31,11 @@ _DIRECT = 1 << 14
 _AHEAD = 4
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT, _LARGEST_KEPT = 256 << 20, 32 << 20
+_TO_COME = memoryview(b"")
 _LENGTH = struct.Struct("<Q")
 _COUNT = struct.Struct("<I")
+
+_CutUp: TypeAlias = tuple[list[memoryview], list[tuple[int, int]]]
 
 
 def staging() -> memoryview:
@@ -60,7 +65,7 @@ class Inbox:
         self._over = TAG if seal else 0
         self._staging = staging
         self._whole: list[list[memoryview]] = []
-        self._opened: memoryview | None = None
+        self._opened: _CutUp | None = None
         self._between = True
         self._direct = False
         self._filled = 0
@@ -104,15 +109,14 @@ class Inbox:
             else:
                 block = _memory(end - start - TAG)
                 self._seal.open(self._staging[start:end], block)
-            at, sizes = self._sizes(block)
-            if max(sizes, default=0) < LARGE:
-                self._whole.append(_cut_up(block, at, sizes))
-                begin = end
-                continue
-            self._opened = block
-            self._target[:] = self._staging[begin:start]
-            self._fill(_LENGTH.size)
-            return end
+            parts, large = self._cut_up(block)
+            if large:
+                self._opened = parts, large
+                self._target[:] = self._staging[begin:start]
+                self._fill(_LENGTH.size)
+                return end
+            self._whole.append(parts)
+            begin = end
         return begin
 
     def _fill(self, count: int) -> None:
@@ -128,23 +132,18 @@ class Inbox:
             self._between = False
             if not _COUNT.size <= size <= self._most + _COUNT.size + 8 * MAX_PARTS:
                 raise ProtocolError(f"a message begins with {size} bytes where {self._most} are allowed")
-            block, self._opened = self._opened, None
-            if block is None:
+            opened, self._opened = self._opened, None
+            if opened is None:
                 block = _memory(size + self._over)
                 yield block
                 if self._seal is not None:
                     sealed_block, block = block, _memory(size)
                     self._seal.open(sealed_block, block)
-            parts = []
-            at, sizes = self._sizes(block)
-            for size in sizes:
-                if size < LARGE:
-                    parts.append(block[at : at + size])
-                    at += size
-                    continue
-                part = _memory(size)
-                parts.append(part)
-                yield from self._large(part)
+                opened = self._cut_up(block)
+            parts, large = opened
+            for index, size in large:
+                parts[index] = _memory(size)
+                yield from self._large(parts[index])
             self._whole.append(parts)
 
     def _begun(self) -> Generator[memoryview, None, int]:
@@ -166,8 +165,8 @@ class Inbox:
             yield chunk
             self._seal.open(chunk, piece)
 
-    def _sizes(self, block: memoryview) -> tuple[int, tuple[int, ...]]:
-        """Give where the small parts begin, and the sizes of all parts."""
+    def _cut_up(self, block: memoryview) -> _CutUp:
+        """Give the parts of which ``block`` tells: the small ones, and for each large one its place and size."""
         (count,) = _COUNT.unpack_from(block)
         at = _COUNT.size + 8 * count
         if count > MAX_PARTS or at > len(block):
@@ -175,9 +174,17 @@ class Inbox:
         sizes = struct.unpack_from(f"<{count}Q", block, _COUNT.size)
         if sum(sizes) > self._most:
             raise ProtocolError(f"a message of {sum(sizes)} bytes came where {self._most} are allowed")
-        if at + sum([size for size in sizes if size < LARGE]) != len(block):
+        parts, large = [], []
+        for size in sizes:
+            if size >= LARGE:
+                large.append((len(parts), size))
+                parts.append(_TO_COME)
+                continue
+            parts.append(block[at : at + size])
+            at += size
+        if at != len(block):
             raise ProtocolError(f"the small parts of a message do not fill its block of {len(block)} bytes")
-        return at, sizes
+        return parts, large
 
 
 class Outbox:
@@ -186,7 +193,7 @@ class Outbox:
     def __init__(self, *, seal: Seal | None) -> None:
         self._seal = seal
         self._messages: dict[Hashable, Sequence[Buffer]] = {}
-        self._pieces: Iterator[Buffer] = iter(())
+        self._pieces: Iterator[Buffer] | None = None
         self._views: deque[Buffer] = deque()
 
     def __len__(self) -> int:
@@ -216,29 +223,34 @@ class Outbox:
             count -= len(first)
             self._views.popleft()
 
+    @property
+    def idle(self) -> bool:
+        """Whether all went."""
+        return not self._messages and not self._views and self._pieces is None
+
     def _piece(self) -> Buffer | None:
         """Give what goes next; nothing where that is nothing now."""
-        piece = next(self._pieces, None)
+        piece = None
+        if self._pieces is not None and (piece := next(self._pieces, None)) is None:
+            self._pieces = None
         if piece is None and self._messages:
-            self._pieces = self._cut(self._messages.pop(next(iter(self._messages))))
-            piece = next(self._pieces)
+            piece, self._pieces = self._cut(self._messages.pop(next(iter(self._messages))))
         return piece
 
-    def _cut(self, parts: Sequence[Buffer]) -> Iterator[Buffer]:
-        """Give the pieces in which a message goes."""
+    def _cut(self, parts: Sequence[Buffer]) -> tuple[Buffer, Iterator[Buffer] | None]:
+        """Give the first piece of a message, and those that come after it, if any do."""
         sizes = [len(part) if type(part) is bytes else memoryview(part).nbytes for part in parts]
-        large = [part for part, size in zip(parts, sizes, strict=True) if size >= LARGE]
-        small = [part for part, size in zip(parts, sizes, strict=True) if size < LARGE] if large else parts
+        small, large, length = parts, [], sum(sizes)
+        if max(sizes, default=0) >= LARGE:
+            small = [part for part, size in zip(parts, sizes, strict=True) if size < LARGE]
+            large = [memoryview(part).cast("B") for part, size in zip(parts, sizes, strict=True) if size >= LARGE]
+            length -= sum(map(len, large))
         head = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
+        rest = itertools.chain.from_iterable(map(self._large, large)) if large else None
         if self._seal is None:
-            length = len(head) + sum([size for size in sizes if size < LARGE])
-            yield b"".join([_LENGTH.pack(length), head, *small])
-        else:
-            sealed = self._seal.seal(b"".join([head, *small]))
-            yield _LENGTH.pack(len(sealed))
-            yield sealed
-        for part in large:
-            yield from self._large(memoryview(part).cast("B"))
+            return b"".join([_LENGTH.pack(len(head) + length), head, *small]), rest
+        sealed = self._seal.seal(b"".join([head, *small]))
+        return _LENGTH.pack(len(sealed)), itertools.chain((sealed,), rest or ())
 
     def _large(self, view: memoryview) -> Iterator[Buffer]:
         """Give the pieces in which a large part goes."""
@@ -247,15 +259,6 @@ class Outbox:
             return
         for start in range(0, len(view), _CHUNK):
             yield self._seal.seal(view[start : start + _CHUNK])
-
-
-def _cut_up(block: memoryview, at: int, sizes: Sequence[int]) -> list[memoryview]:
-    """Give the parts that lie in ``block`` from ``at`` on."""
-    parts = []
-    for size in sizes:
-        parts.append(block[at : at + size])
-        at += size
-    return parts
 
 
 def _memory(size: int) -> memoryview:
