@@ -100,7 +100,7 @@ class RpcServer:
         """Answer calls of ``method`` by a ``handler`` that does not wait, or gives a future of what it waits for."""
         if method in self._routes:
             raise ValueError(f"{self.name} has two handlers for {method}")
-        self._routes[method] = _Route(msgspec.msgpack.Decoder(request), handler)
+        self._routes[method] = _Route(wire.decoder_of(request), handler)
 
     @property
     def address(self) -> str:

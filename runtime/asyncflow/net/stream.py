@@ -174,7 +174,8 @@ class Inbox:
         sizes = struct.unpack_from(f"<{count}Q", block, _COUNT.size)
         if sum(sizes) > self._most:
             raise ProtocolError(f"a message of {sum(sizes)} bytes came where {self._most} are allowed")
-        parts, large = [], []
+        parts: list[memoryview] = []
+        large: list[tuple[int, int]] = []
         for size in sizes:
             if size >= LARGE:
                 large.append((len(parts), size))
@@ -240,7 +241,8 @@ class Outbox:
     def _cut(self, parts: Sequence[Buffer]) -> tuple[Buffer, Iterator[Buffer] | None]:
         """Give the first piece of a message, and those that come after it, if any do."""
         sizes = [len(part) if type(part) is bytes else memoryview(part).nbytes for part in parts]
-        small, large, length = parts, [], sum(sizes)
+        small, length = parts, sum(sizes)
+        large: list[memoryview] = []
         if max(sizes, default=0) >= LARGE:
             small = [part for part, size in zip(parts, sizes, strict=True) if size < LARGE]
             large = [memoryview(part).cast("B") for part, size in zip(parts, sizes, strict=True) if size >= LARGE]
