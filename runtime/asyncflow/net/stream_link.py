@@ -64,7 +64,7 @@ class StreamLink:
         header = wire.encode(wire.Call(call, method, left, len(frames)))
         self._outbox.push(call, [header, body, *frames])
         try:
-            while views := self._outbox.views():
+            while not self._outbox.idle and (views := self._outbox.views()):
                 self._left(method, deadline)
                 with contextlib.suppress(BlockingIOError):
                     self._outbox.sent(socket.sendmsg(views))
