@@ -26,6 +26,7 @@ from asyncflow.net.rpc import RpcServer
 from asyncflow.queue.controller.alone import Alone
 from asyncflow.queue.controller.claims import Claim
 from asyncflow.queue.controller.compaction import dump
+from asyncflow.queue.controller.feed import FEED
 from asyncflow.queue.controller.home import Home
 from asyncflow.queue.controller.report import Storage, stats
 from asyncflow.queue.controller.serving import Address, Soon
@@ -242,7 +243,7 @@ class Controller:
         for grant in self.table.claims.serve(self.now()):
             waiter, late = self._claims[grant.claim]
             found.append((self._unpark(waiter), Claimed(grant.lot.shrunk(), False, late)))
-        for partition in self._parked.keys() & books.touched:
+        for partition in (*(self._parked.keys() & books.touched), FEED):
             for waiter in list(self._parked.get(partition, ())):
                 try:
                     answer = waiter.attempt()

@@ -27,7 +27,7 @@ from asyncflow.queue.protocol.shard_calls import AskPart, Feed, Follow, Part
 from asyncflow.queue.protocol.unit_calls import Entry, Held, NewCells, NewRows, OpenRows
 
 FEED = "\0feed"
-"""Stands in ``Books.touched`` where a partition does: the feed has something new."""
+"""Stands in ``Books.touched`` where a partition does: the feed has something new, or may have after the others."""
 
 _LIMIT = 64 << 20
 _MOST = 4 << 20
