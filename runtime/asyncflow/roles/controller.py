@@ -21,7 +21,7 @@ from asyncflow.net.membership import Membership
 from asyncflow.net.rpc import RpcServer
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.controller.outlook import waits
-from asyncflow.roles.base import run_role
+from asyncflow.roles.base import calm_collector, run_role
 from asyncflow.roles.post import JobPost, Post, QueuePost, RoleOptions
 from asyncflow.telemetry.metrics import ControllerMetrics
 
@@ -78,6 +78,7 @@ def _controller(post: Post) -> Controller:
 
 
 async def _until_told(post: Post, controller: Controller, metrics: ControllerMetrics) -> None:
+    calm_collector()
     stopping = asyncio.create_task(post.stopping.wait())
     while not stopping.done() and not controller.failed.done():
         _show(controller, metrics)

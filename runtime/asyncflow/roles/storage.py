@@ -7,7 +7,7 @@ import asyncio
 from asyncflow.net.membership import Membership
 from asyncflow.queue.backends.base import Site
 from asyncflow.queue.unit.unit import StorageUnit, open_backend
-from asyncflow.roles.base import run_role
+from asyncflow.roles.base import calm_collector, run_role
 from asyncflow.roles.post import Post, RoleOptions
 from asyncflow.telemetry.metrics import StorageMetrics
 
@@ -60,6 +60,7 @@ async def serve(post: Post) -> None:
         return unit.ready, "ready" if unit.ready else "the controller has not taken it in yet"
 
     membership = await post.join(metrics=metrics, address=address, ready=ready)
+    calm_collector()
     stopping = asyncio.create_task(post.stopping.wait())
     while not stopping.done() and not unit.failed.done() and not _failed(opening):
         metrics.held.set(unit.holdings.budget.used)
