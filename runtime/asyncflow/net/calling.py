@@ -10,6 +10,7 @@ import socket as sockets
 from collections.abc import Callable, Hashable, Sequence
 
 from asyncflow.errors import AsyncFlowError
+from asyncflow.net import arena_socket
 from asyncflow.net.flow import SILENT, UNSHAKEN, Deliver, Flow, host_and_port, tune
 from asyncflow.net.frames import Buffer
 from asyncflow.net.sealed import WELCOME_SIZE, Handshake
@@ -36,6 +37,7 @@ class Calling:
         lost: Callable[[AsyncFlowError], None],
     ) -> None:
         self.closed = False
+        self._address = address
         self._to = host_and_port(address)
         self._secret = secret
         self._most = most
@@ -72,12 +74,15 @@ class Calling:
     async def _connect(self) -> None:
         """Try until the stream is there."""
         pause = _FIRST_PAUSE_S
+        near = True
         while True:
-            socket = sockets.socket()
+            nearby = arena_socket.dialled(self._address) if near else None
+            socket = nearby or sockets.socket()
             socket.setblocking(False)
             try:
                 async with asyncio.timeout(_CONNECT_S):
-                    await self._loop.sock_connect(socket, self._to)
+                    if nearby is None:
+                        await self._loop.sock_connect(socket, self._to)
                     if await self._opened(socket):
                         self._state(SILENT)
                         return
@@ -91,6 +96,7 @@ class Calling:
             finally:
                 if self._flow is None or self._flow.closed:
                     socket.close()
+            near = nearby is None
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
@@ -102,12 +108,13 @@ class Calling:
 
         def shake(welcome: bytes) -> tuple[Inbox, Outbox]:
             socket.send(handshake.welcomed(welcome))
-            outbox = Outbox(seal=handshake.outgoing)
+            seals = {"incoming": handshake.incoming, "outgoing": handshake.outgoing}
+            inbox, outbox = arena_socket.boxes(socket, **seals, most=self._most, staging=staging())
             for key, parts in self._waiting.items():
                 outbox.push(key, parts)
             self._waiting.clear()
             shaken.set_result(True)
-            return Inbox(most=self._most, seal=handshake.incoming, staging=staging()), outbox
+            return inbox, outbox
 
         def lost(why: AsyncFlowError) -> None:
             if shaken.done():

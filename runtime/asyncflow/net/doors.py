@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import zmq
 
 from asyncflow.errors import Refused
-from asyncflow.net import hosts, wire
+from asyncflow.net import arena_socket, hosts, wire
 from asyncflow.net.answering import Answering
 from asyncflow.net.calling import Calling
 from asyncflow.net.dialling import Health, dial
@@ -116,8 +116,11 @@ def _listen_to_streams(
         socket.close()
         raise
     host, port = socket.getsockname()
-    door = Answering(socket, secret=secret_of(keys), most=most, deliver=deliver, dropped=dropped)
-    return f"{SCHEME}{hosts.dialled(host, advertise)}:{port}", door
+    address = f"{SCHEME}{hosts.dialled(host, advertise)}:{port}"
+    nearby = arena_socket.listening(address)
+    return address, Answering(
+        socket, nearby=nearby, secret=secret_of(keys), most=most, deliver=deliver, dropped=dropped
+    )
 
 
 def call(

@@ -24,6 +24,8 @@ Deliver = Callable[[list[Part]], None]
 
 def tune(made: sockets.socket) -> None:
     """Let both ends of a stream send at once what they are given, and notice within 25 s that a host vanished."""
+    if made.family == sockets.AF_UNIX:
+        return
     made.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)
     made.setsockopt(sockets.SOL_SOCKET, sockets.SO_KEEPALIVE, 1)
     made.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPIDLE, 10)
@@ -97,6 +99,8 @@ class Flow:
             self._fail(wrong)
         except MemoryError:
             self._fail(ProtocolError("there is no memory for what a peer wants to send"))
+        if self.outbox is not None and self.outbox.due:
+            self.flush()
 
     def flush(self) -> None:
         """Send what the stream takes now; the rest follows when it takes more."""

@@ -109,11 +109,9 @@ class Inbox:
 
     def _read(self) -> Generator[memoryview, None, None]:
         """Yield the memory that must be filled next, message after message."""
-        length = memoryview(bytearray(_LENGTH.size))
         over = TAG if self._seal else 0
         while True:
-            yield length
-            size = _LENGTH.unpack(length)[0] - over
+            size = (yield from self._begun()) - over
             if not _COUNT.size <= size <= self._most + _COUNT.size + 8 * MAX_PARTS:
                 raise ProtocolError(f"a message begins with {size} bytes where {self._most} are allowed")
             block = _memory(size + over)
@@ -130,16 +128,27 @@ class Inbox:
                     continue
                 part = _memory(size)
                 parts.append(Part(part))
-                if self._seal is None:
-                    yield part
-                    continue
-                sealed = _memory(min(size, _CHUNK) + TAG)
-                for start in range(0, size, _CHUNK):
-                    piece = part[start : start + _CHUNK]
-                    chunk = sealed[: len(piece) + TAG]
-                    yield chunk
-                    self._seal.open(chunk, piece)
+                yield from self._large(part)
             self._whole.append(parts)
+
+    def _begun(self) -> Generator[memoryview, None, int]:
+        """Give the bytes of the block of the next message."""
+        length = memoryview(bytearray(_LENGTH.size))
+        yield length
+        size: int = _LENGTH.unpack(length)[0]
+        return size
+
+    def _large(self, part: memoryview) -> Generator[memoryview, None, None]:
+        """Fill a large part."""
+        if self._seal is None:
+            yield part
+            return
+        sealed = _memory(min(len(part), _CHUNK) + TAG)
+        for start in range(0, len(part), _CHUNK):
+            piece = part[start : start + _CHUNK]
+            chunk = sealed[: len(piece) + TAG]
+            yield chunk
+            self._seal.open(chunk, piece)
 
     def _sizes(self, block: memoryview) -> tuple[int, tuple[int, ...]]:
         """Give where the small parts begin, and the sizes of all parts."""
@@ -156,7 +165,14 @@ class Inbox:
 
 
 class Outbox:
-    """What goes: messages by key, in order. ``views`` gives what to send next, ``sent`` takes what went."""
+    """What goes: messages by key, in order. ``views`` gives what to send next, ``sent`` takes what went.
+
+    stuck: whether more would go, but the peer has no room; due: whether something can go now of which neither ``push``
+    nor the socket tells.
+    """
+
+    stuck = False
+    due = False
 
     def __init__(self, *, seal: Seal | None) -> None:
         self._seal = seal
@@ -177,14 +193,8 @@ class Outbox:
 
     def views(self) -> list[memoryview]:
         """Give some of the next bytes; nothing when all went."""
-        while len(self._views) < _AHEAD:
-            piece = next(self._pieces, None)
-            if piece is not None:
-                self._views.append(piece)
-            elif self._messages:
-                self._pieces = self._cut(self._messages.pop(next(iter(self._messages))))
-            else:
-                break
+        while len(self._views) < _AHEAD and (piece := self._piece()):
+            self._views.append(piece)
         return list(self._views)
 
     def sent(self, count: int) -> None:
@@ -197,20 +207,33 @@ class Outbox:
             count -= len(first)
             self._views.popleft()
 
+    def _piece(self) -> memoryview | None:
+        """Give what goes next; nothing where that is nothing now."""
+        piece = next(self._pieces, None)
+        if piece is None and self._messages:
+            self._pieces = self._cut(self._messages.pop(next(iter(self._messages))))
+            piece = next(self._pieces)
+        return piece
+
     def _cut(self, parts: Sequence[Buffer]) -> Iterator[memoryview]:
         views = [_bytes_of(part) for part in parts]
         small = [view for view in views if len(view) < LARGE]
         block = b"".join([_COUNT.pack(len(views)), struct.pack(f"<{len(views)}Q", *map(len, views)), *small])
-        sealed = block if self._seal is None else self._seal.seal(block)
-        yield memoryview(_LENGTH.pack(len(sealed)) + sealed)
+        yield self._begin(block)
         for view in views:
-            if len(view) < LARGE:
-                continue
-            if self._seal is None:
-                yield view
-                continue
-            for start in range(0, len(view), _CHUNK):
-                yield memoryview(self._seal.seal(view[start : start + _CHUNK]))
+            if len(view) >= LARGE:
+                yield from self._large(view)
+
+    def _begin(self, block: bytes) -> memoryview:
+        sealed = block if self._seal is None else self._seal.seal(block)
+        return memoryview(_LENGTH.pack(len(sealed)) + sealed)
+
+    def _large(self, view: memoryview) -> Iterator[memoryview]:
+        if self._seal is None:
+            yield view
+            return
+        for start in range(0, len(view), _CHUNK):
+            yield memoryview(self._seal.seal(view[start : start + _CHUNK]))
 
 
 def _bytes_of(part: Buffer) -> memoryview:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, ProtocolError
-from asyncflow.net import wire
+from asyncflow.net import arena_socket, wire
 from asyncflow.net.flow import SILENT, UNSHAKEN, host_and_port, tune
 from asyncflow.net.frames import Buffer
 from asyncflow.net.sealed import WELCOME_SIZE, Handshake
@@ -53,8 +53,11 @@ class StreamLink:
         header = wire.encode(wire.Call(call, method, left, len(frames)))
         self._outbox.push(call, [header, body, *frames])
         try:
-            while views := self._outbox.views():
-                self._left(method, deadline)
+            while (views := self._outbox.views()) or self._outbox.stuck:
+                patience = min(_LOOK_S, self._left(method, deadline))
+                if not views:
+                    self._hear(socket, self._patience(patience))
+                    continue
                 with contextlib.suppress(BlockingIOError):
                     self._outbox.sent(socket.sendmsg(views))
         except OSError as error:
@@ -65,8 +68,7 @@ class StreamLink:
         if self._socket is None:
             return
         self._outbox.push(("cancel", call), [wire.encode(wire.Cancel(call))])
-        with contextlib.suppress(OSError):
-            self._outbox.sent(self._socket.sendmsg(self._outbox.views(), [], sockets.MSG_DONTWAIT))
+        self._send_now(self._socket)
 
     def receive(self, seconds: float) -> list[Part]:
         """Give the next message, waiting up to ``seconds``; nothing if none came. Raises PeerLost, ProtocolError."""
@@ -75,21 +77,13 @@ class StreamLink:
         until = time.monotonic() + seconds
         flags = self._patience(seconds)
         while not self._ready:
-            if self._socket is None or self._inbox is None:
+            if self._socket is None:
                 raise PeerLost("the connection was not made", where=self.address)
             try:
-                count = self._socket.recv_into(self._inbox.room(), 0, flags)
-            except BlockingIOError:
-                return []
+                heard = self._hear(self._socket, flags)
             except OSError as error:
                 raise self._broken(error) from error
-            if not count:
-                raise self._broken("it was closed")
-            try:
-                self._ready = self._inbox.took(count)
-            except ProtocolError as wrong:
-                raise self._broken(wrong) from wrong
-            if not self._ready and time.monotonic() > until:
+            if not self._ready and (not heard or time.monotonic() > until):
                 return []
         return self._ready.pop(0)
 
@@ -108,6 +102,28 @@ class StreamLink:
         if self._socket is not None:
             self._socket.close()
 
+    def _hear(self, socket: sockets.socket, flags: int) -> bool:
+        """Take in some bytes, and say whether any came. Raises OSError, PeerLost."""
+        assert self._inbox is not None
+        try:
+            count = socket.recv_into(self._inbox.room(), 0, flags)
+        except BlockingIOError:
+            return False
+        if not count:
+            raise self._broken("it was closed")
+        try:
+            self._ready += self._inbox.took(count)
+        except ProtocolError as wrong:
+            raise self._broken(wrong) from wrong
+        if self._outbox.due:
+            self._send_now(socket)
+        return True
+
+    def _send_now(self, socket: sockets.socket) -> None:
+        """Send what goes at once; where the stream broke, whoever receives will see."""
+        with contextlib.suppress(OSError):
+            self._outbox.sent(socket.sendmsg(self._outbox.views(), [], sockets.MSG_DONTWAIT))
+
     def _patience(self, seconds: float) -> int:
         """Let the socket wait for so long; give the flags of the call."""
         if seconds <= 0:
@@ -119,11 +135,14 @@ class StreamLink:
 
     def _connected(self, method: str, deadline: float) -> sockets.socket:
         """Try until the stream is there."""
+        near = True
         while True:
-            socket = sockets.socket()
+            nearby = arena_socket.dialled(self.address) if near else None
+            socket = nearby or sockets.socket()
             try:
                 socket.settimeout(min(_CONNECT_S, self._left(method, deadline)))
-                socket.connect(host_and_port(self.address))
+                if nearby is None:
+                    socket.connect(host_and_port(self.address))
                 tune(socket)
                 self._shake(socket)
                 socket.settimeout(None)
@@ -139,6 +158,7 @@ class StreamLink:
                 self._socket = socket
                 self.state = SILENT
                 return socket
+            near = nearby is None
             time.sleep(min(_PAUSE_S, self._left(method, deadline)))
 
     def _shake(self, socket: sockets.socket) -> None:
@@ -151,8 +171,8 @@ class StreamLink:
                 raise ProtocolError(UNSHAKEN)
             welcome += came
         socket.sendall(handshake.welcomed(welcome))
-        self._inbox = Inbox(most=self._most, seal=handshake.incoming, staging=staging())
-        self._outbox = Outbox(seal=handshake.outgoing)
+        seals = {"incoming": handshake.incoming, "outgoing": handshake.outgoing}
+        self._inbox, self._outbox = arena_socket.boxes(socket, **seals, most=self._most, staging=staging())
 
     def _left(self, method: str, deadline: float) -> float:
         left = deadline - time.monotonic()
