@@ -121,8 +121,13 @@ class Answering:
             nonlocal greeted
             if greeted:
                 handshake.proved(came)
-                seals = {"incoming": handshake.incoming, "outgoing": handshake.outgoing}
-                return arena_socket.boxes(socket, **seals, most=self._most, staging=self._staging)
+                return arena_socket.boxes(
+                    socket,
+                    incoming=handshake.incoming,
+                    outgoing=handshake.outgoing,
+                    most=self._most,
+                    staging=self._staging,
+                )
             greeted = True
             welcome = handshake.welcome(came)
             if socket.send(welcome) < len(welcome):

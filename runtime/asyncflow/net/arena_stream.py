@@ -22,8 +22,8 @@ from asyncflow.net.stream import Inbox, Outbox
 _MESSAGE, _SHARED, _HERE, _GIVEN_BACK = range(4)
 _RECORD = struct.Struct("<Q")
 _KIND_SHIFT = 62
-_MOST_SHARED = 1 << 18
-"""Bytes that are put into the arena before the other side is told."""
+_MOST_SHARED = 1 << 19
+"""Bytes that are put into the arena before the other side is told: less wakes it too often, more lets it wait."""
 _MOST_HERE = 1 << 16
 _AHEAD = 16
 _STUCK = memoryview(b"")
@@ -78,6 +78,7 @@ class _ArenaOutbox(Outbox):
         self._arena = arena
         self._filling = filling
         self._emptying = emptying
+        self._most_shared = min(_MOST_SHARED, arena.half // 2)
         self._wants = 0
         self._shared = 0
 
@@ -93,7 +94,7 @@ class _ArenaOutbox(Outbox):
         if self._emptying.owes_much:
             self._views.append(self._given_back())
         self._shared = 0
-        while len(self._views) < _AHEAD and self._shared < _MOST_SHARED and (piece := self._piece()):
+        while len(self._views) < _AHEAD and self._shared < self._most_shared and (piece := self._piece()):
             self._views.append(piece)
         return list(self._views)
 
@@ -111,7 +112,7 @@ class _ArenaOutbox(Outbox):
                 count = min(len(view), _MOST_HERE)
                 yield memoryview(_record(_HERE, count) + view[:count])
             else:
-                place = self._filling.place(wanted := min(len(view), _MOST_SHARED))
+                place = self._filling.place(wanted := min(len(view), self._most_shared))
                 count = place.stop - place.start
                 self._wants = 0 if count else wanted
                 if not count:

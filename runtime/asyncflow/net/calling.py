@@ -108,8 +108,9 @@ class Calling:
 
         def shake(welcome: bytes) -> tuple[Inbox, Outbox]:
             socket.send(handshake.welcomed(welcome))
-            seals = {"incoming": handshake.incoming, "outgoing": handshake.outgoing}
-            inbox, outbox = arena_socket.boxes(socket, **seals, most=self._most, staging=staging())
+            inbox, outbox = arena_socket.boxes(
+                socket, incoming=handshake.incoming, outgoing=handshake.outgoing, most=self._most, staging=staging()
+            )
             for key, parts in self._waiting.items():
                 outbox.push(key, parts)
             self._waiting.clear()

@@ -171,8 +171,9 @@ class StreamLink:
                 raise ProtocolError(UNSHAKEN)
             welcome += came
         socket.sendall(handshake.welcomed(welcome))
-        seals = {"incoming": handshake.incoming, "outgoing": handshake.outgoing}
-        self._inbox, self._outbox = arena_socket.boxes(socket, **seals, most=self._most, staging=staging())
+        self._inbox, self._outbox = arena_socket.boxes(
+            socket, incoming=handshake.incoming, outgoing=handshake.outgoing, most=self._most, staging=staging()
+        )
 
     def _left(self, method: str, deadline: float) -> float:
         left = deadline - time.monotonic()
