@@ -87,15 +87,14 @@ def test_no_other_file_is_taken_for_an_arena(made) -> None:
 def test_rings_that_are_filled_are_bounded_and_what_is_closed_counts_no_more(monkeypatch) -> None:
     monkeypatch.setattr(arenas, "_ALLOWANCE", arenas._Allowance())
     monkeypatch.setattr(arenas, "MOST_FILLED", 2 * HALF)
-    made = [Arena.made() for _ in range(3)]
-    assert [arena.can_fill() for arena in made] == [True, True, False]
+    made = [Arena.made() for _ in range(5)]
+    assert [arena.can_fill() for arena in made[:3]] == [True, True, False]
     made[0].close()
     made[0].close()
-    late = Arena.made()
-    assert late.can_fill()
-    assert not Arena.made().can_fill()
-    for arena in (*made, late):
+    assert [arena.can_fill() for arena in made[3:]] == [True, False]
+    for arena in made:
         arena.close()
+    assert arenas._ALLOWANCE._taken == 0
 
 
 def test_a_ring_for_which_there_is_no_memory_is_done_without(monkeypatch) -> None:

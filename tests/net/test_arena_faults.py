@@ -13,11 +13,11 @@ from msgspec import Struct
 
 from asyncflow.errors import PeerLost
 from asyncflow.net.rpc import RpcClient
-from asyncflow.net.rpc_blocking import link_to
+from asyncflow.net.stream_link import StreamLink
 
 pytestmark = pytest.mark.process
 
-BIND = "stream://127.0.0.1:*"
+BIND = "tcp://127.0.0.1:*"
 FRAME = np.arange(2_000_000, dtype=np.float64).data
 
 
@@ -86,7 +86,7 @@ async def test_servers_that_are_killed_while_they_move_bytes_leave_nothing_behin
         server = await asyncio.to_thread(spawn, "echo", BIND)
         client = RpcClient(name="client", resolve=server.said)
         await client.call("add", Number(value=1), Number, timeout=20)
-        link = link_to(server.said, keys=None, max_message=1 << 30)
+        link = StreamLink(server.said, keys=None, max_message=1 << 30)
         await asyncio.to_thread(link.send, 0, "add", Number(value=1), [FRAME], deadline=time.monotonic() + 20)
         assert await asyncio.to_thread(link.receive, 20)
         moving = [

@@ -21,7 +21,7 @@ from typing import Any
 from asyncflow.errors import ProtocolError
 from asyncflow.net import arena_stream
 from asyncflow.net.arena import Arena
-from asyncflow.net.sealed import Seal
+from asyncflow.net.handshake import Handshake
 from asyncflow.net.stream import Inbox, Outbox
 
 SHARED_MEMORY_ENV = "ASYNCFLOW_SHARED_MEMORY"
@@ -66,16 +66,14 @@ class ArenaSocket(socket.socket):
         weakref.finalize(self, arena.close)
 
 
-def boxes(
-    peer: socket.socket, *, incoming: Seal | None, outgoing: Seal | None, most: int, staging: memoryview
-) -> tuple[Inbox, Outbox]:
-    """Give what messages come through and go through, now that hands were shaken.
+def boxes(peer: socket.socket, handshake: Handshake, *, most: int, staging: memoryview) -> tuple[Inbox, Outbox]:
+    """Give what messages come through and go through, now that hands were shaken. most, staging: see ``Inbox``.
 
-    incoming, outgoing: the seals, of which a peer of this host needs none; most, staging: see ``Inbox``.
+    Between peers of one host nothing is sealed: who could read it there could read the memory of both.
     """
     if isinstance(peer, ArenaSocket) and peer.arena is not None:
         return arena_stream.boxes(peer.arena, most=most, staging=staging)
-    return Inbox(most=most, seal=incoming, staging=staging), Outbox(seal=outgoing)
+    return Inbox(most=most, seal=handshake.incoming, staging=staging), Outbox(seal=handshake.outgoing)
 
 
 def dialled(address: str) -> ArenaSocket | None:

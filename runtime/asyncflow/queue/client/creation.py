@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from asyncflow.api.queue import LEAST_BYTES
 from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
+from asyncflow.net.batches import weighed_batches
 from asyncflow.net.frames import Jagged, encode_batch
-from asyncflow.queue.client.scatter import batches, part_of, parts_by
+from asyncflow.queue.client.scatter import part_of, parts_by
 from asyncflow.queue.client.verbs import Clock, Verb, once, persist, together
 from asyncflow.queue.protocol import calls, unit_calls
 from asyncflow.queue.protocol.messages import RowMeta
@@ -67,14 +68,14 @@ class Creator:
             homes = {group: self._homes(group[0]) for group in left}
             left_s = min(_ATTEMPT_S, max(0.01, deadline - self._clock()))
             wait_s = min(0.9 * left_s, _ROOM_S if any(len(units) > 1 for units in homes.values()) else _ATTEMPT_S)
-            by_unit: dict[int, dict[tuple[int, str], int]] = {}
+            by_unit: dict[int, list[tuple[int, str]]] = {}
             for group, units in homes.items():
-                by_unit.setdefault(units[self._turn % len(units)], {})[group] = weights[group]
+                by_unit.setdefault(units[self._turn % len(units)], []).append(group)
             try:
                 yield from together(
                     send(unit, groups, wait_s, left_s)
                     for unit, mine in by_unit.items()
-                    for groups in batches(mine, most=LEAST_BYTES)
+                    for groups in weighed_batches(mine, weights.__getitem__, heaviest=LEAST_BYTES)
                 )
             except DeadlineExceeded:
                 self._turn += 1
