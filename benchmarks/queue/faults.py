@@ -133,7 +133,9 @@ def main() -> int:
     parser.add_argument("--most", type=float, default=1800.0, help="seconds for all of it")
     chosen = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    with servers(units=chosen.units, backend=chosen.backend, bytes_per_unit="64Mi", keys=True) as made:
+    with servers(
+        units=chosen.units, backend=chosen.backend, bytes_per_unit="64Mi", keys=True, shared_memory=True
+    ) as made:
         problems, outcomes, figures = asyncio.run(run(made, chosen))
         if chosen.keep is not None:
             shutil.copytree(made.folder, chosen.keep)
