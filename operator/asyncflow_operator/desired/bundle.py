@@ -17,7 +17,6 @@ from asyncflow_operator.desired.blueprint import (
     Blueprint,
     job_blueprint,
     queue_blueprint,
-    queue_wish,
     templates_of,
     wish_of,
 )
@@ -116,10 +115,6 @@ class Desired:
     def pod_digest(self, state: JobState, role: RoleName) -> str:
         """Give the digest of the pods of a role of the job, without making one."""
         return digest(wish_of(_job(state), role))
-
-    def queue_pod_digest(self, state: QueueState, role: RoleName) -> str:
-        """Give the digest of the pods of a role of the queue, without making one."""
-        return digest(queue_wish(_queue(state))) if state.job is None else self.pod_digest(state.job, role)
 
     def token(self, owner: Owner) -> str:
         """Give the bearer token of the POST routes of a job's driver."""

@@ -10,14 +10,12 @@ A client belongs to the event loop in which it was first used.
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
 from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, ProtocolError
@@ -34,14 +32,9 @@ _RESOLVE_S = 0.1
 _SHORTEST_S = 0.001
 
 
-@functools.cache
-def _decoder(reply: type[Struct]) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(reply)
-
-
 def _read(reply: type[R], answer: memoryview, method: str, address: str) -> R | ProtocolError:
     try:
-        read: R = _decoder(reply).decode(answer)
+        read: R = wire.decoder_of(reply).decode(answer)
     except wire.MALFORMED as wrong:
         return ProtocolError(f"{method}: the answer is no {reply.__name__}: {wrong}", where=address)
     return read

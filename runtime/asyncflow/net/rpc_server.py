@@ -89,11 +89,11 @@ class RpcServer:
 
     def route(self, method: str, request: type[Struct], handler: Handler) -> None:
         """Answer calls of ``method`` by ``handler``; their bodies must be a ``request``."""
-        self._add(method, _Route(msgspec.msgpack.Decoder(request), later=handler))
+        self._add(method, _Route(wire.decoder_of(request), later=handler))
 
     def route_now(self, method: str, request: type[Struct], handler: NowHandler) -> None:
         """Answer calls of ``method`` by a ``handler`` that does not wait, or gives a future of what it waits for."""
-        self._add(method, _Route(msgspec.msgpack.Decoder(request), now=handler))
+        self._add(method, _Route(wire.decoder_of(request), now=handler))
 
     def _add(self, method: str, route: _Route) -> None:
         if method in self._routes:

@@ -7,9 +7,12 @@ Invariant: whatever bytes come, they are a message of this protocol or an error 
 
 from __future__ import annotations
 
+import functools
 import math
+import os
+import threading
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
@@ -59,6 +62,20 @@ encode = msgspec.msgpack.Encoder().encode
 to_server = msgspec.msgpack.Decoder(Call | Cancel).decode
 to_client = msgspec.msgpack.Decoder(Answer | Failure).decode
 error_body = msgspec.msgpack.Decoder(dict[str, str]).decode
+
+
+_building = threading.Lock()
+os.register_at_fork(before=_building.acquire, after_in_parent=_building.release, after_in_child=_building.release)
+
+
+@functools.cache
+def decoder_of(kind: type[Struct]) -> msgspec.msgpack.Decoder[Any]:
+    """Give the decoder of ``kind``, in any thread: where two first need a struct at once, msgspec itself crashes.
+
+    A fork waits until none is half built.
+    """
+    with _building:
+        return msgspec.msgpack.Decoder(kind)
 
 
 def check_call(header: Call, parts: int) -> None:

@@ -23,12 +23,20 @@ async def serve(post: Post) -> None:
     """Hold cells until told to stop. Raises Fenced when another incarnation has taken this place."""
     queue, metrics = post.queue, StorageMetrics()
     membership: Membership | None = None
+
+    def find(role: str, index: int) -> str | None:
+        if queue.store is not None:
+            return f"tcp://{queue.store.address}"
+        return membership.address(role, index) if membership is not None else None
+
     site = Site(
+        owner=post.owner,
         unit=post.options.index,
         incarnation=post.worker,
         host=post.host,
-        find=lambda role, index: membership.address(role, index) if membership is not None else None,
-        keys=post.keys,
+        find=find,
+        password=post.store_password,
+        lasting=queue.store is not None,
     )
     backend = open_backend(queue.backend, site)
     unit = StorageUnit(

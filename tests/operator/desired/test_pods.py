@@ -43,6 +43,20 @@ def test_a_pod_runs_the_command_of_the_plan_under_the_name_of_its_seat(desired: 
     }
 
 
+def test_units_of_a_job_see_the_password_of_its_store(desired: Desired, job_state: JobStates):
+    state = job_state(transferQueue={"backend": "redis", "store": {"address": "redis:6379", "password": {"name": "r"}}})
+    secrets = {
+        role: [
+            source["secret"]["name"]
+            for source in desired.pod(state, role, 0, 0)["spec"]["volumes"][0]["projected"]["sources"]
+            if "secret" in source
+        ]
+        for role in ROLES
+    }
+    assert secrets == {role: ["math-keys"] for role in ROLES} | {"storage": ["math-keys", "r"]}
+    assert desired.pod_digest(state, "storage") != desired.pod_digest(job_state(), "storage")
+
+
 @pytest.mark.parametrize("role", ROLES)
 def test_all_dial_the_driver_and_the_driver_listens(desired: Desired, job_state: JobStates, role):
     expected = "tcp://0.0.0.0:5571" if role == "driver" else LEADER

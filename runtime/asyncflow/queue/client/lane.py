@@ -9,16 +9,12 @@ for which nobody waits any more is dropped.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import select
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
-
-import msgspec
-from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, ProtocolError
 from asyncflow.net import wire
@@ -30,11 +26,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _MAX_MESSAGE = 1 << 30
-
-
-@functools.cache
-def _decoder(reply: type[Struct]) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(reply)
 
 
 class _Strand:
@@ -221,7 +212,7 @@ class Lane:
         if error is None:
             ask = strand.ask
             try:
-                answer = _decoder(ask.reply).decode(parts[1]), parts[2:]
+                answer = wire.decoder_of(ask.reply).decode(parts[1]), parts[2:]
             except wire.MALFORMED as wrong:
                 what = f"{ask.method}: the answer is no {ask.reply.__name__}: {wrong}"
                 error = ProtocolError(what, where=link.address)

@@ -77,9 +77,7 @@ class OpenHandlers:
 
     def _partitions(self, _call: open_calls.ListPartitions) -> open_calls.Partitions:
         held = self._books.partitions
-        names = sorted(held)
-        counts = [held[name].counts.total() for name in names]
-        return open_calls.Partitions(names, [held[name].purpose or "" for name in names], counts)
+        return open_calls.Partitions({name: held[name].counts.total() for name in sorted(held)})
 
     async def _list(self, call: open_calls.ListRows, _frames: Frames) -> open_calls.Listing:
         made = open_calls.Listing([], [], [])
