@@ -32,7 +32,7 @@ class Side:
         self.came: list[list[bytes]] = []
 
     def flush(self) -> None:
-        while views := self.outbox.views():
+        while not self.outbox.idle and (views := self.outbox.views()):
             for view in views:
                 self.wire += view
             self.outbox.sent(sum(map(len, views)))

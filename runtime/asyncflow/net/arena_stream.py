@@ -10,6 +10,7 @@ goes on as soon as it is there.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Generator, Iterator, Sequence
 
@@ -26,7 +27,7 @@ _MOST_SHARED = 1 << 19
 """Bytes that are put into the arena before the other side is told: less wakes it too often, more lets it wait."""
 _MOST_HERE = 1 << 16
 _AHEAD = 16
-_STUCK = memoryview(b"")
+_STUCK = b""
 
 
 def boxes(arena: Arena, *, most: int, staging: memoryview) -> tuple[Inbox, Outbox]:
@@ -90,7 +91,11 @@ class _ArenaOutbox(Outbox):
     def due(self) -> bool:  # type: ignore[override]
         return self._emptying.owes_much or (self.stuck and self._filling.has_room(self._wants))
 
-    def views(self) -> list[memoryview]:
+    @property
+    def idle(self) -> bool:
+        return super().idle and not self._emptying.owes_much
+
+    def views(self) -> list[Buffer]:
         if self._emptying.owes_much:
             self._views.append(self._given_back())
         self._shared = 0
@@ -98,19 +103,17 @@ class _ArenaOutbox(Outbox):
             self._views.append(piece)
         return list(self._views)
 
-    def _cut(self, parts: Sequence[Buffer]) -> Iterator[memoryview]:
-        if self._emptying.owed:
-            yield self._given_back()
-        yield from super()._cut(parts)
+    def _cut(self, parts: Sequence[Buffer]) -> tuple[Buffer, Iterator[Buffer] | None]:
+        first, rest = super()._cut(parts)
+        if not self._emptying.owed:
+            return first, rest
+        return self._given_back(), itertools.chain((first,), rest or ())
 
-    def _begin(self, block: bytes) -> memoryview:
-        return memoryview(_record(_MESSAGE, len(block)) + block)
-
-    def _large(self, view: memoryview) -> Iterator[memoryview]:
+    def _large(self, view: memoryview) -> Iterator[Buffer]:
         while view:
             if not self._arena.can_fill():
                 count = min(len(view), _MOST_HERE)
-                yield memoryview(_record(_HERE, count) + view[:count])
+                yield _record(_HERE, count) + view[:count]
             else:
                 place = self._filling.place(wanted := min(len(view), self._most_shared))
                 count = place.stop - place.start
@@ -120,11 +123,11 @@ class _ArenaOutbox(Outbox):
                     continue
                 self._arena.fill(place, view[:count])
                 self._shared += count
-                yield memoryview(_record(_SHARED, count))
+                yield _record(_SHARED, count)
             view = view[count:]
 
-    def _given_back(self) -> memoryview:
-        return memoryview(_record(_GIVEN_BACK, self._emptying.give_back()))
+    def _given_back(self) -> bytes:
+        return _record(_GIVEN_BACK, self._emptying.give_back())
 
 
 def _record(kind: int, count: int) -> bytes:

@@ -83,12 +83,17 @@ class Flow:
             for _ in range(_READS):
                 if self.closed:
                     break
-                room = self._first[self._came :] if self._inbox is None else self._inbox.room()
+                inbox = self._inbox
+                room = self._first[self._came :] if inbox is None else inbox.room()
                 count = self._socket.recv_into(room)
                 if not count:
                     self._fail(PeerLost("the connection to the peer broke"))
-                    break
-                self._took(count)
+                elif inbox is None:
+                    self._take_first(count)
+                else:
+                    for parts in inbox.took(count):
+                        if not self.closed:
+                            self._deliver(parts)
                 if count < len(room):
                     break
         except BlockingIOError:
@@ -104,11 +109,12 @@ class Flow:
 
     def flush(self) -> None:
         """Send what the stream takes now; the rest follows when it takes more."""
-        if self.outbox is None or self.closed:
+        outbox = self.outbox
+        if outbox is None or self.closed:
             return
         try:
-            while views := self.outbox.views():
-                self.outbox.sent(self._socket.sendmsg(views))
+            while not outbox.idle and (views := outbox.views()):
+                outbox.sent(self._socket.sendmsg(views))
         except BlockingIOError:
             if not self._writing:
                 self._writing = True
@@ -121,12 +127,8 @@ class Flow:
             self._writing = False
             self._loop.remove_writer(self._socket)
 
-    def _took(self, count: int) -> None:
-        if self._inbox is not None:
-            for parts in self._inbox.took(count):
-                if not self.closed:
-                    self._deliver(parts)
-            return
+    def _take_first(self, count: int) -> None:
+        """Take in bytes of the handshake."""
         self._came += count
         if self._came == len(self._first):
             shaken = self._shake(bytes(self._first))

@@ -188,6 +188,14 @@ class Jagged:
         return self.offsets[1:] - self.offsets[:-1]
 
     @property
+    def sizes(self) -> list[int]:
+        """Bytes of the values of each row."""
+        if len(self) == 1:
+            return [self.values.nbytes]
+        sizes: list[int] = (self.lengths * self.values.itemsize).tolist()
+        return sizes
+
+    @property
     def nbytes(self) -> int:
         """Bytes of values and offsets."""
         return self.values.nbytes + self.offsets.nbytes

@@ -65,9 +65,10 @@ class StreamLink:
         header = wire.encode(wire.Call(call, method, left, len(frames)))
         self._outbox.push(call, [header, body, *frames])
         try:
-            while (views := self._outbox.views()) or self._outbox.stuck:
+            while not self._outbox.idle:
                 patience = min(LOOK_S, self._left(method, deadline))
-                if not views:
+                views = self._outbox.views()
+                if self._outbox.stuck and not views:
                     self._hear(socket, self._patience(patience))
                     continue
                 with contextlib.suppress(BlockingIOError):

@@ -88,7 +88,7 @@ def check_call(header: Call, parts: int) -> None:
 
 def check_size(what: str, body: bytes, frames: Sequence[Buffer], *, limit: int) -> int:
     """Give the bytes of a message; ProtocolError where it holds more than ``limit`` of them, or too many frames."""
-    size = len(body) + sum(memoryview(frame).nbytes for frame in frames)
+    size = len(body) + (sum([memoryview(frame).nbytes for frame in frames]) if frames else 0)
     if size + _HEADER_ROOM > limit or len(frames) > MAX_FRAMES:
         hint = f"Split it: at most {limit} bytes and {MAX_FRAMES} frames go in one message"
         raise ProtocolError(f"{what} has {size} bytes in {len(frames)} frames", hint=hint)

@@ -96,9 +96,7 @@ class Creator:
 def _bytes_of_rows(columns: Mapping[str, Jagged], rows: int, *, later: int) -> list[int]:
     sizes = [later] * rows
     for column in columns.values():
-        sizes = [
-            size + int(length) * column.values.itemsize for size, length in zip(sizes, column.lengths, strict=True)
-        ]
+        sizes = [size + more for size, more in zip(sizes, column.sizes, strict=True)]
     return sizes
 
 

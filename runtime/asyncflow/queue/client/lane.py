@@ -182,9 +182,13 @@ class Lane:
 
     def _wait(self) -> None:
         """Sleep until something came or is due, and let those go on whom it concerns."""
-        strands = list(self._waiting.values())
-        sleep = min(LOOK_S, max(0.0, min(strand.due for strand in strands) - time.monotonic()))
-        links = {strand.link: strand.ask.unit for strand in strands if strand.link is not None and strand.ask}
+        strands, now = list(self._waiting.values()), time.monotonic()
+        links: dict[StreamLink, int | None] = {}
+        sleep = LOOK_S
+        for strand in strands:
+            sleep = min(sleep, max(0.0, strand.due - now))
+            if strand.link is not None and strand.ask is not None:
+                links[strand.link] = strand.ask.unit
         if not links:
             time.sleep(sleep)
         elif len(links) > 1:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar
 
+from asyncflow.net.later import Later
 from asyncflow.queue.controller.claims import Claim
 from asyncflow.queue.controller.sessions import Sessions
 from asyncflow.queue.controller.table import Table
@@ -17,8 +18,8 @@ from asyncflow.queue.protocol.calls import Claimed
 from asyncflow.queue.protocol.messages import QueueStats
 
 T = TypeVar("T")
-Soon: TypeAlias = "T | asyncio.Future[T]"
-"""An answer, or a future of it."""
+Soon: TypeAlias = "T | Later[T] | asyncio.Future[T]"
+"""An answer, or what will have it."""
 
 
 class Serving(Protocol):

@@ -15,6 +15,7 @@ behind.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from asyncflow.errors import AsyncFlowError, PeerLost, ProtocolError, StaleHandle
 from asyncflow.net.eager import begin
 from asyncflow.net.jagged import Jagged
+from asyncflow.net.later import Later
 from asyncflow.queue.backends.base import Backend, BytesLost, Place
 from asyncflow.queue.protocol.unit_calls import Cells, Entry, Held, NewCells, NewRows, Verdict
 from asyncflow.queue.unit.budget import Budget
@@ -35,7 +37,7 @@ class Put:
     entry: Entry
     parcel: Parcel
     outputs: Mapping[str, int]
-    verdict: asyncio.Future[Verdict]
+    verdict: Later[Verdict]
 
     def touches(self, rows: frozenset[int], columns: Sequence[str]) -> bool:
         """Tell whether one of these cells may change by it."""
@@ -110,7 +112,7 @@ class Holdings:
 
     def propose(self, entry: Entry, parcel: Parcel, *, outputs: Mapping[str, int]) -> Put:
         """Keep what was stored until the controller has decided about ``entry``."""
-        put = Put(entry, parcel, outputs, asyncio.get_running_loop().create_future())
+        put = Put(entry, parcel, outputs, Later())
         self.puts[put] = None
         return put
 
@@ -135,7 +137,6 @@ class Holdings:
             return
         if error is not None:
             put.verdict.set_exception(error)
-            put.verdict.exception()
         else:
             put.verdict.set_result(Verdict(ok, rows=verdict.rows))
 
@@ -162,7 +163,8 @@ class Holdings:
             raise ProtocolError("a fetch names no row", where=self._where)
         asked = frozenset(rows)
         while pending := [put.verdict for put in self.puts if put.touches(asked, columns)]:
-            await asyncio.wait(pending)
+            with contextlib.suppress(AsyncFlowError):
+                await pending[-1]
         got: dict[str, Jagged] = {}
         for places, names in self._together(rows, columns):
             try:

@@ -27,7 +27,7 @@ class Parcel:
         self.size = sum(column.values.nbytes for column in columns.values())
         self.cells = Cells(
             dtypes={name: column.form for name, column in columns.items()},
-            sizes={name: (column.lengths * column.values.itemsize).tolist() for name, column in columns.items()},
+            sizes={name: column.sizes for name, column in columns.items()},
         )
 
 

@@ -14,12 +14,13 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from asyncflow.errors import DeadlineExceeded, ProtocolError, StaleHandle
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ProtocolError, StaleHandle
 from asyncflow.identity import RowPlace
 from asyncflow.net.eager import begin
 from asyncflow.net.frames import BatchHeader, Buffer, Jagged, decode_batch, encode_batch
 from asyncflow.net.hosts import address_of
 from asyncflow.net.keys import Keys
+from asyncflow.net.later import Later
 from asyncflow.net.rpc import NowHandler, Reply, RpcClient, RpcServer
 from asyncflow.plugins import load_plugin
 from asyncflow.queue.backends.base import BACKENDS, Backend, Site
@@ -44,7 +45,7 @@ from asyncflow.queue.unit.liaison import Liaison
 from asyncflow.queue.unit.pieces import Parcel
 
 Frames = Sequence[memoryview]
-_Soon: TypeAlias = "Reply | asyncio.Future[Reply]"
+_Soon: TypeAlias = "Reply | Later[Reply]"
 _MOST = 1 << 40
 """Bytes of a put: the server bounds what comes in one message, the budget what is kept."""
 
@@ -137,7 +138,7 @@ class StorageUnit:
             return lambda call, frames: _unless_task(begin(handler(call, frames)))
         return lambda call, frames: asyncio.create_task(_whole(handler(call, frames)))
 
-    async def _create(self, call: CreateRows, frames: Frames) -> asyncio.Future[Reply]:
+    async def _create(self, call: CreateRows, frames: Frames) -> Later[Reply]:
         await self.joined(call.wait_s)
         count = len(call.metas)
         parcel = await self._store_new(call, self._columns(call.header, frames, rows=count))
@@ -145,7 +146,7 @@ class StorageUnit:
         put = self._liaison.tell(entry, parcel, outputs=call.outputs)
         return _reply(put, lambda verdict: Verdicts(verdict.ok))
 
-    async def _put(self, call: PutRows, frames: Frames) -> asyncio.Future[Reply]:
+    async def _put(self, call: PutRows, frames: Frames) -> Later[Reply]:
         await self.joined(call.wait_s)
         count = call.header.rows
         if count % call.group_size or (call.tags and len(call.tags) != count):
@@ -217,17 +218,17 @@ def _expanded(rows: list[int]) -> list[int]:
         raise ProtocolError(str(wrong)) from wrong
 
 
-def _reply(put: Put, make: Callable[[Verdict], Reply]) -> asyncio.Future[Reply]:
+def _reply(put: Put, make: Callable[[Verdict], Reply]) -> Later[Reply]:
     """Give the reply that ``make`` makes of the verdict on ``put``, which is decided whether anybody waits or not."""
-    reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+    reply: Later[Reply] = Later()
 
-    def decided(verdict: asyncio.Future[Verdict]) -> None:
+    def decided(verdict: Later[Verdict]) -> None:
         if reply.done():
             return
-        if (error := verdict.exception()) is not None:
-            reply.set_exception(error)
-        else:
+        try:
             reply.set_result(make(verdict.result()))
+        except AsyncFlowError as error:
+            reply.set_exception(error)
 
     put.verdict.add_done_callback(decided)
     return reply
@@ -236,8 +237,8 @@ def _reply(put: Put, make: Callable[[Verdict], Reply]) -> asyncio.Future[Reply]:
 async def _whole(work: Awaitable[_Soon]) -> Reply:
     """Await ``work``, and then the reply that it promised."""
     reply = await work
-    return await reply if isinstance(reply, asyncio.Future) else reply
+    return await reply if isinstance(reply, Later) else reply
 
 
-def _unless_task(begun: _Soon | asyncio.Task[Any]) -> _Soon:
+def _unless_task(begun: _Soon | asyncio.Task[Any]) -> _Soon | asyncio.Task[Any]:
     return asyncio.create_task(_whole(begun)) if isinstance(begun, asyncio.Task) else begun
