@@ -132,7 +132,7 @@ def audited(monkeypatch, tmp_path):
             | {"last_committed_step": 1, "attempts": 1, "redeliveries": 0, "closed": True, "problems": []}
             | counts
         )
-        monkeypatch.setattr("asyncflow.queue.ledger.audit.audit_ledger", lambda _: report)
+        monkeypatch.setattr("asyncflow.queue.ledger.audits.audit_ledger", lambda _: report)
         return str(tmp_path)
 
     return found

@@ -44,6 +44,8 @@ class QueueSpec(Spec):
 
     backend: Literal["memory", "mooncake", "redis"] = "memory"
     """Where the cells lie."""
+    controllers: Annotated[int, Field(ge=1, le=16)] = 1
+    """Controllers; each is a process of its own that has some of the tasks, and the first has all rows."""
     store: StoreSpec | None = None
     """A store that is there already, of the kind that backend names. Absent: it is made with the queue."""
     storage_units: Annotated[int, Field(ge=1, le=4096)] = 1
@@ -90,6 +92,7 @@ class QueueSpec(Spec):
     )
     frozen_fields: ClassVar[tuple[Frozen, ...]] = (
         Frozen(reads="backend", why="cells do not move between back ends"),
+        Frozen(reads="controllers", why="tasks do not move between controllers"),
         Frozen(reads="store", why="cells do not move between stores"),
     )
 

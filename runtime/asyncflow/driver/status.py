@@ -109,7 +109,7 @@ def waiting_for(
     since the last step, or since the first prompt.
     """
     expected = {
-        "controller": 1,
+        "controller": spec.transfer_queue.controllers,
         **holders(spec.transfer_queue),
         "storage": spec.transfer_queue.storage_units,
         "trainer": spec.trainer.replicas,

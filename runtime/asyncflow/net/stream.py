@@ -28,8 +28,9 @@ MAX_PARTS = 1 << 17
 _CHUNK = 1 << 20
 _DIRECT = 1 << 14
 """Missing bytes from which on they are received where they stay."""
+_WORTH = 1 << 19
 _AHEAD = 4
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _KEPT, _LARGEST_KEPT = 256 << 20, 32 << 20
 _TO_COME = memoryview(b"")
 _LENGTH = struct.Struct("<Q")
@@ -46,9 +47,13 @@ def staging() -> memoryview:
 
 @functools.cache
 def _keep_freed() -> None:
-    """Let the allocator keep what was freed: to get each page anew from the kernel takes as long as to receive it."""
+    """Let the allocator keep what was freed: to get each page anew from the kernel takes as long as to receive it.
+
+    Threads that come later share one arena, since of those of their own they give back whole heaps.
+    """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_ARENA_MAX, 1)
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
 
@@ -76,6 +81,11 @@ class Inbox:
         """Give the memory for the next bytes."""
         self._direct = len(self._target) - self._filled >= _DIRECT
         return self._target[self._filled :] if self._direct else self._staging
+
+    @property
+    def worth(self) -> int:
+        """Bytes that come for sure, and for which a reader may wait: to be woken for each packet costs more than it."""
+        return min(len(self._target) - self._filled, _WORTH) if self._direct else 1
 
     def took(self, count: int) -> list[list[memoryview]]:
         """Take in ``count`` bytes that were put into ``room``; give the messages that are whole now."""

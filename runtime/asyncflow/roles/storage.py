@@ -43,6 +43,7 @@ async def serve(post: Post) -> None:
         index=post.options.index,
         limit_bytes=queue.bytes_per_unit.bytes,
         controller=lambda: membership.address("controller") if membership is not None else None,
+        shard=lambda index: membership.address("controller", index) if membership is not None else None,
         incarnation=post.worker,
         host=post.host,
         keys=post.keys,

@@ -23,7 +23,20 @@ def test_its_controller_is_the_address_that_units_dial(desired: Desired, queue_s
     assert dialled == {"controller": "tcp://0.0.0.0:5571", "storage": "tcp://shared-controller.team-a.svc:5571"}
     service = next(each for each in desired.queue_supporting(state) if each["kind"] == "Service")
     assert service["metadata"]["name"] == "shared-controller"
-    assert service["spec"]["selector"] == {"asyncflow.dev/queue": "shared", "asyncflow.dev/role": "controller"}
+    labels = {"asyncflow.dev/queue": "shared", "asyncflow.dev/role": "controller", "asyncflow.dev/index": "0"}
+    assert service["spec"]["selector"] == labels
+
+
+def test_its_further_controllers_dial_the_first_and_share_its_claim(desired: Desired, queue_state: QueueStates):
+    state = queue_state(controllers=3, ledger={"claim": {"size": "2Gi"}})
+    assert state.queue is not None
+    assert queue_roles(state.queue)[0].replicas == 3
+    (container,) = desired.queue_pod(state, "controller", 2, 0)["spec"]["containers"]
+    command = container["command"]
+    assert command[command.index("--driver") + 1] == "tcp://shared-controller.team-a.svc:5571"
+    assert "ledger" in [mount["name"] for mount in container["volumeMounts"]]
+    claim = next(each for each in desired.queue_supporting(state) if each["kind"] == "PersistentVolumeClaim")
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
 def test_its_roles_read_its_manifest(desired: Desired, queue_state: QueueStates, tmp_path: Path):

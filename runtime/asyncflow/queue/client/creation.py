@@ -15,14 +15,11 @@ from asyncflow.api.queue import LEAST_BYTES
 from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
 from asyncflow.net.batches import weighed_batches
 from asyncflow.net.frames import Jagged, encode_batch
+from asyncflow.queue.client.patience import patience
 from asyncflow.queue.client.scatter import part_of, parts_by
-from asyncflow.queue.client.verbs import Clock, Verb, once, persist, together
+from asyncflow.queue.client.verbs import Clock, Verb, left_of, once, persist, together
 from asyncflow.queue.protocol import calls, unit_calls
 from asyncflow.queue.protocol.messages import RowMeta
-
-_ATTEMPT_S = 15.0
-_ROOM_S = 2.0
-"""How long a part waits at a unit while there are others."""
 
 
 class Creator:
@@ -52,28 +49,29 @@ class Creator:
         sizes = _bytes_of_rows(columns, len(metas), later=sum(outputs.values()))
         weights = {group: sum(sizes[index] for index in indices) for group, indices in left.items()}
 
-        def send(unit: int, groups: list[tuple[int, str]], wait_s: float, left_s: float) -> Verb[None]:
+        def send(unit: int, groups: list[tuple[int, str]], others: bool) -> Verb[None]:
+            nbytes = sum(weights[group] for group in groups)
+            room_s, answer_s = patience(left_of(deadline, self._clock), nbytes=nbytes, others=others)
             indices = [index for group in groups for index in left[group]]
             header, frames = encode_batch(part_of(columns, indices, len(metas)))
             mine = [metas[i] for i in indices]
             request = unit_calls.CreateRows(
-                mine, group_size, header, dict(outputs), wait_s, self._attempt, producer=self._worker
+                mine, group_size, header, dict(outputs), room_s, self._attempt, producer=self._worker
             )
-            answer, _ = yield from once(unit, "unit.create", request, calls.Verdicts, timeout=left_s, frames=frames)
+            answer, _ = yield from once(unit, "unit.create", request, calls.Verdicts, timeout=answer_s, frames=frames)
             verdicts.update(zip(indices, answer.ok, strict=True))
             for group in groups:
                 del left[group]
 
         def attempt() -> Verb[None]:
             homes = {group: self._homes(group[0]) for group in left}
-            left_s = min(_ATTEMPT_S, max(0.01, deadline - self._clock()))
-            wait_s = min(0.9 * left_s, _ROOM_S if any(len(units) > 1 for units in homes.values()) else _ATTEMPT_S)
+            others = any(len(units) > 1 for units in homes.values())
             by_unit: dict[int, list[tuple[int, str]]] = {}
             for group, units in homes.items():
                 by_unit.setdefault(units[self._turn % len(units)], []).append(group)
             try:
                 yield from together(
-                    send(unit, groups, wait_s, left_s)
+                    send(unit, groups, others)
                     for unit, mine in by_unit.items()
                     for groups in weighed_batches(mine, weights.__getitem__, heaviest=LEAST_BYTES)
                 )

@@ -1,4 +1,4 @@
-"""Runs verbs in a thread that blocks: one link to the controller, one to each unit, opened when first needed.
+"""Runs verbs in a thread that blocks: one link to each controller and unit, opened when first needed.
 
 A verb is a strand; what it does together becomes strands of its own. A strand waits for an answer, for a moment (a
 pause, or a peer without an address), or for its children; the lane sleeps in the links until one of them can go on.
@@ -47,7 +47,7 @@ class _Strand:
 
 
 class Lane:
-    """What one thread needs to run verbs. resolve: gives the address of a unit, or of the controller (None), now."""
+    """What one thread needs to run verbs. resolve: gives the address of a ``Peer`` now."""
 
     def __init__(self, *, resolve: Callable[[int | None], str | None], keys: Keys | None) -> None:
         self._resolve = resolve

@@ -16,6 +16,7 @@ import msgspec
 
 from asyncflow.errors import PeerLost, Refused
 from asyncflow.net.frames import BatchHeader, Jagged, encode_batch
+from asyncflow.queue.client.patience import patience
 from asyncflow.queue.client.verbs import Clock, Verb, left_of, once, persist, together
 from asyncflow.queue.protocol.messages import SERIAL_BITS, Tag
 from asyncflow.queue.protocol.runs import expand
@@ -24,9 +25,6 @@ from asyncflow.queue.protocol.unit_calls import Numbers, PutRows
 _SPLIT_BYTES = 1 << 20
 """Bytes of a part below which splitting costs more than it brings."""
 _MOST_BYTES = 64 << 20
-_ATTEMPT_S = 15.0
-_ROOM_S = 2.0
-"""How long a part waits at a unit while there are others."""
 
 
 class Putter:
@@ -65,7 +63,8 @@ class Putter:
 
         def part(start: int, stop: int, turn: int) -> Verb[Numbers]:
             a, b = start * group_size, stop * group_size
-            header, frames = encode_batch({name: _run(column, a, b) for name, column in columns.items()})
+            mine = {name: _run(column, a, b) for name, column in columns.items()}
+            header, frames = encode_batch(mine)
             if not columns:
                 header, frames = BatchHeader(rows=b - a, columns=[]), []
             told = [dict(tag) for tag in tags[a:b]] if tags is not None else []
@@ -75,13 +74,13 @@ class Putter:
                 units = sorted(self._units())
                 if not units:
                     raise PeerLost("no storage unit is there", where="queue client")
-                left_s = min(_ATTEMPT_S, left_of(deadline, self._clock))
-                wait_s = min(0.9 * left_s, _ROOM_S) if len(units) > 1 else 0.9 * left_s
+                nbytes = sum(column.nbytes for column in mine.values())
+                room_s, answer_s = patience(left_of(deadline, self._clock), nbytes=nbytes, others=len(units) > 1)
                 request = PutRows(
-                    partition, serial + start, group_size, header, told, dict(outputs), wait_s, producer=self._worker
+                    partition, serial + start, group_size, header, told, dict(outputs), room_s, producer=self._worker
                 )
                 unit, turn = units[turn % len(units)], turn + 1
-                numbers, _ = yield from once(unit, "unit.put", request, Numbers, timeout=left_s, frames=frames)
+                numbers, _ = yield from once(unit, "unit.put", request, Numbers, timeout=answer_s, frames=frames)
                 return msgspec.structs.replace(numbers, rows=expand(numbers.rows))
 
             return persist(attempt, what=f"putting {b - a} rows", timeout=timeout, clock=self._clock)

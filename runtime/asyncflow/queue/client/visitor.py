@@ -41,6 +41,7 @@ async def visit(
         units=lambda: [unit.index for unit in membership.peers("storage")],
         worker=worker or member.incarnation,
         keys=keys,
+        shard=lambda index: membership.address("controller", index),
     )
     try:
         await membership.join(timeout)

@@ -23,12 +23,15 @@ from asyncflow.net.hosts import address_of
 from asyncflow.net.keys import Keys
 from asyncflow.net.later import Later
 from asyncflow.net.rpc import RpcServer
+from asyncflow.queue.controller.alone import Alone
 from asyncflow.queue.controller.claims import Claim
 from asyncflow.queue.controller.compaction import dump
-from asyncflow.queue.controller.handlers import Handlers
+from asyncflow.queue.controller.feed import FEED
+from asyncflow.queue.controller.home import Home
 from asyncflow.queue.controller.report import Storage, stats
-from asyncflow.queue.controller.serving import Soon
+from asyncflow.queue.controller.serving import Address, Soon
 from asyncflow.queue.controller.sessions import Sessions
+from asyncflow.queue.controller.shard import Shard
 from asyncflow.queue.controller.table import Table
 from asyncflow.queue.ledger.ledger import Ledger, Sync
 from asyncflow.queue.protocol.calls import Claimed
@@ -56,7 +59,7 @@ class Controller:
     ledger_dir: folder of the ledger, made if needed; sync: its durability class; host, port: where to listen (0: any);
     advertise: the host that others dial, where that is another; keys: the job's key; unit_lost_s: seconds of silence
     after which a storage unit's rows are made again elsewhere; compact_bytes: size from which on the ledger is
-    compacted while serving.
+    compacted while serving; index: of this controller among all ``controllers``; address: of each.
     ``failed`` is done when the controller cannot go on; its exception says why.
     """
 
@@ -71,8 +74,11 @@ class Controller:
         keys: Keys | None = None,
         unit_lost_s: float = 30.0,
         compact_bytes: int = 64 << 20,
+        index: int = 0,
+        controllers: int = 1,
+        address: Address = lambda _: None,
     ) -> None:
-        self.table = Table()
+        self.table = Table(index=index, controllers=controllers)
         bind = address_of(host, port)
         self.server = RpcServer(name="controller", bind=bind, keys=keys, advertise=advertise)
         self._ledger = Ledger(ledger_dir, sync=sync, compact=lambda: dump(self.table.books), limit=compact_bytes)
@@ -82,7 +88,12 @@ class Controller:
         self._parked: dict[str, dict[_Waiter, None]] = {}
         self._deadlines = Deadlines()
         self._alarm: asyncio.TimerHandle | None = None
-        Handlers(self).route(self.server)
+        self.part = Alone(self)
+        if index:
+            self.part = Shard(self, address=address, keys=keys)
+        elif controllers > 1:
+            self.part = Home(self, controllers=controllers, address=address, keys=keys)
+        self.part.route(self.server)
 
     async def start(self) -> str:
         """Read the ledger, begin to serve, and give the address. Raises LedgerCorrupt, Refused."""
@@ -96,6 +107,7 @@ class Controller:
             self._ledger.begin(dump(self.table.books))
         except OSError as error:
             raise self._broken(error) from error
+        self.part.start()
         address = await self.server.start()
         self.settle()
         log.info("epoch %d serves at %s", self.table.controller, address)
@@ -103,6 +115,7 @@ class Controller:
 
     async def close(self) -> None:
         """Stop serving, and leave the ledger whole."""
+        await self.part.close()
         await self.server.close()
         self._deadlines.close()
         if self._alarm is not None:
@@ -114,6 +127,20 @@ class Controller:
         """Give the counts of now."""
         sessions = self.sessions
         return stats(self.table, Storage(sessions.used, sessions.limit, len(sessions), self._ledger.bytes))
+
+    async def rewrite(self) -> None:
+        """Write the ledger anew, because the books were replaced. Raises Refused where it cannot be written."""
+        if (pending := self.settle()) is not None:
+            await pending
+        try:
+            self._ledger.begin(dump(self.table.books))
+        except OSError as error:
+            raise self._broken(error) from error
+
+    def fail(self, error: BaseException) -> None:
+        """Stop serving: this controller cannot go on."""
+        if not self.failed.done():
+            self.failed.set_exception(error)
 
     @property
     def ledger_lag(self) -> float:
@@ -216,7 +243,7 @@ class Controller:
         for grant in self.table.claims.serve(self.now()):
             waiter, late = self._claims[grant.claim]
             found.append((self._unpark(waiter), Claimed(grant.lot.shrunk(), False, late)))
-        for partition in self._parked.keys() & books.touched:
+        for partition in (*(self._parked.keys() & books.touched), FEED):
             for waiter in list(self._parked.get(partition, ())):
                 try:
                     answer = waiter.attempt()
@@ -244,8 +271,7 @@ class Controller:
 
     def _broken(self, error: OSError) -> Refused:
         """Stop serving: what was answered is in the ledger, what comes now cannot be."""
-        if not self.failed.done():
-            self.failed.set_exception(error)
+        self.fail(error)
         hint = "Free some space and start the controller again: nothing that was answered is lost"
         return Refused(f"the ledger cannot be written: {error}", where="controller", hint=hint)
 

@@ -22,6 +22,10 @@ Soon: TypeAlias = "T | Later[T] | asyncio.Future[T]"
 """An answer, or what will have it."""
 
 
+Address: TypeAlias = Callable[[int], str | None]
+"""Gives the address of the controller with this number, None while it has none."""
+
+
 class Serving(Protocol):
     """The controller, to those that answer calls in its name."""
 
@@ -48,3 +52,13 @@ class Serving(Protocol):
 
     def claim(self, claim: Claim, wait_s: float, late: list[str]) -> Soon[Claimed]:
         """Give what ``claim`` is granted; nothing after ``wait_s``. late: leases that had ended."""
+
+
+class Following(Serving, Protocol):
+    """A controller that follows another, to what does this in its name."""
+
+    async def rewrite(self) -> None:
+        """Write the ledger anew, because the books were replaced."""
+
+    def fail(self, error: BaseException) -> None:
+        """Stop serving: this controller cannot go on."""

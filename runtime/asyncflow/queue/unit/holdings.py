@@ -25,6 +25,7 @@ from asyncflow.net.eager import begin
 from asyncflow.net.jagged import Jagged
 from asyncflow.net.later import Later
 from asyncflow.queue.backends.base import Backend, BytesLost, Place
+from asyncflow.queue.protocol.shard_calls import controller_of
 from asyncflow.queue.protocol.unit_calls import Cells, Entry, Held, NewCells, NewRows, Verdict
 from asyncflow.queue.unit.budget import Budget
 from asyncflow.queue.unit.pieces import HeldRow, Parcel, Piece, promised
@@ -32,12 +33,16 @@ from asyncflow.queue.unit.pieces import HeldRow, Parcel, Piece, promised
 
 @dataclass(slots=True, eq=False)
 class Put:
-    """A parcel that is stored and not yet decided about. outputs: promised to each new row; verdict: when it comes."""
+    """A parcel that is stored and not yet decided about. outputs: promised to each new row; verdict: when it comes.
+
+    shard: the controller that decides, 0 for the home.
+    """
 
     entry: Entry
     parcel: Parcel
     outputs: Mapping[str, int]
     verdict: Later[Verdict]
+    shard: int = 0
 
     def touches(self, rows: frozenset[int], columns: Sequence[str]) -> bool:
         """Tell whether one of these cells may change by it."""
@@ -112,7 +117,7 @@ class Holdings:
 
     def propose(self, entry: Entry, parcel: Parcel, *, outputs: Mapping[str, int]) -> Put:
         """Keep what was stored until the controller has decided about ``entry``."""
-        put = Put(entry, parcel, outputs, Later())
+        put = Put(entry, parcel, outputs, Later(), controller_of(parcel.lease))
         self.puts[put] = None
         return put
 

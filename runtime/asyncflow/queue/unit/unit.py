@@ -60,8 +60,9 @@ class StorageUnit:
     """One unit.
 
     index: its place among the units; limit_bytes: most bytes of cells; controller: the controller's address, or a
-    function that gives it; incarnation: of this process, by default made here; host, port: where to listen (0: any);
-    keys: the job's key; backend: where the cells lie, by default this process's memory.
+    function that gives it; shard: gives that of a further controller; incarnation: of this process, by default made
+    here; host, port: where to listen (0: any); keys: the job's key; backend: where the cells lie, by default this
+    process's memory.
     ``failed`` is done when the unit cannot go on; its exception says why.
     """
 
@@ -73,6 +74,7 @@ class StorageUnit:
         index: int,
         limit_bytes: int,
         controller: str | Callable[[], str | None],
+        shard: Callable[[int], str | None] = lambda _: None,
         incarnation: str = "",
         host: str = "127.0.0.1",
         port: int = 0,
@@ -93,7 +95,12 @@ class StorageUnit:
         )
         self._controller = RpcClient(name=name, resolve=controller, keys=keys)
         self._liaison = Liaison(
-            unit=index, incarnation=self.incarnation, controller=self._controller, holdings=self.holdings
+            unit=index,
+            incarnation=self.incarnation,
+            controller=self._controller,
+            holdings=self.holdings,
+            shard=shard,
+            keys=keys,
         )
         self.server = RpcServer(name=name, bind=address_of(host, port), keys=keys)
         self.server.route_now("unit.create", CreateRows, self._now(self._create))
