@@ -25,10 +25,16 @@ def dump(books: Books) -> Iterator[ev.Event]:
     yield ev.Started(books.epoch)
     for name in sorted(books.partitions):
         yield from _partition(books.partitions[name])
+        yield from _again(books.partitions[name])
     for lease in sorted(books.leases, key=lambda lease: lease.id):
         yield ev.Leased(lease.id, lease.partition, lease.task, lease.worker, lease.ticket, list(lease.rows))
     if completed := books.leases.completed():
         yield compacted.Acknowledged(completed)
+
+
+def _again(partition: Partition) -> Iterator[ev.Event]:
+    if partition.returned or partition.attempts:
+        yield compacted.Again(partition.name, partition.returned, sorted(partition.attempts))
 
 
 def _partition(partition: Partition) -> Iterator[ev.Event]:

@@ -252,4 +252,5 @@ Event: TypeAlias = (
     | Expected
     | Peeked
     | compacted.Counted
+    | compacted.Again
 )
