@@ -27,6 +27,7 @@ def dump(books: Books) -> Iterator[ev.Event]:
     yield ev.Started(books.epoch)
     for name in sorted(books.partitions):
         yield from _partition(books.partitions[name], books.index)
+        yield from _again(books.partitions[name])
     for lease in sorted(books.leases, key=lambda lease: lease.id):
         yield ev.Leased(lease.id, lease.partition, lease.task, lease.worker, lease.ticket, list(lease.rows))
     if completed := books.leases.completed():
@@ -37,6 +38,11 @@ def dump_rows(books: Books) -> Iterator[ev.Event]:
     """Give the events that make the rows of ``books``, without what their tasks have done with them."""
     for name in sorted(books.partitions):
         yield from _partition(books.partitions[name], books.index, works=False)
+
+
+def _again(partition: Partition) -> Iterator[ev.Event]:
+    if partition.returned or partition.attempts:
+        yield compacted.Again(partition.name, partition.returned, sorted(partition.attempts))
 
 
 def _partition(partition: Partition, index: int, *, works: bool = True) -> Iterator[ev.Event]:

@@ -253,4 +253,5 @@ Event: TypeAlias = (
     | Expected
     | Peeked
     | compacted.Counted
+    | compacted.Again
 )
