@@ -13,7 +13,6 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from asyncflow.net.frames import Buffer
 from asyncflow.queue.client.verbs import Clock, Verb, left_of, once, persist
 from asyncflow.queue.protocol import calls
 from asyncflow.queue.protocol.messages import AuditReport, PartitionSnapshot, QueueStats, Slot, TaskSpec, Wanted
@@ -149,14 +148,14 @@ class ControlVerbs:
 
     def ask(self, method: str, request: Struct, reply: type[R], *, timeout: float) -> Verb[R]:
         """Call the controller until it answers."""
-        answer, _ = yield from self._until_answered(None, method, request, reply, timeout, ())
-        return answer
+        deadline = self.clock() + timeout
 
-    def ask_unit(
-        self, unit: int, method: str, request: Struct, reply: type[R], *, timeout: float, frames: Sequence[Buffer] = ()
-    ) -> Verb[tuple[R, list[memoryview]]]:
-        """Call a unit until it answers; give the reply and its frames."""
-        return self._until_answered(unit, method, request, reply, timeout, frames)
+        def attempt() -> Verb[R]:
+            left = left_of(deadline, self.clock)
+            answer, _ = yield from once(None, method, request, reply, timeout=left)
+            return answer
+
+        return persist(attempt, what=f"{method} at the controller", timeout=timeout, clock=self.clock)
 
     def park(
         self, method: str, request: Callable[[float], Struct], reply: type[R], *, deadline: float, what: str
@@ -170,15 +169,3 @@ class ControlVerbs:
 
         left = max(0.0, deadline - self.clock())
         return persist(attempt, what=what, timeout=left + GRACE_S, clock=self.clock)
-
-    def _until_answered(
-        self, unit: int | None, method: str, request: Struct, reply: type[R], timeout: float, frames: Sequence[Buffer]
-    ) -> Verb[tuple[R, list[memoryview]]]:
-        deadline = self.clock() + timeout
-
-        def attempt() -> Verb[tuple[R, list[memoryview]]]:
-            left = left_of(deadline, self.clock)
-            return once(unit, method, request, reply, timeout=left, frames=frames)
-
-        peer = "the controller" if unit is None else f"storage unit {unit}"
-        return persist(attempt, what=f"{method} at {peer}", timeout=timeout, clock=self.clock)

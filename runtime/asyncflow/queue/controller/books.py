@@ -27,8 +27,9 @@ _FOLDS = folds.FOLDS | folds_gang.FOLDS | folds_open.FOLDS | folds_compacted.FOL
 class Books:
     """Partitions, leases, units and rows.
 
-    rows: those that have bytes, by id; outbox: events to be written; frees: rows whose bytes are not needed any more;
-    touched: partitions whose indexes or gang may have changed since it was last emptied; now: clock of ``Row.since``.
+    rows: those that have bytes, by id; units: those there, by index; leaving: epochs of those that shall leave; outbox:
+    events to be written; frees: rows whose bytes are not needed any more; touched: partitions whose indexes or gang may
+    have changed since it was last emptied; now: clock of ``Row.since``.
     """
 
     def __init__(self) -> None:
@@ -36,9 +37,10 @@ class Books:
         self.partitions: dict[str, Partition] = {}
         self.leases = Leases()
         self.units: dict[int, ev.UnitJoined] = {}
+        self.leaving: set[int] = set()
         self.rows: dict[int, Row] = {}
         self.outbox: list[ev.Event] = []
-        self.frees: list[int] = []
+        self.frees: list[Row] = []
         self.touched: set[str] = set()
         self.now = 0.0
 
@@ -155,7 +157,7 @@ class Books:
         for row in rows:
             self.let_go(row)
             if self.rows.pop(row.row, None) is not None:
-                self.frees.append(row.row)
+                self.frees.append(row)
             partition = self.partition(row.group.partition)
             partition.move(row, state)
             partition.unname(row)

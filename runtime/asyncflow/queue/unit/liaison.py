@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost, from_wire
-from asyncflow.identity import RowPlace
+from asyncflow.identity import RowPlace, home
 from asyncflow.net.rpc import RpcClient
 from asyncflow.queue.protocol.calls import Done
 from asyncflow.queue.protocol.runs import shrink, shrink_equal
@@ -53,12 +53,14 @@ _PUTS = 500
 class Liaison:
     """Keeps a unit and the controller in agreement, until the unit is replaced.
 
-    epoch: that of the unit's rows, 0 before the first session; joined: set when the controller has taken the unit in.
+    epoch: that of the unit's rows, 0 before the first session; joined: set when the controller has taken the unit in;
+    leave: set when it wants the unit to leave.
     """
 
     def __init__(self, *, unit: int, incarnation: str, controller: RpcClient, holdings: Holdings) -> None:
         self.epoch = 0
         self.joined = asyncio.Event()
+        self.leave = asyncio.Event()
         self._unit = unit
         self._incarnation = incarnation
         self._controller = controller
@@ -70,6 +72,16 @@ class Liaison:
         self._telling = False
         self._task: asyncio.Task[None] | None = None
         self._closing = False
+
+    @property
+    def session(self) -> Session | None:
+        """The session with the controller, while there is one."""
+        return self._session
+
+    @property
+    def home(self) -> int:
+        """Where the unit's own rows lie."""
+        return home(self.epoch, self._unit)
 
     def start(self) -> asyncio.Task[None]:
         """Begin to talk, in a task that only ends with an error."""
@@ -201,10 +213,12 @@ class Liaison:
     async def _obey(self, session: Session, watch_s: float) -> None:
         done = 0
         while True:
-            watch = Watch(session, done, self._holdings.budget.used, watch_s)
+            watch = Watch(session, done, self._holdings.budget.used, watch_s, len(self._holdings))
             orders = await self._controller.call("units.watch", watch, Orders, timeout=watch_s + _CALL_S)
             self._holdings.clear(orders.rows)
             done = orders.number
+            if orders.leave:
+                self.leave.set()
 
 
 def _short(entry: Entry) -> Entry:

@@ -16,14 +16,20 @@ from asyncflow.queue.protocol.unit_calls import Cells
 
 
 class Parcel:
-    """What one put brought to the back end. number: there; lease: that wrote it; cells: as the controller is told."""
+    """What one put brought to the back end.
 
-    __slots__ = ("cells", "columns", "lease", "number", "size")
+    number: there; lease: that wrote it; cells: as the controller is told; whole: the columns that are not unfinished.
+    """
 
-    def __init__(self, number: int, columns: Mapping[str, Jagged], *, lease: str) -> None:
+    __slots__ = ("cells", "columns", "lease", "number", "size", "whole")
+
+    def __init__(
+        self, number: int, columns: Mapping[str, Jagged], *, lease: str = "", partial: Collection[str] = ()
+    ) -> None:
         self.number = number
         self.lease = lease
         self.columns = tuple(columns)
+        self.whole = tuple(name for name in columns if name not in partial) if partial else self.columns
         self.size = sum(column.values.nbytes for column in columns.values())
         self.cells = Cells(
             dtypes={name: column.form for name, column in columns.items()},
@@ -79,6 +85,11 @@ class HeldRow:
         replaced = known + _cut(self.partial, piece.columns)
         self.partial += new
         return replaced
+
+    @property
+    def size(self) -> int:
+        """Bytes of its cells."""
+        return sum(piece.size(name) for piece in (*self.whole, *self.partial) for name in piece.columns)
 
     @property
     def places(self) -> list[Place]:
