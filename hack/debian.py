@@ -33,6 +33,7 @@ LIBRARIES: Final = {
 }
 """By package, in an order in which each finds those that it needs."""
 PROGRAMS: Final = {"redis-server": "redis-server"}
+_CACHE: Final = Path.home() / ".cache" / "asyncflow" / "debian"
 _FETCH_S: Final = 300.0
 
 
@@ -63,6 +64,11 @@ def prepare(*, say: Callable[[str], None] = lambda _: None) -> None:
         ctypes.CDLL(next((str(path) for path in places if path.exists()), name), mode=ctypes.RTLD_GLOBAL)
 
 
+def place(file: Path) -> Path:
+    """Give where a file of a package lies where that is installed: unpacked ones lie in the cache here."""
+    return Path("/", *file.relative_to(_CACHE).parts[1:]) if file.is_relative_to(_CACHE) else file
+
+
 def _given(variable: str) -> list[str]:
     return [os.environ[variable]] if os.environ.get(variable) else []
 
@@ -77,7 +83,7 @@ def _loads(name: str) -> bool:
 
 def _unpacked(packages: list[str], *, say: Callable[[str], None]) -> Path:
     key = hashlib.sha256(f"{packages} {platform.machine()} {platform.freedesktop_os_release()}".encode())
-    root = Path.home() / ".cache" / "asyncflow" / "debian" / key.hexdigest()[:12]
+    root = _CACHE / key.hexdigest()[:12]
     if not root.exists():
         say(f"fetching Debian's {', '.join(packages)} into {root}")
         root.parent.mkdir(parents=True, exist_ok=True)

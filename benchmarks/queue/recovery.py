@@ -20,6 +20,7 @@ from lines import emit
 from asyncflow.identity import RowPlace
 from asyncflow.queue.controller.books import Books
 from asyncflow.queue.controller.compaction import dump
+from asyncflow.queue.controller.folding import empty_books
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.ledger import Ledger, Sync
 from asyncflow.queue.ledger.records import read_ledger
@@ -50,7 +51,7 @@ def history(rows: int, *, until: str) -> Iterator[ev.Event]:
 def recover(folder: Path) -> tuple[float, Books]:
     """Read a ledger as a controller does; give the seconds."""
     began = time.perf_counter()
-    books = Books()
+    books = empty_books()
     books.replay(read_ledger(folder))
     return time.perf_counter() - began, books
 

@@ -1,4 +1,4 @@
-"""What a Dockerfile says of the image that it ends with: how it is run, and with which extras we are installed.
+"""What a Dockerfile says of the image that it ends with: how it is run, with which of our extras and Debian packages.
 
 Invariant: nothing about an image of ours is written down twice; what is not understood is refused, so that an image
 made here cannot differ silently from the one that docker would make.
@@ -15,15 +15,21 @@ from typing import Any, Final
 
 _BASE_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _EXTRAS: Final = re.compile(r'pip install .*"\.\[([\w,-]+)\]"')
+_PACKAGES: Final = re.compile(
+    r"apt-get update +&& apt-get install --yes --no-install-recommends ([\w .+-]+?) +&& rm -rf \S+"
+)
 _PASSED_OVER: Final = frozenset(("ARG", "COPY", "EXPOSE"))
 _VARIABLE: Final = re.compile(r"\$\{?(\w+)\}?")
 
 
 @dataclass(kw_only=True)
 class Dockerfile:
-    """extras: those that our own distribution is installed with; config: of the image, as OCI has it."""
+    """extras: those that our own distribution is installed with; packages: Debian's; config: of the image, as OCI has
+    it.
+    """
 
     extras: tuple[str, ...]
+    packages: tuple[str, ...] = ()
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -42,6 +48,8 @@ def read(path: Path) -> Dockerfile:
                 env[name] = _VARIABLE.sub(lambda found: env.get(found.group(1), ""), value)
         elif word in ("USER", "WORKDIR"):
             read.config["User" if word == "USER" else "WorkingDir"] = rest
+        elif word == "RUN" and (named := _PACKAGES.fullmatch(rest)):
+            read.packages += tuple(named.group(1).split())
         elif word in ("ENTRYPOINT", "CMD"):
             read.config["Entrypoint" if word == "ENTRYPOINT" else "Cmd"] = json.loads(rest)
         elif word not in _PASSED_OVER:

@@ -8,17 +8,19 @@ requirement needs (read from their metadata, as pip would), and the shared libra
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import Distribution, EntryPoints, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Final
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import debian
 from images.oci import Entry
 
 VENV: Final = "/opt/asyncflow"
@@ -30,6 +32,7 @@ _INTERPRETER: Final = Path(sys.executable).resolve()
 _NOT_RUN: Final = ("site-packages", "test", "idlelib", "ensurepip", "tkinter", "turtledemo", "lib2to3")
 _DYNAMIC: Final = ("libgcc_s.so.1",)
 """Libraries that glibc loads by name: nothing links them."""
+_ELF: Final = b"\x7fELF"
 _LINKS: Final = re.compile(r"(?:=> )?(/\S+) \(0x")
 _DEADLINE_S: Final = 120.0
 
@@ -82,8 +85,36 @@ def distributions(requires: Sequence[str], extras: Iterable[str], *, without: Se
 
 
 def installed(needed: Iterable[Distribution]) -> list[Entry]:
-    """Give the files of distributions, without their command lines: ``python -m`` runs them too."""
-    return [entry for each in needed for entry in _files(each)]
+    """Give the files and command lines of distributions."""
+    return [entry for each in needed for entry in (*_files(each), *command_lines(each.entry_points))]
+
+
+def command_lines(points: EntryPoints) -> list[Entry]:
+    """Give the programs that pip would make of entry points."""
+    text = "#!{python}\nimport sys\nfrom {module} import {first}\nsys.exit({called}())\n"
+    python = f"{VENV}/bin/python"
+    return [
+        Entry(
+            path=f"{VENV}/bin/{point.name}",
+            content=text.format(
+                python=python, module=point.module, first=point.attr.partition(".")[0], called=point.attr
+            ).encode(),
+        )
+        for point in points.select(group="console_scripts")
+    ]
+
+
+def programs(packages: Collection[str]) -> list[Entry]:
+    """Give the programs of Debian packages, and have ``linked`` find the libraries of these packages from now on.
+
+    Raises ImageError for a package of which nothing is known here.
+    """
+    if unknown := set(packages) - {*debian.LIBRARIES.values(), *debian.PROGRAMS.values()}:
+        raise ImageError(f"hack/debian.py does not know {', '.join(sorted(unknown))}")
+    if packages:
+        debian.prepare()
+    found = {name: shutil.which(name) for name, package in debian.PROGRAMS.items() if package in packages}
+    return [Entry(path=f"/usr/bin/{name}", source=Path(path).resolve()) for name, path in found.items() if path]
 
 
 def linked(entries: Collection[Entry]) -> list[Entry]:
@@ -124,11 +155,14 @@ def _ldd(binaries: Sequence[str]) -> set[Path]:
 def _place(library: Path) -> str:
     """Give where a library belongs in the image: one of the environment moves with that."""
     whole = library.parent.resolve() / library.name
-    return f"{SITE}/{whole.relative_to(_SITE)}" if whole.is_relative_to(_SITE) else str(library)
+    return f"{SITE}/{whole.relative_to(_SITE)}" if whole.is_relative_to(_SITE) else str(debian.place(library))
 
 
 def _is_binary(file: Path) -> bool:
-    return ".so" in file.suffixes or file == _INTERPRETER
+    if file.suffix and ".so" not in file.suffixes:
+        return False
+    with file.open("rb") as binary:
+        return binary.read(len(_ELF)) == _ELF
 
 
 def _unwanted(parts: tuple[str, ...]) -> bool:

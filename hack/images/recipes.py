@@ -13,9 +13,8 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
-from configparser import ConfigParser
-from email import message_from_bytes
 from functools import cache
+from importlib.metadata import Distribution
 from pathlib import Path
 from shutil import copytree
 from typing import Final, NamedTuple
@@ -23,7 +22,16 @@ from typing import Final, NamedTuple
 from asyncflow import __version__
 from images import dockerfile
 from images.oci import Entry, Image, Layer, make_layer
-from images.python import SITE, VENV, ImageError, distributions, installed, interpreter, linked
+from images.python import (
+    SITE,
+    ImageError,
+    command_lines,
+    distributions,
+    installed,
+    interpreter,
+    linked,
+    programs,
+)
 from kube.build import binary
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -45,8 +53,13 @@ def _ours(name: str) -> Image:
     said = dockerfile.read(ROOT / "images" / name / "Dockerfile")
     wheel = _wheel()
     needed = installed(distributions(wheel.requires, said.extras, without=_CUDA))
-    libraries = linked([*interpreter(), *needed])
-    layers = (_system(), make_layer(f"{name}-needs", [*needed, *libraries]), make_layer("asyncflow", wheel.entries))
+    tools = programs(said.packages)
+    libraries = linked([*interpreter(), *needed, *tools])
+    layers = (
+        _system(),
+        make_layer(f"{name}-needs", [*needed, *tools, *libraries]),
+        make_layer("asyncflow", wheel.entries),
+    )
     return Image(name=f"{PREFIX}/{name}:{__version__}", layers=layers, config=said.config)
 
 
@@ -89,9 +102,8 @@ def _wheel() -> _Wheel:
             for file in sorted(site.rglob("*"))
             if file.is_file()
         ]
-        described = next(site.glob("*.dist-info"))
-        requires = message_from_bytes((described / "METADATA").read_bytes()).get_all("Requires-Dist", [])
-        return _Wheel([str(each) for each in requires], [*entries, *_command_lines(described / "entry_points.txt")])
+        ours = Distribution.at(next(site.glob("*.dist-info")))
+        return _Wheel(ours.requires or [], [*entries, *command_lines(ours.entry_points)])
 
 
 def _unpack_wheel(folder: Path, site: Path) -> None:
@@ -115,20 +127,6 @@ def _unpack_wheel(folder: Path, site: Path) -> None:
         raise ImageError(f"our wheel could not be built:\n{ended.stderr}")
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         wheel.extractall(site)
-
-
-def _command_lines(entry_points: Path) -> list[Entry]:
-    parsed = ConfigParser()
-    parsed.read(entry_points)
-    text = "#!{python}\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n"
-    return [
-        Entry(
-            path=f"{VENV}/bin/{name}",
-            content=text.format(python=f"{VENV}/bin/python", module=module, function=function).encode(),
-        )
-        for name, target in parsed["console_scripts"].items()
-        for module, _, function in [target.partition(":")]
-    ]
 
 
 def _pause(_: str) -> Image:

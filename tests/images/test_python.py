@@ -2,7 +2,7 @@
 
 import pytest
 
-from images.python import SITE, ImageError, distributions, installed, interpreter, linked
+from images.python import SITE, VENV, ImageError, distributions, installed, interpreter, linked, programs
 
 
 def test_needs_are_followed_with_their_extras_and_markers() -> None:
@@ -23,6 +23,27 @@ def test_files_move_to_the_environment_of_the_image() -> None:
     paths = {entry.path for entry in installed(distributions(["click"], (), without=()))}
     assert f"{SITE}/click/__init__.py" in paths
     assert all(path.startswith(SITE) for path in paths)
+
+
+def test_command_lines_run_the_python_of_the_image() -> None:
+    made = {entry.path: entry.content for entry in installed(distributions(["kopf"], (), without=()))}
+    program = (made[f"{VENV}/bin/kopf"] or b"").decode()
+    assert program.startswith(f"#!{VENV}/bin/python\n")
+    assert program.endswith("from kopf.cli import main\nsys.exit(main())\n")
+
+
+def test_programs_of_packages_lie_where_those_would_put_them_with_their_libraries() -> None:
+    found = programs(["redis-server", "libnuma1"])
+    assert [entry.path for entry in found] == ["/usr/bin/redis-server"]
+    libraries = {entry.path for entry in linked(found)}
+    assert any(path.startswith(("/lib/", "/usr/lib/")) and "/libc.so" in path for path in libraries)
+    assert not any(".cache" in path for path in libraries)
+    assert programs([]) == []
+
+
+def test_a_package_that_is_not_known_is_named() -> None:
+    with pytest.raises(ImageError, match="cowsay"):
+        programs(["cowsay"])
 
 
 def test_libraries_of_the_interpreter_are_found() -> None:

@@ -1,16 +1,22 @@
 """Processes that tests of sockets kill, and servers that end with the test."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from asyncflow.net.handshake import HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE, Handshake
+from asyncflow.net.hosts import address_of, host_and_port
+from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient, RpcServer
+from asyncflow.net.stream import Inbox, Outbox, staging
 
 ANY_PORT = "tcp://127.0.0.1:*"
 
@@ -49,15 +55,80 @@ def spawn() -> Iterator[Spawn]:
         peer.process.stdout.close()
 
 
-@pytest.fixture(params=[ANY_PORT, "stream://127.0.0.1:*"], ids=["zmq", "stream"])
-def bind(request: pytest.FixtureRequest) -> str:
-    """Where servers listen, in each of the ways that messages travel."""
-    return str(request.param)
+class Stranger:
+    """Says anything to a peer, and hears what it says. keys: with which it shakes hands, first or second."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self.outbox, self.inbox = Outbox(seal=None), Inbox(most=1 << 30, seal=None, staging=staging())
+        self.came: list[list[memoryview]] = []
+
+    async def greet(self, keys: Keys | None = None) -> None:
+        shaking = Handshake(keys)
+        self.writer.write(shaking.hello())
+        self.writer.write(shaking.welcomed(await self.reader.readexactly(WELCOME_SIZE)))
+        self._seal(shaking)
+
+    async def welcome(self, keys: Keys | None = None) -> None:
+        shaking = Handshake(keys)
+        self.writer.write(shaking.welcome(await self.reader.readexactly(HELLO_SIZE)))
+        shaking.proved(await self.reader.readexactly(PROOF_SIZE))
+        self._seal(shaking)
+
+    def _seal(self, shaken: Handshake) -> None:
+        self.outbox = Outbox(seal=shaken.outgoing)
+        self.inbox = Inbox(most=1 << 30, seal=shaken.incoming, staging=staging())
+
+    async def send(self, parts: Sequence[bytes]) -> None:
+        self.outbox.push("message", parts)
+        while views := self.outbox.views():
+            self.writer.writelines(views)
+            self.outbox.sent(sum(map(len, views)))
+        await self.writer.drain()
+
+    async def receive(self) -> list[bytes]:
+        while not self.came:
+            room = self.inbox.room()
+            data = await self.reader.read(len(room))
+            assert data, "the peer closed the stream"
+            room[: len(data)] = data
+            self.came += self.inbox.took(len(data))
+        return [bytes(part) for part in self.came.pop(0)]
+
+    def close(self) -> None:
+        self.writer.close()
 
 
 @pytest.fixture
-async def server(bind: str) -> AsyncIterator[RpcServer]:
-    made = RpcServer(name="server", bind=bind)
+def stranger() -> Callable[..., AbstractAsyncContextManager[Stranger]]:
+    """Connects to a server and shakes hands with it."""
+
+    @asynccontextmanager
+    async def connect(server: RpcServer, keys: Keys | None = None) -> AsyncIterator[Stranger]:
+        made = Stranger(*await asyncio.open_connection(*host_and_port(server.address)))
+        try:
+            await made.greet(keys)
+            yield made
+        finally:
+            made.close()
+
+    return connect
+
+
+@pytest.fixture
+async def impostor() -> AsyncIterator[tuple[str, asyncio.Future[Stranger]]]:
+    """An address, and whoever answers there."""
+    called: asyncio.Future[Stranger] = asyncio.get_running_loop().create_future()
+    listening = await asyncio.start_server(lambda *ends: called.set_result(Stranger(*ends)), "127.0.0.1", 0)
+    yield address_of(*listening.sockets[0].getsockname()), called
+    if called.done():
+        called.result().close()
+    listening.close()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[RpcServer]:
+    made = RpcServer(name="server")
     await made.start()
     yield made
     await made.close()

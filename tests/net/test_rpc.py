@@ -124,10 +124,9 @@ async def test_a_message_that_is_too_large_is_refused_on_both_sides() -> None:
     half = bytes(60_000)
     with pytest.raises(ProtocolError, match="Split it"):
         await careful.call("add", Number(value=1), Number, timeout=10, frames=[half, half])
-    with pytest.raises(ProtocolError, match="over 100000"):
-        await careless.call("add", Number(value=1), Number, timeout=10, frames=[half, half])
-    with pytest.raises(PeerLost):
-        await careless.call("add", Number(value=1), Number, timeout=10, frames=[bytes(200_000)])
+    for frames in ([half, half], [bytes(200_000)]):
+        with pytest.raises(PeerLost):
+            await careless.call("add", Number(value=1), Number, timeout=10, frames=frames)
     assert (await careless.call("add", Number(value=1), Number, timeout=10)).value == 2
     for end in (careful, careless, server):
         await end.close()

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import pytest
-import zmq
-import zmq.asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
 from asyncflow.errors import ProtocolError
 from asyncflow.net import wire
+from asyncflow.net.handshake import PROOF_SIZE, Handshake
+from asyncflow.net.hosts import host_and_port
 from asyncflow.net.rpc import RpcClient, RpcServer
 
 
@@ -24,11 +23,6 @@ class Number(Struct, frozen=True, kw_only=True):
 
 async def add(request: Number, frames: Sequence[memoryview]) -> Number:
     return Number(value=request.value + 1)
-
-
-@pytest.fixture
-def bind() -> str:
-    return "tcp://127.0.0.1:*"
 
 
 MSGPACK = st.recursive(
@@ -67,17 +61,15 @@ def test_a_header_is_one_of_the_protocol_or_refused(header: bytes) -> None:
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.lists(HEADERS, min_size=1, max_size=4), min_size=1, max_size=20))
-def test_a_server_answers_after_any_messages(messages: list[list[bytes]]) -> None:
+@given(messages=st.lists(st.lists(HEADERS, max_size=4), min_size=1, max_size=20))
+def test_a_server_answers_after_any_messages(stranger: Any, messages: list[list[bytes]]) -> None:
     async def run() -> None:
         server = RpcServer(name="server")
         server.route("add", Number, add)
         address = await server.start()
-        with zmq.asyncio.Context.instance().socket(zmq.DEALER) as enemy:
-            enemy.linger = 0
-            enemy.connect(address)
+        async with stranger(server) as enemy:
             for message in messages:
-                await enemy.send_multipart(message)
+                await enemy.send(message)
             client = RpcClient(name="client", resolve=address)
             assert (await client.call("add", Number(value=1), Number, timeout=10)).value == 2
             await client.close()
@@ -92,7 +84,7 @@ async def until_dropped(server: RpcServer, reason: str) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_what_is_dropped_is_counted_by_reason(server: RpcServer) -> None:
+async def test_what_is_dropped_is_counted_by_reason(server: RpcServer, stranger: Any) -> None:
     async def park(request: Number, frames: Sequence[memoryview]) -> Number:
         await asyncio.sleep(60)
         return request
@@ -100,37 +92,36 @@ async def test_what_is_dropped_is_counted_by_reason(server: RpcServer) -> None:
     server.route("park", Number, park)
     body = wire.encode(Number(value=1))
     good = wire.encode(wire.Call(5, "park", 60.0, 0))
-    with zmq.asyncio.Context.instance().socket(zmq.DEALER) as enemy:
-        enemy.linger = 0
-        enemy.connect(server.address)
+    async with stranger(server) as enemy:
         for reason, message in {
+            "short": [],
             "header": [b"\xc1garbage", body],
             "shape": [wire.encode(wire.Call(1, "park", 1.0, 3)), body],
             "repeated": [good, body],
         }.items():
-            await enemy.send_multipart([good, body])
-            await enemy.send_multipart(message)
+            await enemy.send([good, body])
+            await enemy.send(message)
             await until_dropped(server, reason)
-        await enemy.send_multipart([wire.encode(wire.Call(1, "park", float("nan"), 0)), body])
+        await enemy.send([wire.encode(wire.Call(1, "park", float("nan"), 0)), body])
         async with asyncio.timeout(10):
             while server.counters.dropped["shape"] < 2:
                 await asyncio.sleep(0.01)
     assert server.counters.calls["park"] == 1
 
 
-async def test_a_handler_ends_at_the_deadline_of_a_caller_that_died_without_a_word(server: RpcServer) -> None:
+async def test_a_handler_ends_at_the_deadline_of_a_caller_that_died_without_a_word(
+    server: RpcServer, stranger: Any
+) -> None:
     async def park(request: Number, frames: Sequence[memoryview]) -> Number:
         await asyncio.sleep(60)
         return request
 
     server.route("park", Number, park)
-    with zmq.asyncio.Context.instance().socket(zmq.DEALER) as caller:
-        caller.connect(server.address)
-        await caller.send_multipart([wire.encode(wire.Call(1, "park", 0.2, 0)), wire.encode(Number(value=1))])
+    async with stranger(server) as caller:
+        await caller.send([wire.encode(wire.Call(1, "park", 0.2, 0)), wire.encode(Number(value=1))])
         async with asyncio.timeout(10):
             while not server.counters.calls["park"]:
                 await asyncio.sleep(0.01)
-        caller.close(linger=0)
     async with asyncio.timeout(10):
         while not server.counters.cancelled:
             await asyncio.sleep(0.01)
@@ -138,44 +129,44 @@ async def test_a_handler_ends_at_the_deadline_of_a_caller_that_died_without_a_wo
 
 async def test_raw_tcp_garbage_half_messages_and_huge_sizes_harm_nobody(server: RpcServer, client: RpcClient) -> None:
     server.route("add", Number, add)
-    host, port = server.address.removeprefix("tcp://").split(":")
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-    ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER\x08Identity" + struct.pack(">I", 0)
-    hello = greeting + b"\x04" + bytes([len(ready)]) + ready
+    hello = Handshake(None).hello()
+    greeted = hello + bytes(PROOF_SIZE)
     for attack in (
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff" * 4096,
-        greeting[:40],
-        hello + b"\x01\x05hello",  # the first part of a message whose second never comes
-        hello + b"\x00\x40half",  # 64 bytes are declared, 4 come
-        hello + b"\x02" + struct.pack(">Q", 1 << 62) + b"x",
-        hello + b"\x02" + struct.pack(">Q", (1 << 64) - 1) + b"x",
+        hello[:40],
+        hello + b"\x01" * PROOF_SIZE,
+        greeted + struct.pack("<QIQ", 12 + 5, 1, 5) + b"hel",  # 5 bytes are declared, 3 come
+        greeted + struct.pack("<QI", 1 << 20, 1000),
+        greeted + struct.pack("<Q", 1 << 62) + b"x",
+        greeted + struct.pack("<Q", (1 << 64) - 1) + b"x",
     ):
-        _, writer = await asyncio.open_connection(host, int(port))
+        _, writer = await asyncio.open_connection(*host_and_port(server.address))
         writer.write(attack)
         await writer.drain()
         assert (await client.call("add", Number(value=1), Number, timeout=10)).value == 2
         writer.close()
     assert (await client.call("add", Number(value=1), Number, timeout=10)).value == 2
-    assert server.counters.calls["add"] == 8
+    assert server.counters.calls["add"] == 9
 
 
-async def test_a_client_survives_any_answer() -> None:
-    router: Any = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-    port = router.bind_to_random_port("tcp://127.0.0.1")
-    client = RpcClient(name="client", resolve=f"tcp://127.0.0.1:{port}")
+async def test_a_client_survives_any_answer(impostor: Any) -> None:
+    address, called = impostor
+    client = RpcClient(name="client", resolve=address)
     call = asyncio.create_task(client.call("add", Number(value=1), Number, timeout=10))
-    peer, header, _ = await router.recv_multipart()
+    peer = await called
+    await peer.welcome()
+    header, _ = await peer.receive()
     number = wire.to_server(header).call
     fine = wire.encode(Number(value=2))
-    await router.send_multipart([peer, b"garbage"])
-    await router.send_multipart([peer, wire.encode(wire.Answer(number + 1, 0)), fine])
-    await router.send_multipart([peer, wire.encode(wire.Answer(number, 0)), fine])
+    await peer.send([b"garbage"])
+    await peer.send([])
+    await peer.send([wire.encode(wire.Answer(number + 1, 0)), fine])
+    await peer.send([wire.encode(wire.Answer(number, 0)), fine])
     assert (await call).value == 2
     for bad in ([wire.encode(wire.Answer(number + 1, 2)), fine], [wire.encode(wire.Failure(number + 2)), b"\xc1"]):
         call = asyncio.create_task(client.call("add", Number(value=1), Number, timeout=10))
-        await router.recv_multipart()
-        await router.send_multipart([peer, *bad])
+        await peer.receive()
+        await peer.send(bad)
         assert isinstance((await asyncio.gather(call, return_exceptions=True))[0], ProtocolError)
     await client.close()
-    router.close(linger=0)

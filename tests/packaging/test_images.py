@@ -9,6 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import debian
 from asyncflow.api.accelerators import PROFILES
 
 ROOT = Path(__file__).parents[2]
@@ -16,7 +17,10 @@ IMAGES = {path.parent.name: path for path in sorted((ROOT / "images").glob("*/Do
 RUNTIMES = [name for name in IMAGES if name.startswith("runtime-")]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 KNOWN = {"ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "RUN", "USER", "WORKDIR"}
-EXTRAS = {image: {"torch", "gym", "math"} if image in RUNTIMES else {"operator"} for image in IMAGES}
+DEPENDENCIES = {"libnl-3-200", "libnl-route-3-200"}
+"""Packages that apt brings with libibverbs1."""
+OURS = {"torch", "gym", "math", "mooncake", "redis"}
+EXTRAS = {image: OURS if image in RUNTIMES else {"operator"} for image in IMAGES}
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,16 @@ def test_the_extras_that_are_installed_exist(image: str) -> None:
     wanted = [set(names.split(",")) for line in lines(image) for names in re.findall(r'"\.\[([\w,]+)\]"', line.rest)]
     assert wanted == [EXTRAS[image]]
     assert EXTRAS[image] <= set(PROJECT["optional-dependencies"])
+
+
+@pytest.mark.parametrize("image", RUNTIMES)
+def test_a_runtime_has_what_the_back_ends_of_the_queue_need_of_the_system(image: str) -> None:
+    stage = lines(image)[-1].stage
+    named = [line.rest for line in lines(image) if line.stage == stage and line.word == "RUN"]
+    needed = {*debian.PROGRAMS.values(), *debian.LIBRARIES.values()} - DEPENDENCIES
+    assert [set(re.findall(r"[\w.-]+", text.split("--no-install-recommends")[1].split("&&")[0])) for text in named] == [
+        needed
+    ]
 
 
 def test_the_operator_has_no_torch() -> None:

@@ -4,9 +4,9 @@ import pytest
 
 from asyncflow.errors import PeerLost, Refused
 from asyncflow.identity import RowPlace, home
-from asyncflow.queue.controller.books import Books
 from asyncflow.queue.controller.claims import Claim
 from asyncflow.queue.controller.compaction import dump
+from asyncflow.queue.controller.folding import empty_books
 from asyncflow.queue.controller.state import State
 from asyncflow.queue.controller.table import Table
 from asyncflow.queue.protocol.messages import KEY_TAG, TaskSpec
@@ -168,7 +168,7 @@ def test_what_is_alike_is_compacted_together():
         rows.table.claims.acknowledge([rows.claim(max_rows=16).lease])
     events = list(dump(rows.table.books))
     assert len(events) < 30
-    again = Books()
+    again = empty_books()
     again.replay(events)
     assert list(dump(again)) == events
     assert again.partitions[P].queues["t"].busy == rows.partition.queues["t"].busy == 160

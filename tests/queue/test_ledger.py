@@ -7,13 +7,14 @@ import resource
 import signal
 import subprocess
 import sys
+from typing import get_args
 
 import msgspec
 import pytest
 
 from asyncflow.errors import LedgerCorrupt, Refused
-from asyncflow.queue.controller.books import Books
 from asyncflow.queue.controller.compaction import dump
+from asyncflow.queue.controller.folding import FOLDS, empty_books
 from asyncflow.queue.ledger.events import Committed, Completed, Declared, Event
 from asyncflow.queue.ledger.ledger import Ledger
 from asyncflow.queue.ledger.records import newest, pack, read_ledger
@@ -51,7 +52,7 @@ def history(queue):
 
 
 def fold(events):
-    books = Books()
+    books = empty_books()
     for event in events:
         books.apply(event)
     return list(dump(books))
@@ -71,7 +72,7 @@ def test_a_crash_at_any_byte_leaves_a_prefix_of_what_happened(queue, tmp_path):
 
 
 def test_what_is_read_back_is_the_state_that_was_left(queue):
-    books = Books()
+    books = empty_books()
     live = []
     for event in history(queue):
         books.apply(event)
@@ -113,14 +114,18 @@ def test_damage_with_a_sound_record_behind_it_is_refused(queue, tmp_path):
             list(read_ledger(tmp_path))
 
 
+def test_every_event_has_a_fold():
+    assert set(get_args(Event)) == FOLDS.keys()
+
+
 def test_records_that_do_not_follow_are_refused():
     with pytest.raises(LedgerCorrupt, match="does not follow"):
-        Books().apply(Completed(99, [1]))
+        empty_books().apply(Completed(99, [1]))
 
 
 async def test_compaction_keeps_the_state_and_one_file(queue, tmp_path):
     events = history(queue)
-    books = Books()
+    books = empty_books()
     ledger = Ledger(tmp_path, compact=lambda: dump(books), limit=100)
     list(ledger.recover())
     ledger.begin([])

@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 )
 
 from asyncflow.errors import Fenced
-from asyncflow.queue.controller.books import Books
 from asyncflow.queue.controller.compaction import dump
+from asyncflow.queue.controller.folding import empty_books
 from asyncflow.queue.controller.state import State
 from asyncflow.queue.ledger.audit import Auditor
 
@@ -256,11 +256,11 @@ class QueueMachine(RuleBasedStateMachine):
     def the_log_makes_the_same_state_again(self):
         events = self.queue.events()
         live = list(dump(self.queue.table.books))
-        again = Books()
+        again = empty_books()
         for event in events:
             again.apply(event)
         assert list(dump(again)) == live
-        compacted = Books()
+        compacted = empty_books()
         for event in live:
             compacted.apply(event)
         assert list(dump(compacted)) == live

@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from asyncflow.errors import Refused, StaleHandle
 from asyncflow.identity import RowPlace, home
 from asyncflow.queue.controller import open_table
-from asyncflow.queue.controller.books import Books
 from asyncflow.queue.controller.claims import Claim
 from asyncflow.queue.controller.compaction import dump
+from asyncflow.queue.controller.folding import empty_books
 from asyncflow.queue.controller.state import State
 from asyncflow.queue.controller.table import Table
 from asyncflow.queue.ledger.audit import Auditor
@@ -230,7 +230,7 @@ class OpenMachine(RuleBasedStateMachine):
         self.events()
         live = list(dump(self.table.books))
         for events in (self.log, live):
-            again = Books()
+            again = empty_books()
             for event in events:
                 again.apply(event)
             assert list(dump(again)) == live

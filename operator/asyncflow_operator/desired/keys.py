@@ -20,7 +20,7 @@ _Z85: Final = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:
 
 
 def make_keys(family: Family, *, master: bytes) -> Manifest:
-    """Give the Secret with the CURVE key (``key``) and the bearer token (``token``) of a family."""
+    """Give the Secret with the key (``key``) and the bearer token (``token``) of a family."""
     said = {"key": key(master, family.owner), "token": token(master, family.owner)}
     data = {name: base64.b64encode(text.encode()).decode() for name, text in said.items()}
     return stamped(
@@ -29,7 +29,7 @@ def make_keys(family: Family, *, master: bytes) -> Manifest:
 
 
 def key(master: bytes, owner: Owner) -> str:
-    """Give the CURVE secret key as ``asyncflow.net.keys`` reads it: 40 characters of Z85."""
+    """Give the key as ``asyncflow.net.keys`` reads it: 40 characters of Z85."""
     return z85(_derived(master, owner, "key"))
 
 

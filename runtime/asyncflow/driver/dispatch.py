@@ -17,6 +17,7 @@ from asyncflow.driver.prompts import PROMPTS_PER_PUT, PromptColumns
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.flow.admission import Admission, Flow, admit
 from asyncflow.flow.schedule import Schedule
+from asyncflow.net.batches import batches
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.queue.protocol.messages import RowMeta
 
@@ -102,5 +103,5 @@ class Dispatcher:
             lost = [(serial, step) for step, serial in sorted({(meta.step, meta.serial) for meta in wanted.keys})]
             if lost:
                 log.warning("generating %d groups again: their bytes were lost with a storage unit", len(lost))
-            for start in range(0, len(lost), PROMPTS_PER_PUT):
-                await self.put(lost[start : start + PROMPTS_PER_PUT])
+            for some in batches(lost, PROMPTS_PER_PUT):
+                await self.put(some)

@@ -1,21 +1,23 @@
 """Where streams are answered: one listening socket, and all who connected to it.
 
-Invariant: a peer that has not shaken hands in time, sends what is no message, or does not read what it asked for is cut
-off; nobody else notices.
+Invariants: a peer that has not shaken hands in time, sends what is no message, or does not read what it asked for is
+cut off, and nobody else notices; where there are too many, those who have not shaken hands make room first.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import socket as sockets
 from collections.abc import Callable, Hashable, Sequence
 
 from asyncflow.errors import AsyncFlowError, ProtocolError
-from asyncflow.net.flow import Deliver, Flow, tune
+from asyncflow.net.flow import Flow, tune
 from asyncflow.net.frames import Buffer
-from asyncflow.net.sealed import HELLO_SIZE, PROOF_SIZE, Handshake
-from asyncflow.net.stream import Inbox, Outbox, Part, staging
+from asyncflow.net.handshake import HELLO_SIZE, PROOF_SIZE, Handshake
+from asyncflow.net.keys import Keys
+from asyncflow.net.stream import Inbox, Outbox, staging
 
 _MAX_PEERS = 8192
 _MAX_UNREAD = 4096
@@ -24,42 +26,42 @@ _FULL_S = 0.1
 
 
 class Answering:
-    """Listens for streams; the first part of each message is its peer. dropped: told why a peer was cut off for good.
+    """Listens for streams. deliver: gets each message, and the number of the peer that sent it.
 
-    secret: of the job's key, None for plain text; most: bytes of one message.
+    dropped: told why a peer was cut off for good; keys: of the job, None for plain text; most: bytes of one message.
     """
 
     def __init__(
         self,
         listening: sockets.socket,
         *,
-        secret: bytes | None,
+        keys: Keys | None,
         most: int,
-        deliver: Deliver,
+        deliver: Callable[[int, list[memoryview]], None],
         dropped: Callable[[str], None],
     ) -> None:
         self.closed = False
         self._socket = listening
-        self._secret = secret
+        self._keys = keys
         self._most = most
         self._deliver = deliver
         self._dropped = dropped
-        self._peers: dict[bytes, Flow] = {}
-        self._names = itertools.count(1)
+        self._peers: dict[int, Flow] = {}
+        self._strangers: dict[int, None] = {}
+        self._numbers = itertools.count()
         self._staging = staging()
         self._loop = asyncio.get_running_loop()
         self._listen()
 
-    def send(self, key: Hashable, parts: Sequence[Buffer]) -> None:
-        """Send ``parts`` to the peer that the first one names, unless it is gone."""
-        flow = self._peers.get(bytes(parts[0]))
+    def send(self, peer: int, key: Hashable, parts: Sequence[Buffer]) -> None:
+        """Send ``parts`` to ``peer``, unless it is gone; ``key`` names the message."""
+        flow = self._peers.get(peer)
         if flow is None or flow.outbox is None:
             return
         if len(flow.outbox) >= _MAX_UNREAD:
-            flow.close()
-            self._forget(bytes(parts[0]), ProtocolError("a peer does not read what it asked for"))
+            self._cut_off(peer, "a peer does not read what it asked for")
             return
-        flow.outbox.push(key, parts[1:])
+        flow.outbox.push(key, parts)
         flow.flush()
 
     def close(self) -> None:
@@ -71,6 +73,7 @@ class Answering:
             for flow in self._peers.values():
                 flow.close()
             self._peers.clear()
+            self._strangers.clear()
 
     def _listen(self) -> None:
         if not self.closed:
@@ -86,30 +89,33 @@ class Answering:
             self._loop.call_later(_FULL_S, self._listen)
             return
         if len(self._peers) >= _MAX_PEERS:
-            socket.close()
-            self._dropped("too many peers")
-            return
+            if not self._strangers:
+                socket.close()
+                self._dropped("too many peers")
+                return
+            self._cut_off(next(iter(self._strangers)), "too many peers")
         socket.setblocking(False)
         tune(socket)
-        name = next(self._names).to_bytes(8, "big")
-        flow = Flow(
+        peer = next(self._numbers)
+        self._peers[peer] = Flow(
             socket,
             size=HELLO_SIZE,
-            shake=self._shaking(socket),
-            deliver=lambda parts: self._deliver([Part(memoryview(name)), *parts]),
-            lost=lambda why: self._forget(name, why),
+            shake=self._shaking(peer, socket),
+            deliver=functools.partial(self._deliver, peer),
+            lost=lambda why: self._forget(peer, why),
         )
-        self._peers[name] = flow
-        self._loop.call_later(_SHAKE_S, self._cut_off_silent, name)
+        self._strangers[peer] = None
+        self._loop.call_later(_SHAKE_S, self._cut_off_stranger, peer)
 
-    def _shaking(self, socket: sockets.socket) -> Callable[[bytes], tuple[Inbox, Outbox] | int]:
-        handshake = Handshake(self._secret)
+    def _shaking(self, peer: int, socket: sockets.socket) -> Callable[[bytes], tuple[Inbox, Outbox] | int]:
+        handshake = Handshake(self._keys)
         greeted = False
 
         def shake(came: bytes) -> tuple[Inbox, Outbox] | int:
             nonlocal greeted
             if greeted:
                 handshake.proved(came)
+                del self._strangers[peer]
                 inbox = Inbox(most=self._most, seal=handshake.incoming, staging=self._staging)
                 return inbox, Outbox(seal=handshake.outgoing)
             greeted = True
@@ -120,12 +126,15 @@ class Answering:
 
         return shake
 
-    def _cut_off_silent(self, name: bytes) -> None:
-        flow = self._peers.get(name)
-        if flow is not None and flow.outbox is None:
-            flow.close()
-            self._forget(name, ProtocolError("a peer did not shake hands"))
+    def _cut_off_stranger(self, peer: int) -> None:
+        if peer in self._strangers:
+            self._cut_off(peer, "a peer did not shake hands")
 
-    def _forget(self, name: bytes, why: AsyncFlowError) -> None:
-        if self._peers.pop(name, None) is not None and isinstance(why, ProtocolError):
+    def _cut_off(self, peer: int, why: str) -> None:
+        self._peers[peer].close()
+        self._forget(peer, ProtocolError(why))
+
+    def _forget(self, peer: int, why: AsyncFlowError) -> None:
+        self._strangers.pop(peer, None)
+        if self._peers.pop(peer, None) is not None and isinstance(why, ProtocolError):
             self._dropped(str(why))

@@ -1,4 +1,4 @@
-"""A stream to one peer, with the face of ``wire.Wire``.
+"""A stream to one peer, in an event loop.
 
 Invariant: what is sent before the stream is there waits; a stream that was there and broke is not made again.
 """
@@ -10,37 +10,41 @@ import socket as sockets
 from collections.abc import Callable, Hashable, Sequence
 
 from asyncflow.errors import AsyncFlowError
-from asyncflow.net.flow import SILENT, UNSHAKEN, Deliver, Flow, host_and_port, tune
+from asyncflow.net.flow import SILENT, UNSHAKEN, Deliver, Flow, in_words, tune
 from asyncflow.net.frames import Buffer
-from asyncflow.net.sealed import WELCOME_SIZE, Handshake
+from asyncflow.net.handshake import WELCOME_SIZE, Handshake
+from asyncflow.net.hosts import host_and_port, look_up
+from asyncflow.net.keys import Keys
 from asyncflow.net.stream import Inbox, Outbox, staging
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _CONNECT_S = 3.0
+"""A Service may still lead to a pod that is gone: nobody answers there, and the kernel would ask for two minutes."""
+_SHAKE_S = 10.0
 
 
 class Calling:
     """A stream to ``address``, tried again until it is there. What is sent before waits.
 
-    state: told how the connection is, in words; lost: told why, once, when it was there and is gone.
+    keys: of the job, None for plain text; most: bytes of one message; lost: told why, once, when it was there and is
+    gone. state: how the connection is, in words.
     """
 
     def __init__(
         self,
         address: str,
         *,
-        secret: bytes | None,
+        keys: Keys | None,
         most: int,
         deliver: Deliver,
-        state: Callable[[str], None],
         lost: Callable[[AsyncFlowError], None],
     ) -> None:
         self.closed = False
+        self.state = "the connection was not made"
         self._to = host_and_port(address)
-        self._secret = secret
+        self._keys = keys
         self._most = most
         self._deliver = deliver
-        self._state = state
         self._lost = lost
         self._flow: Flow | None = None
         self._waiting: dict[Hashable, Sequence[Buffer]] = {}
@@ -73,32 +77,44 @@ class Calling:
         """Try until the stream is there."""
         pause = _FIRST_PAUSE_S
         while True:
-            socket = sockets.socket()
-            socket.setblocking(False)
             try:
-                async with asyncio.timeout(_CONNECT_S):
-                    await self._loop.sock_connect(socket, self._to)
-                    if await self._opened(socket):
-                        self._state(SILENT)
-                        return
-                self._state(UNSHAKEN)
-            except ConnectionRefusedError:
-                self._state("nobody listens there")
-            except TimeoutError:
-                self._state("nobody answers there")
+                if await self._opened(await self._dialled()):
+                    self.state = SILENT
+                    return
+                self.state = UNSHAKEN
             except OSError as error:
-                self._state(str(error))
-            finally:
-                if self._flow is None or self._flow.closed:
-                    socket.close()
+                self.state = in_words(error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
+    async def _dialled(self) -> sockets.socket:
+        """Connect to the first place of the peer's name that answers."""
+        host, port = self._to
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                places = await asyncio.wrap_future(look_up(host, port))
+        except TimeoutError:
+            raise OSError(f"the name {host!r} is still looked up") from None
+        refused: OSError | None = None
+        for family, place in places:
+            socket = sockets.socket(family)
+            socket.setblocking(False)
+            try:
+                async with asyncio.timeout(_CONNECT_S):
+                    await self._loop.sock_connect(socket, place)
+            except OSError as error:
+                socket.close()
+                refused = refused or error
+            except BaseException:
+                socket.close()
+                raise
+            else:
+                return socket
+        raise refused or OSError(f"the name {host!r} has no address")
+
     async def _opened(self, socket: sockets.socket) -> bool:
         """Shake hands, and say whether it worked."""
-        tune(socket)
-        handshake, shaken = Handshake(self._secret), self._loop.create_future()
-        socket.send(handshake.hello)
+        handshake, shaken = Handshake(self._keys), self._loop.create_future()
 
         def shake(welcome: bytes) -> tuple[Inbox, Outbox]:
             socket.send(handshake.welcomed(welcome))
@@ -117,7 +133,10 @@ class Calling:
 
         flow = self._flow = Flow(socket, size=WELCOME_SIZE, shake=shake, deliver=self._deliver, lost=lost)
         try:
-            opened: bool = await shaken
+            tune(socket)
+            socket.send(handshake.hello())
+            async with asyncio.timeout(_SHAKE_S):
+                opened: bool = await shaken
         finally:
             if flow.outbox is None:
                 flow.close()

@@ -11,15 +11,14 @@ import socket as sockets
 from collections.abc import Callable
 
 from asyncflow.errors import AsyncFlowError, PeerLost, ProtocolError
-from asyncflow.net.stream import Inbox, Outbox, Part
+from asyncflow.net.stream import Inbox, Outbox
 
-SCHEME = "stream://"
 SILENT = "it is connected and silent: stopped, overloaded, or it waits for something itself"
 UNSHAKEN = "the handshake failed: do both sides hold the key of this job?"
 _READS = 4
 _LOST_MS = 25_000
 
-Deliver = Callable[[list[Part]], None]
+Deliver = Callable[[list[memoryview]], None]
 
 
 def tune(made: sockets.socket) -> None:
@@ -32,10 +31,11 @@ def tune(made: sockets.socket) -> None:
     made.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_USER_TIMEOUT, _LOST_MS)
 
 
-def host_and_port(address: str) -> tuple[str, int]:
-    """Give what an address of ``SCHEME`` names."""
-    host, _, port = address.removeprefix(SCHEME).rpartition(":")
-    return "" if host == "*" else host, 0 if port == "*" else int(port)
+def in_words(error: OSError) -> str:
+    """Say why a connection was not made."""
+    if isinstance(error, ConnectionRefusedError):
+        return "nobody listens there"
+    return "nobody answers there" if isinstance(error, TimeoutError) else str(error)
 
 
 class Flow:

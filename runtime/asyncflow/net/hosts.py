@@ -1,15 +1,41 @@
-"""Which host others dial to reach a socket that is bound here.
+"""Addresses: what they name, where that is now, and which one others dial.
 
-Invariant: an address that is given to others never says "all interfaces".
+Invariants: an address that is given to others never says "all interfaces"; a name is looked up in a thread of its own,
+once at a time however many ask, so that no event loop and no deadline waits for a name server.
 """
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
+from concurrent.futures import Future
+from typing import Any, TypeAlias
 
 from asyncflow.errors import Refused
 
-_ALL = ("0.0.0.0", "*", "")  # noqa: S104 - these are compared with, not bound to
+SCHEME = "tcp://"
+EVERYWHERE = "0.0.0.0"  # noqa: S104 - compared with, and bound to where the address says so
+_ALL = (EVERYWHERE, "::", "*", "")
+
+Place: TypeAlias = tuple[socket.AddressFamily, tuple[Any, ...]]
+"""Where a socket connects to or is bound: its family, and the address as that family writes it."""
+
+_under_way: dict[tuple[int, str, int], Future[list[Place]]] = {}
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Give what ``address`` names, ``tcp://HOST:PORT``: an IPv6 host in brackets; ``*`` is any host, or any port (0).
+
+    Raises ValueError where it has no port.
+    """
+    host, _, port = address.removeprefix(SCHEME).rpartition(":")
+    return EVERYWHERE if host == "*" else host.strip("[]"), 0 if port == "*" else int(port)
+
+
+def address_of(host: str, port: int) -> str:
+    """Write an address."""
+    return f"{SCHEME}[{host}]:{port}" if ":" in host else f"{SCHEME}{host}:{port}"
 
 
 def dialled(bound: str, advertise: str = "") -> str:
@@ -25,3 +51,39 @@ def dialled(bound: str, advertise: str = "") -> str:
     except OSError as error:
         hint = "Say which address others dial (advertise)"
         raise Refused(f"this machine's name {name!r} has no address: {error}", hint=hint) from error
+
+
+def look_up(host: str, port: int) -> Future[list[Place]]:
+    """Begin to look up where ``host`` is; the result, IPv4 first, is there at once where it is no name.
+
+    It is an OSError, in words, where the name has no address (yet).
+    """
+    asked: Future[list[Place]] = Future()
+    asked.set_running_or_notify_cancel()  # whoever waits no longer takes nothing from the others
+    try:
+        asked.set_result(_places(host, port, socket.AI_NUMERICHOST))
+    except OSError:
+        key = (os.getpid(), host, port)
+        found = _under_way.setdefault(key, asked)
+        if found is asked:
+            threading.Thread(target=_look_up, args=(key, asked), name=f"look up {host}", daemon=True).start()
+        return found
+    return asked
+
+
+def _look_up(key: tuple[int, str, int], asked: Future[list[Place]]) -> None:
+    _, host, port = key
+    try:
+        places = _places(host, port, 0)
+    except (OSError, UnicodeError) as error:
+        del _under_way[key]
+        asked.set_exception(OSError(f"the name {host!r} has no address yet ({error})"))
+    else:
+        del _under_way[key]
+        asked.set_result(places)
+
+
+def _places(host: str, port: int, flags: int) -> list[Place]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    places = [(family, place) for family, _, _, _, place in found]
+    return sorted(places, key=lambda place: place[0] != socket.AF_INET)

@@ -1,4 +1,4 @@
-"""The calling side: one door to one peer, many calls at once, told apart by a call id.
+"""The calling side: one stream to one peer, many calls at once, told apart by a call id.
 
 Invariants: every call ends at its deadline at the latest; a connection that broke is never used again, and the calls
 that were on it raise ``PeerLost`` at once, because nobody can know whether they were carried out; a caller that waits
@@ -94,7 +94,7 @@ class RpcClient:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         body = wire.encode(request)
-        size = wire.check_size(f"the call of {method}", body, frames, limit=self._max_message)
+        wire.check_size(f"the call of {method}", body, frames, limit=self._max_message)
         link = self._current() or await self._found(method, timeout, deadline)
         future: asyncio.Future[Answered] = loop.create_future()
 
@@ -107,13 +107,13 @@ class RpcClient:
                 future.set_result(answer)
 
         call = next(self._ids)
-        expiry = loop.call_at(deadline, self._expire, link, call, size, method, timeout)
+        expiry = loop.call_at(deadline, self._expire, link, call, method, timeout)
         try:
             self._send(link, call, method, [body, *frames], deadline, told)
             answer, out = await future
         finally:
             expiry.cancel()
-            link.forget(call, size)
+            link.forget(call)
         found = _read(reply, answer, method, link.address)
         if isinstance(found, ProtocolError):
             raise found
@@ -135,13 +135,13 @@ class RpcClient:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         body = wire.encode(request)
-        size = wire.check_size(f"the call of {method}", body, (), limit=self._max_message)
+        wire.check_size(f"the call of {method}", body, (), limit=self._max_message)
         link = self._current()
         if link is None:
             done(PeerLost(f"{method}: the peer has no address", where=self.name))
             return
         call = next(self._ids)
-        expiry = loop.call_at(deadline, self._expire, link, call, size, method, timeout)
+        expiry = loop.call_at(deadline, self._expire, link, call, method, timeout)
 
         def told(answer: Answered | AsyncFlowError) -> None:
             expiry.cancel()
@@ -199,11 +199,11 @@ class RpcClient:
                 self._homeless.discard(moved)
         return link
 
-    def _expire(self, link: Link, call: int, size: int, method: str, timeout: float) -> None:
+    def _expire(self, link: Link, call: int, method: str, timeout: float) -> None:
         told = link.waiting.get(call)
         if told is not None:
-            link.forget(call, size)
-            what = f"{method} was not answered by {link.address} within {timeout:g} s: {link.health.state}"
+            link.forget(call)
+            what = f"{method} was not answered by {link.address} within {timeout:g} s: {link.state}"
             told(DeadlineExceeded(what, where=self.name))
 
     def _on_lost(self, link: Link, why: str) -> None:

@@ -1,4 +1,4 @@
-"""The answering side of calls: one door for all callers; one asyncio task per call, or none for what needs no waiting.
+"""The answering side of calls: one listening socket for all; one asyncio task per call, or none for what need not wait.
 
 Invariants: a parked handler delays nobody; no handler runs longer than its caller waits, because the caller's deadline
 travels with the call and cancels the handler; whatever bytes come, the service goes on, and what it drops is counted.
@@ -13,13 +13,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
-import zmq
 from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError, ProtocolError, Refused, RemoteError
-from asyncflow.net import doors, wire
+from asyncflow.net import wire
+from asyncflow.net.answering import Answering
 from asyncflow.net.frames import Buffer
 from asyncflow.net.keys import Keys
+from asyncflow.net.listening import listen
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +62,8 @@ class _Route(NamedTuple):
 class RpcServer:
     """Answers calls at one address.
 
-    name: of this server, in logs and errors; bind: address (see ``doors``), ``*`` for any free port; keys: the job's
-    key, None for plain text; max_message: most bytes of one message, frames included; advertise: host that others dial,
+    name: of this server, in logs and errors; bind: address, ``*`` for any free port; keys: the job's key, None for
+    plain text; max_message: most bytes of one message, frames included; advertise: host that others dial,
     by default the bound one, or this machine's own address when bound to all interfaces.
     """
 
@@ -83,8 +84,8 @@ class RpcServer:
         self._advertise = advertise
         self._address = ""
         self._routes: dict[str, _Route] = {}
-        self._running: dict[tuple[bytes, int], asyncio.Future[Any]] = {}
-        self._door: doors.Door | None = None
+        self._running: dict[tuple[int, int], asyncio.Future[Any]] = {}
+        self._door: Answering | None = None
 
     def route(self, method: str, request: type[Struct], handler: Handler) -> None:
         """Answer calls of ``method`` by ``handler``; their bodies must be a ``request``."""
@@ -109,14 +110,9 @@ class RpcServer:
 
         An address still held by a predecessor that is just dying is waited for; Refused when it does not come free.
         """
-        self._address, self._door = await doors.listen(
-            self._bind,
-            name=self.name,
-            keys=self._keys,
-            most=self._max_message,
-            advertise=self._advertise,
-            deliver=self._deliver,
-            dropped=self._cut_off,
+        self._address, socket = await listen(self._bind, name=self.name, advertise=self._advertise)
+        self._door = Answering(
+            socket, keys=self._keys, most=self._max_message, deliver=self._deliver, dropped=self._cut_off
         )
         return self._address
 
@@ -133,13 +129,12 @@ class RpcServer:
             for work in stuck:
                 log.warning("%s: %r did not end when it was cancelled", self.name, work)
 
-    def _deliver(self, parts: list[zmq.Frame]) -> None:
-        if len(parts) < 2:
+    def _deliver(self, peer: int, parts: list[memoryview]) -> None:
+        if not parts:
             self._drop("short")
             return
-        peer = parts[0].bytes
         try:
-            header = wire.to_server(parts[1].buffer)
+            header = wire.to_server(parts[0])
         except wire.MALFORMED:
             self._drop("header")
             return
@@ -149,7 +144,7 @@ class RpcServer:
                 running.cancel()
             return
         try:
-            wire.check_call(header, len(parts) - 1)
+            wire.check_call(header, len(parts))
         except ProtocolError:
             self._drop("shape")
             return
@@ -158,33 +153,30 @@ class RpcServer:
             return
         self._accept(peer, header, parts)
 
-    def _accept(self, peer: bytes, header: wire.Call, parts: list[zmq.Frame]) -> None:
-        size = sum(len(part) for part in parts)
+    def _accept(self, peer: int, header: wire.Call, parts: list[memoryview]) -> None:
         route = self._routes.get(header.method)
-        if size > self._max_message:
-            self._refuse(peer, header, ProtocolError(f"{header.method}: {size} bytes are over {self._max_message}"))
-        elif route is None:
+        if route is None:
             self._refuse(peer, header, ProtocolError(f"there is no method {header.method!r}", where=self.name))
         elif len(self._running) >= MAX_CALLS:
             self._refuse(peer, header, Refused(f"{MAX_CALLS} calls are running already", where=self.name))
         else:
             self._begin(peer, header, route, parts)
 
-    def _begin(self, peer: bytes, header: wire.Call, route: _Route, parts: list[zmq.Frame]) -> None:
+    def _begin(self, peer: int, header: wire.Call, route: _Route, parts: list[memoryview]) -> None:
         try:
-            request = route.decoder.decode(parts[2].buffer)
+            request = route.decoder.decode(parts[1])
         except wire.MALFORMED as wrong:
             self._refuse(peer, header, ProtocolError(f"{header.method}: {wrong}", where=self.name))
             return
         self.counters.calls[header.method] += 1
-        frames = wire.views(parts[3:]) if header.frames else ()
+        frames = parts[2:]
         if route.now is not None:
             self._serve_now(peer, header, route.now, request, frames)
         elif route.later is not None:
             work = self._serve(peer, header, route.later, request, frames)
             self._keep((peer, header.call), asyncio.get_running_loop().create_task(work), header.timeout)
 
-    def _keep(self, call: tuple[bytes, int], running: asyncio.Future[Any], timeout: float) -> None:
+    def _keep(self, call: tuple[int, int], running: asyncio.Future[Any], timeout: float) -> None:
         """Remember what answers ``call``, so that it ends when its caller waits no more."""
         self._running[call] = running
         deadline = asyncio.get_running_loop().call_later(timeout, running.cancel)
@@ -197,7 +189,7 @@ class RpcServer:
         running.add_done_callback(ended)
 
     def _serve_now(
-        self, peer: bytes, header: wire.Call, handler: NowHandler, request: Struct, frames: Sequence[memoryview]
+        self, peer: int, header: wire.Call, handler: NowHandler, request: Struct, frames: Sequence[memoryview]
     ) -> None:
         try:
             reply = handler(request, frames)
@@ -212,7 +204,7 @@ class RpcServer:
             log.exception("%s: %s failed", self.name, header.method)
             self._refuse(peer, header, self._unexpected(header, error))
 
-    def _answer_done(self, peer: bytes, header: wire.Call, done: asyncio.Future[Reply]) -> None:
+    def _answer_done(self, peer: int, header: wire.Call, done: asyncio.Future[Reply]) -> None:
         if done.cancelled():
             return
         try:
@@ -224,7 +216,7 @@ class RpcServer:
             self._refuse(peer, header, self._unexpected(header, error))
 
     async def _serve(
-        self, peer: bytes, header: wire.Call, handler: Handler, request: Struct, frames: Sequence[memoryview]
+        self, peer: int, header: wire.Call, handler: Handler, request: Struct, frames: Sequence[memoryview]
     ) -> None:
         try:
             self._answer(peer, header, await handler(request, frames))
@@ -234,23 +226,23 @@ class RpcServer:
             log.exception("%s: %s failed", self.name, header.method)
             self._refuse(peer, header, self._unexpected(header, error))
 
-    def _answer(self, peer: bytes, header: wire.Call, reply: Reply) -> None:
+    def _answer(self, peer: int, header: wire.Call, reply: Reply) -> None:
         answer, out = reply if isinstance(reply, tuple) else (reply, ())
         body = wire.encode(answer)
         wire.check_size(f"the answer to {header.method}", body, out, limit=self._max_message)
-        self._send((peer, header.call), [peer, wire.encode(wire.Answer(header.call, len(out))), body, *out])
+        self._send(peer, header, [wire.encode(wire.Answer(header.call, len(out))), body, *out])
 
     def _unexpected(self, header: wire.Call, error: Exception) -> RemoteError:
         hint = f"The log of {self.name} has the traceback"
         return RemoteError(f"{header.method}: {error!r}", where=self.name, hint=hint)
 
-    def _refuse(self, peer: bytes, header: wire.Call, error: AsyncFlowError) -> None:
+    def _refuse(self, peer: int, header: wire.Call, error: AsyncFlowError) -> None:
         self.counters.errors[error.code] += 1
-        self._send((peer, header.call), [peer, wire.encode(wire.Failure(header.call)), wire.encode(error.to_wire())])
+        self._send(peer, header, [wire.encode(wire.Failure(header.call)), wire.encode(error.to_wire())])
 
-    def _send(self, call: tuple[bytes, int], parts: Sequence[Buffer]) -> None:
+    def _send(self, peer: int, header: wire.Call, parts: Sequence[Buffer]) -> None:
         if self._door is not None and not self._door.closed:
-            self._door.send(call, parts)
+            self._door.send(peer, header.call, parts)
 
     def _cut_off(self, why: str) -> None:
         self.counters.dropped["peer"] += 1

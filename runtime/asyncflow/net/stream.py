@@ -48,25 +48,8 @@ def _keep_freed() -> None:
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
 
 
-class Part:
-    """A part of a message that came; its memory is its own."""
-
-    __slots__ = ("buffer",)
-
-    def __init__(self, buffer: memoryview) -> None:
-        self.buffer = buffer
-
-    def __len__(self) -> int:
-        return self.buffer.nbytes
-
-    @property
-    def bytes(self) -> bytes:
-        """A copy."""
-        return self.buffer.tobytes()
-
-
 class Inbox:
-    """What comes: ``room`` says where the next bytes go, ``took`` how many came.
+    """What comes: ``room`` says where the next bytes go, ``took`` how many came. The parts' memory is their own.
 
     most: bytes of one message; staging: memory for bytes that do not stay there, which inboxes of one thread may share.
     """
@@ -75,7 +58,7 @@ class Inbox:
         self._most = most
         self._seal = seal
         self._staging = staging
-        self._whole: list[list[Part]] = []
+        self._whole: list[list[memoryview]] = []
         self._reader = self._read()
         self._target = next(self._reader)
         self._filled = 0
@@ -84,7 +67,7 @@ class Inbox:
         """Give the memory for the next bytes."""
         return self._target[self._filled :] if self._direct else self._staging
 
-    def took(self, count: int) -> list[list[Part]]:
+    def took(self, count: int) -> list[list[memoryview]]:
         """Take in ``count`` bytes that were put into ``room``; give the messages that are whole now."""
         if self._direct:
             self._fill(count)
@@ -125,11 +108,11 @@ class Inbox:
             at, sizes = self._sizes(block)
             for size in sizes:
                 if size < LARGE:
-                    parts.append(Part(block[at : at + size]))
+                    parts.append(block[at : at + size])
                     at += size
                     continue
                 part = _memory(size)
-                parts.append(Part(part))
+                parts.append(part)
                 if self._seal is None:
                     yield part
                     continue

@@ -1,4 +1,7 @@
-"""A stream for one thread that blocks, with the face of ``rpc_blocking.Link``.
+"""A stream for one thread at a time that blocks: the messages of ``wire``, no event loop.
+
+The thread sleeps in the socket itself, at most ``LOOK_S`` at once, and then looks whether what it waits for can still
+come. So a call costs one send and one receive.
 
 Invariant: a link that broke, on which an answer did not come in time, or that could not be sent whole, is never used
 again.
@@ -16,29 +19,37 @@ import msgspec
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, ProtocolError
 from asyncflow.net import wire
-from asyncflow.net.flow import SILENT, UNSHAKEN, host_and_port, tune
+from asyncflow.net.flow import SILENT, UNSHAKEN, in_words, tune
 from asyncflow.net.frames import Buffer
-from asyncflow.net.sealed import WELCOME_SIZE, Handshake
-from asyncflow.net.stream import Inbox, Outbox, Part, staging
+from asyncflow.net.handshake import WELCOME_SIZE, Handshake
+from asyncflow.net.hosts import host_and_port, look_up
+from asyncflow.net.keys import Keys
+from asyncflow.net.stream import Inbox, Outbox, staging
 
+LOOK_S = 0.1
+"""How long a thread sleeps at most before it looks whether what it waits for can still come."""
 _PAUSE_S = 0.05
 _CONNECT_S = 3.0
-_LOOK_S = 0.1
+_SHAKE_S = 10.0
 
 
 class StreamLink:
-    """One stream to ``address``, for whoever holds it. gone: why it is used no more, if that is so."""
+    """One stream to ``address``, for whoever holds it.
 
-    def __init__(self, address: str, *, secret: bytes | None, max_message: int) -> None:
+    gone: why it is used no more, if that is so; state: how the connection is, in words.
+    """
+
+    def __init__(self, address: str, *, keys: Keys | None, max_message: int) -> None:
         self.address = address
         self.gone: AsyncFlowError | None = None
         self.state = "the connection was not made"
-        self._secret = secret
+        self._to = host_and_port(address)
+        self._keys = keys
         self._most = max_message
         self._socket: sockets.socket | None = None
         self._inbox: Inbox | None = None
         self._outbox = Outbox(seal=None)
-        self._ready: list[list[Part]] = []
+        self._ready: list[list[memoryview]] = []
         self._waits_s = 0.0
 
     def send(
@@ -68,7 +79,7 @@ class StreamLink:
         with contextlib.suppress(OSError):
             self._outbox.sent(self._socket.sendmsg(self._outbox.views(), [], sockets.MSG_DONTWAIT))
 
-    def receive(self, seconds: float) -> list[Part]:
+    def receive(self, seconds: float) -> list[memoryview]:
         """Give the next message, waiting up to ``seconds``; nothing if none came. Raises PeerLost, ProtocolError."""
         if self.gone is not None:
             raise self.gone
@@ -120,30 +131,52 @@ class StreamLink:
     def _connected(self, method: str, deadline: float) -> sockets.socket:
         """Try until the stream is there."""
         while True:
-            socket = sockets.socket()
+            try:
+                socket = self._dialled(method, deadline)
+                try:
+                    socket.settimeout(min(_SHAKE_S, self._left(method, deadline)))
+                    self._shake(socket)
+                except BaseException:
+                    socket.close()
+                    raise
+            except ProtocolError:
+                self.state = UNSHAKEN
+            except OSError as error:
+                self.state = in_words(error)
+            else:
+                socket.settimeout(None)
+                socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDTIMEO, _timeval(LOOK_S))
+                self._socket, self.state = socket, SILENT
+                return socket
+            time.sleep(min(_PAUSE_S, self._left(method, deadline)))
+
+    def _dialled(self, method: str, deadline: float) -> sockets.socket:
+        """Connect to the first place of the peer's name that answers."""
+        host, port = self._to
+        try:
+            places = look_up(host, port).result(min(_CONNECT_S, self._left(method, deadline)))
+        except TimeoutError:
+            raise OSError(f"the name {host!r} is still looked up") from None
+        refused: OSError | None = None
+        for family, place in places:
+            socket = sockets.socket(family)
             try:
                 socket.settimeout(min(_CONNECT_S, self._left(method, deadline)))
-                socket.connect(host_and_port(self.address))
-                tune(socket)
-                self._shake(socket)
-                socket.settimeout(None)
-                socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDTIMEO, _timeval(_LOOK_S))
-            except (OSError, ProtocolError) as error:
+                socket.connect(place)
+            except OSError as error:
                 socket.close()
-                refused = isinstance(error, ConnectionRefusedError)
-                self.state = "nobody listens there" if refused else f"{error}"
+                refused = refused or error
             except BaseException:
                 socket.close()
                 raise
             else:
-                self._socket = socket
-                self.state = SILENT
                 return socket
-            time.sleep(min(_PAUSE_S, self._left(method, deadline)))
+        raise refused or OSError(f"the name {host!r} has no address")
 
     def _shake(self, socket: sockets.socket) -> None:
-        handshake = Handshake(self._secret)
-        socket.sendall(handshake.hello)
+        tune(socket)
+        handshake = Handshake(self._keys)
+        socket.sendall(handshake.hello())
         welcome = b""
         while len(welcome) < WELCOME_SIZE:
             came = socket.recv(WELCOME_SIZE - len(welcome))

@@ -1,43 +1,26 @@
-"""One zmq socket driven by an asyncio loop, and the headers of the messages that calls are made of.
+"""The messages that calls are made of, and their headers.
 
-A message is ``[header, body, *frames]``: header and body msgpack, frames raw bytes. zmq's file descriptor is edge
-triggered: it may stay silent although something can be read after any send or receive. ``Wire`` is the one place that
-knows it, by asking the socket again after whatever it did.
+A message is ``[header, body, *frames]``: header and body msgpack, frames raw bytes.
 
-Invariants: nothing here ever blocks the loop; a message is sent whole or not at all; one busy peer cannot keep the loop
-for more than ``_BURST`` messages at a time.
+Invariant: whatever bytes come, they are a message of this protocol or an error that says what they are not.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Callable, Hashable, Sequence
-from typing import Annotated, TypeAlias
+from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
-import zmq
 from msgspec import Meta, Struct
 
-from asyncflow.errors import ProtocolError
+from asyncflow.errors import AsyncFlowError, ProtocolError, from_wire
 from asyncflow.net.frames import Buffer
-from asyncflow.net.stream import Part
-
-ZERO_COPY = 64 * 1024
-"""Bytes from which on a frame is sent from where it lies, and given out where it arrived; smaller ones are copied."""
 
 MAX_FRAMES = 65_536
 MAX_TIMEOUT = 7 * 86_400.0
 _HEADER_ROOM = 1024
-_BURST = 64
-_HIGH_WATER = 4096
-_MAX_SOCKETS = 16_384
-_NOBLOCK = int(zmq.NOBLOCK)
-_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
-_READ = int(zmq.POLLIN)
-_READ_WRITE = int(zmq.POLLIN | zmq.POLLOUT)
 
-Socket: TypeAlias = "zmq.Socket[bytes]"
 CallId = Annotated[int, Meta(ge=0)]
 
 
@@ -95,134 +78,17 @@ def check_size(what: str, body: bytes, frames: Sequence[Buffer], *, limit: int) 
     return size
 
 
-def views(parts: Sequence[zmq.Frame | Part]) -> list[memoryview]:
-    """Give writable views of received frames; the small ones are copied so that they pin no receive buffer."""
-    return [memoryview(bytearray(part.buffer) if len(part) < ZERO_COPY else part.buffer) for part in parts]
-
-
-def context() -> zmq.Context[Socket]:
-    """Give this process's zmq context, with room for more sockets than zmq's own default of 1023."""
-    made: zmq.Context[Socket] = zmq.Context.instance()
-    made.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
-    return made
-
-
-def open_socket(kind: int, *, max_message: int) -> Socket:
-    """Make a socket that never lingers, bounds what it queues, and notices within 25 s that a host vanished."""
-    socket = context().socket(kind)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_message)
-    socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
-    socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
-    socket.setsockopt(zmq.TCP_MAXRT, 25_000)
-    return socket
-
-
-class Wire:
-    """Sends and receives multipart messages on ``socket`` from the running loop; owns the socket.
-
-    deliver: called with the parts of each message that came; it must not raise, and may send.
-    """
-
-    def __init__(self, socket: Socket, deliver: Callable[[list[zmq.Frame]], None]) -> None:
-        self._socket = socket
-        self._deliver = deliver
-        self._loop = asyncio.get_running_loop()
-        self._fd = int(socket.getsockopt(zmq.FD))
-        self._outbox: dict[Hashable, Sequence[Buffer]] = {}
-        self._again = False
-        self._turning = False
-        self.closed = False
-        self._loop.add_reader(self._fd, self._turn)
-        self._look()
-
-    def send(self, key: Hashable, parts: Sequence[Buffer]) -> None:
-        """Send ``parts`` now, or as soon as the socket takes them; ``key`` names the message for ``withdraw``."""
-        if self._outbox or not self._try(parts):
-            self._outbox[key] = parts
-        if not self._turning:
-            self._look()
-
-    def withdraw(self, key: Hashable) -> bool:
-        """Take back the message ``key`` if it has not left yet, and say whether that was so."""
-        return self._outbox.pop(key, None) is not None
-
-    def close(self) -> None:
-        """Close the socket at once; what was not sent is dropped."""
-        if not self.closed:
-            self.closed = True
-            self._loop.remove_reader(self._fd)
-            self._outbox.clear()
-            self._socket.close(linger=0)
-
-    def drain(self) -> None:
-        """Deliver everything that has arrived by now."""
-        while not self.closed and self._receive():
-            pass
-
-    def _turn(self) -> None:
-        self._again = False
-        self._turning = True
-        quiet = False
+def read_answer(parts: Sequence[memoryview], *, where: str) -> tuple[int, AsyncFlowError | None]:
+    """Give the call that a message answers, -1 where it answers none, and the error if the answer is one."""
+    try:
+        header = to_client(parts[0])
+    except (IndexError, *MALFORMED):
+        return -1, None
+    if isinstance(header, Failure):
         try:
-            quiet = self._receive_some()
-            if self._outbox:
-                quiet = False
-                self._send_some()
-        finally:
-            self._turning = False
-            if not quiet:
-                self._look()
-
-    def _receive_some(self) -> bool:
-        """Deliver a burst of messages; True where there are no more, as the socket itself has just said."""
-        for _ in range(_BURST):
-            if self.closed or not self._receive() or self.closed:
-                return False
-            if not int(self._socket.getsockopt(zmq.EVENTS)) & _READ:
-                return True
-        return False
-
-    def _send_some(self) -> None:
-        while not self.closed and self._outbox:
-            key = next(iter(self._outbox))
-            if not self._try(self._outbox[key]):
-                break
-            del self._outbox[key]
-
-    def _look(self) -> None:
-        """Come back in the next turn of the loop if there is still something that this socket could do."""
-        if self.closed or self._again:
-            return
-        if int(self._socket.getsockopt(zmq.EVENTS)) & (_READ_WRITE if self._outbox else _READ):
-            self._again = True
-            self._loop.call_soon(self._turn)
-
-    def _receive(self) -> bool:
-        receive = self._socket.recv
-        try:
-            part = receive(_NOBLOCK, copy=False)
-        except zmq.Again:
-            return False
-        parts = [part]
-        while part.more:
-            part = receive(_NOBLOCK, copy=False)
-            parts.append(part)
-        self._deliver(parts)
-        return True
-
-    def _try(self, parts: Sequence[Buffer]) -> bool:
-        send, last = self._socket.send, len(parts) - 1
-        for index, part in enumerate(parts):
-            small = len(part) < ZERO_COPY if type(part) is bytes else memoryview(part).nbytes < ZERO_COPY
-            try:
-                send(part, _MORE if index < last else _NOBLOCK, copy=small)
-            except zmq.Again:
-                # Refused at its first part, a message can wait. Later parts are only refused when the connection broke
-                # in between: the message went with it, which the owner learns from the loss of the connection.
-                return index > 0
-        return True
+            return header.call, from_wire(error_body(parts[1]))
+        except (IndexError, *MALFORMED):
+            return header.call, ProtocolError("an error came that cannot be read", where=where)
+    if len(parts) == 2 + header.frames:
+        return header.call, None
+    return header.call, ProtocolError(f"an answer of {header.frames} frames came in {len(parts)} parts", where=where)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from urllib.parse import urlsplit
 
 from asyncflow.api.queue import QueueStatus
 from asyncflow.driver.tasks import tasks_of
@@ -48,10 +47,7 @@ async def serve(post: JobPost) -> None:
 
 async def serve_alone(post: QueuePost) -> None:
     """Serve whoever joins, until told to stop. Raises RoleFailed when the ledger cannot be written any more."""
-    listened = urlsplit(post.options.driver)
-    front = RpcServer(
-        name="directory", bind=f"tcp://{listened.hostname}:{listened.port}", keys=post.keys, advertise=post.host
-    )
+    front = RpcServer(name="directory", bind=post.options.driver, keys=post.keys, advertise=post.host)
     controller, directory, metrics = _controller(post), Directory(), ControllerMetrics()
     directory.attach(front)
 

@@ -10,14 +10,31 @@ up to the order of additions.
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from asyncflow.train.trainer import Trainer
+from asyncflow.queue.protocol.messages import StepTotals
+from asyncflow.train.feed import Filled
 
 
-async def synchronous(trainer: Trainer) -> None:
+class Stepping(Protocol):
+    """The trainer, to its loops."""
+
+    def steps(self) -> AsyncIterator[int]:
+        """Give the steps that are left, one after another."""
+
+    def slots(self, step: int) -> AsyncGenerator[Filled, None]:
+        """Give the slots of D_step."""
+
+    async def accumulate(self, step: int, slot: Filled) -> None:
+        """Compute the gradient of one slot."""
+
+    async def finish(self, step: int, totals: StepTotals | None) -> None:
+        """Make θ_step out of what was accumulated, and let everybody know."""
+
+
+async def synchronous(trainer: Stepping) -> None:
     """Train until the last step, or until the trainer is told to leave."""
     async for step in trainer.steps():
         async with aclosing(trainer.slots(step)) as slots:
@@ -27,7 +44,7 @@ async def synchronous(trainer: Trainer) -> None:
         await trainer.finish(step, whole[-1].totals)
 
 
-async def streaming(trainer: Trainer) -> None:
+async def streaming(trainer: Stepping) -> None:
     """Train until the last step, or until the trainer is told to leave."""
     async for step in trainer.steps():
         totals = None

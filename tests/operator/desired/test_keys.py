@@ -6,7 +6,6 @@ from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
-from zmq.utils import z85 as reference
 
 from asyncflow.net.keys import Keys
 from asyncflow_operator.desired import Desired
@@ -17,9 +16,14 @@ JOB = Owner(kind="RLJob", namespace="a", name="math", uid="uid-1")
 MASTER = b"m" * 32
 
 
-@given(st.binary(max_size=64).filter(lambda raw: len(raw) % 4 == 0))
-def test_z85_is_zeromqs(raw):
-    assert z85(raw) == reference.encode(raw).decode()
+def test_a_key_is_written_in_z85():
+    assert z85(bytes.fromhex("864fd26fb559f75b")) == "HelloWorld"  # the example of rfc.zeromq.org/spec/32
+
+
+@given(st.binary(min_size=32, max_size=32))
+def test_every_key_is_forty_characters_that_the_runtime_takes_and_no_two_are_alike(raw):
+    text = z85(raw)
+    assert Keys(secret=text.encode()).domain != Keys(secret=z85(bytes([raw[0] ^ 1]) + raw[1:]).encode()).domain
 
 
 def test_the_runtime_takes_the_key(desired: Desired, job_state, tmp_path: Path):

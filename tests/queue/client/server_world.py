@@ -20,8 +20,7 @@ class Heard(Struct, frozen=True):
 class World:
     """Servers by unit (None: the controller). answers: what each does with a word; calls: what came, in order."""
 
-    def __init__(self, scheme):
-        self.scheme = scheme
+    def __init__(self):
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
@@ -30,7 +29,7 @@ class World:
         self.cancelled = []
 
     def start(self, unit, *, keys=None):
-        server = RpcServer(name=f"server {unit}", bind=f"{self.scheme}127.0.0.1:*", keys=keys)
+        server = RpcServer(name=f"server {unit}", keys=keys)
         server.route("say", Say, lambda call, frames: self._answer(unit, call.word, frames))
         self.run(server.start())
         self.servers[unit] = server
@@ -66,8 +65,8 @@ class World:
 
 
 @contextmanager
-def world(*units, scheme="stream://"):
-    made = World(scheme)
+def world(*units):
+    made = World()
     try:
         for unit in units:
             made.start(unit)

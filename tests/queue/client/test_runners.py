@@ -17,8 +17,7 @@ from asyncflow.queue.client.lane import Lane
 from asyncflow.queue.client.verbs import Ask, Farewell, Pause, Together, persist, scatter, together
 
 sys.path.insert(0, str(Path(__file__).parent))
-import server_world
-from server_world import Heard, Say
+from server_world import Heard, Say, world
 
 
 class InLoop:
@@ -45,11 +44,6 @@ class InThread(Lane):
         super().__init__(resolve=made.address, keys=keys)
 
 
-@pytest.fixture(params=["tcp://", "stream://"])
-def world(request):
-    return lambda *units: server_world.world(*units, scheme=request.param)
-
-
 @pytest.fixture(params=[InLoop, InThread])
 def runner(request):
     made = []
@@ -72,13 +66,13 @@ def word_of(unit, word, **options):
     return (yield from say(unit, word, **options))[0]
 
 
-def test_a_call_with_frames_large_and_small(world, runner):
+def test_a_call_with_frames_large_and_small(runner):
     frames = [b"small", os.urandom(300_000), b""]
     with world(None) as made:
         assert runner(made).run(say(None, "a", frames=frames)) == ("None: a", frames)
 
 
-def test_calls_together_give_their_answers_in_order(world, runner):
+def test_calls_together_give_their_answers_in_order(runner):
     def verb():
         return (yield Together([word_of(0, "slowly"), word_of(1, "b"), word_of(0, "c")]))
 
@@ -86,7 +80,7 @@ def test_calls_together_give_their_answers_in_order(world, runner):
         assert runner(made).run(verb()) == ["0: slowly", "1: b", "0: c"]
 
 
-def test_together_inside_together(world, runner):
+def test_together_inside_together(runner):
     def inner(word):
         return (yield from together(word_of(unit, word) for unit in (0, 1)))
 
@@ -95,7 +89,7 @@ def test_together_inside_together(world, runner):
         assert runner(made).run(together([])) == []
 
 
-def test_scatter_gives_answers_in_the_order_of_the_keys(world, runner):
+def test_scatter_gives_answers_in_the_order_of_the_keys(runner):
     def send(unit, indices):
         word = yield from word_of(unit, ",".join(map(str, indices)))
         return [word] * len(indices)
@@ -106,7 +100,7 @@ def test_scatter_gives_answers_in_the_order_of_the_keys(world, runner):
     assert answers == ["1: 0,2", "0: 1", "1: 0,2"]
 
 
-def test_the_first_failure_of_together_ends_the_others(world, runner):
+def test_the_first_failure_of_together_ends_the_others(runner):
     ended = []
 
     def refuses():
@@ -130,7 +124,7 @@ def test_the_first_failure_of_together_ends_the_others(world, runner):
     assert ended == ["waits"]
 
 
-def test_errors_of_the_peer_arrive_as_they_are(world, runner):
+def test_errors_of_the_peer_arrive_as_they_are(runner):
     def verb():
         yield Ask(None, "nonsense", Say("a"), Heard, 5.0)
 
@@ -138,7 +132,7 @@ def test_errors_of_the_peer_arrive_as_they_are(world, runner):
         runner(made).run(verb())
 
 
-def test_a_silent_peer_costs_its_timeout_and_no_more(world, runner):
+def test_a_silent_peer_costs_its_timeout_and_no_more(runner):
     with world(None) as made:
         run = runner(made)
         with pytest.raises(DeadlineExceeded, match=r"say was not answered .* within 0.3 s: it is connected and silent"):
@@ -146,7 +140,7 @@ def test_a_silent_peer_costs_its_timeout_and_no_more(world, runner):
         assert run.run(word_of(None, "b")) == "None: b"
 
 
-def test_a_peer_without_an_address_is_waited_for(world, runner):
+def test_a_peer_without_an_address_is_waited_for(runner):
     with world() as made:
         run = runner(made)
         with pytest.raises(DeadlineExceeded, match="no address yet"):
@@ -157,7 +151,7 @@ def test_a_peer_without_an_address_is_waited_for(world, runner):
         later.join()
 
 
-def test_a_lost_peer_is_noticed_and_a_persistent_verb_finds_its_successor(world, runner):
+def test_a_lost_peer_is_noticed_and_a_persistent_verb_finds_its_successor(runner):
     def attempt():
         return (yield from word_of(None, "never" if not lost else "b", timeout=30))
 
@@ -184,7 +178,7 @@ def test_a_lost_peer_is_noticed_and_a_persistent_verb_finds_its_successor(world,
     assert lost
 
 
-def test_persist_gives_up_with_the_last_error(world, runner):
+def test_persist_gives_up_with_the_last_error(runner):
     def attempt():
         raise PeerLost("gone")
         yield
@@ -196,14 +190,14 @@ def test_persist_gives_up_with_the_last_error(world, runner):
         runner(made).run(persist(attempt, what="a word", timeout=0.2, clock=time.monotonic))
 
 
-def test_with_keys(world, runner, tmp_path):
+def test_with_keys(runner, tmp_path):
     keys = Keys.generate(tmp_path / "key")
     with world() as made:
         made.start(None, keys=keys)
         assert runner(made, keys).run(word_of(None, "a")) == "None: a"
 
 
-def test_a_caller_that_leaves_says_farewell_in_the_loop(world):
+def test_a_caller_that_leaves_says_farewell_in_the_loop():
     def verb():
         yield Farewell(Ask(None, "say", Say("goodbye"), Heard, 5.0))
         yield from word_of(None, "never", timeout=30)
@@ -231,7 +225,7 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-def test_a_thread_that_is_interrupted_says_farewell(world, interruptible):
+def test_a_thread_that_is_interrupted_says_farewell(interruptible):
     def verb():
         yield Farewell(Ask(None, "say", Say("goodbye"), Heard, 5.0))
         yield from word_of(None, "never", timeout=30)

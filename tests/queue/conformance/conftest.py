@@ -7,15 +7,14 @@ import uuid
 from contextlib import asynccontextmanager
 
 import pytest
-import zmq
-import zmq.asyncio
 from store_world import WORLDS
 
 from asyncflow.net.directory import Directory
 from asyncflow.net.frames import LARGE
+from asyncflow.net.handshake import WELCOME_SIZE, Handshake
+from asyncflow.net.hosts import host_and_port
 from asyncflow.net.membership import Membership
 from asyncflow.net.roster import Member
-from asyncflow.net.sealed import Handshake
 from asyncflow.queue.backends.base import Site
 from asyncflow.queue.client.blocking import BlockingQueue
 from asyncflow.queue.client.client import QueueClient
@@ -165,28 +164,8 @@ async def address(two_units):
     await directory.close()
 
 
-class ZmqStranger:
-    """Says anything to a server of calls, as zmq."""
-
-    def __init__(self, address):
-        self.context = zmq.asyncio.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.linger = 0
-        self.socket.connect(address)
-
-    async def send(self, parts):
-        await self.socket.send_multipart(parts)
-
-    async def receive(self):
-        return await self.socket.recv_multipart()
-
-    async def close(self):
-        self.socket.close()
-        self.context.term()
-
-
-class StreamStranger:
-    """Says anything to a server of calls, as a plain stream: see ``net.stream``."""
+class Stranger:
+    """Says anything to a server of calls: see ``net.stream``."""
 
     def __init__(self, reader, writer):
         self.reader, self.writer = reader, writer
@@ -217,15 +196,12 @@ class StreamStranger:
 
 @asynccontextmanager
 async def _stranger_at(address):
-    """Connect to a server in the way it speaks."""
-    if address.startswith("tcp://"):
-        made = ZmqStranger(address)
-    else:
-        reader, writer = await asyncio.open_connection(*address.partition("://")[2].rsplit(":", 1))
-        shaking = Handshake(None)
-        writer.write(shaking.hello)
-        writer.write(shaking.welcomed(await reader.readexactly(36)))
-        made = StreamStranger(reader, writer)
+    """Connect to a server and shake hands."""
+    reader, writer = await asyncio.open_connection(*host_and_port(address))
+    shaking = Handshake(None)
+    writer.write(shaking.hello())
+    writer.write(shaking.welcomed(await reader.readexactly(WELCOME_SIZE)))
+    made = Stranger(reader, writer)
     try:
         yield made
     finally:

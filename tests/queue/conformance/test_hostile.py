@@ -1,28 +1,27 @@
 """Strangers: whatever they send, it is refused or dropped, memory stays bounded and service goes on."""
 
 import asyncio
+import contextlib
 import os
 import random
 import socket
 import struct
 import subprocess
 import sys
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import psutil
 import pytest
-import zmq
-import zmq.asyncio
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ProtocolError, Refused
 from asyncflow.net import wire
 from asyncflow.net.frames import BatchHeader, encode_batch
+from asyncflow.net.handshake import HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE, Handshake
+from asyncflow.net.hosts import address_of, host_and_port
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient
-from asyncflow.net.sealed import Handshake
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.queue.client.open_partition import OpenPartition
 from asyncflow.queue.client.open_values import encode_columns
@@ -31,9 +30,8 @@ from asyncflow.queue.protocol.messages import RowMeta, TaskSpec
 
 LIMIT = 8 << 20
 ROOM = 48 << 20
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER\x08Identity" + struct.pack(">I", 0)
-HELLO = GREETING + b"\x04" + bytes([len(READY)]) + READY
+GREETED = Handshake(None).hello() + bytes(PROOF_SIZE)
+"""All that a peer without a key says before it is listened to: what it answers to the welcome is known before."""
 
 
 class Victim:
@@ -67,7 +65,7 @@ class Victim:
 
 @pytest.fixture
 def victim(tmp_path):
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def run(*, keyed=False):
         key = tmp_path / "key"
         keys = Keys.generate(key) if keyed else None
@@ -91,11 +89,6 @@ def victim(tmp_path):
             process._transport.close()
 
     return run
-
-
-def host_and_port(address):
-    host, _, port = address.partition("://")[2].rpartition(":")
-    return host, int(port)
 
 
 def dial(address):
@@ -136,7 +129,8 @@ async def test_who_has_another_key_or_none_is_not_heard(victim, tmp_path):
 @pytest.mark.parametrize("keyed", [False, True])
 async def test_garbage_and_half_greetings_of_thousands_of_connections(victim, keyed):
     rng = random.Random(7)
-    pieces = [os.urandom(64), GREETING, GREETING[:12], GREETING + os.urandom(200), b"GET / HTTP/1.1\r\n\r\n", b""]
+    hello = Handshake(Keys(secret=b"x" * 40)).hello()
+    pieces = [os.urandom(99), hello, hello[:30], hello + os.urandom(200), GREETED, b"GET / HTTP/1.1\r\n\r\n", b""]
     async with victim(keyed=keyed) as made:
         before = made.memory
         held = await asyncio.to_thread(attack, made, times=1000, send=lambda s, _: s.sendall(rng.choice(pieces)))
@@ -144,16 +138,101 @@ async def test_garbage_and_half_greetings_of_thousands_of_connections(victim, ke
         await made.serves()
 
 
-@pytest.mark.parametrize("keyed", [False, True])
-async def test_huge_declared_sizes_take_no_memory(victim, keyed):
-    def send(stranger, number):
-        stranger.sendall(HELLO)
-        stranger.sendall(b"\x02" + struct.pack(">Q", 1 << (30 + number % 33)) + bytes(4096))
+async def test_strangers_that_hold_on_make_room_for_who_holds_the_key(victim):
+    async with victim(keyed=True) as made:
+        hold = asyncio.Event()
+        loop = asyncio.get_running_loop()
 
-    async with victim(keyed=keyed) as made:
+        def attack_and_hold():
+            strangers = [dial(made.controller) for _ in range(800)]
+            loop.call_soon_threadsafe(hold.set)
+            return strangers
+
+        held = asyncio.create_task(asyncio.to_thread(attack_and_hold))
+        await hold.wait()
+        await made.serves()
+        for stranger in await held:
+            stranger.close()
+
+
+async def test_huge_declared_sizes_take_no_memory(victim):
+    def send(stranger, number):
+        stranger.sendall(GREETED)
+        declared = 1 << (30 + number % 33)
+        block = struct.pack("<QIQ", 12, 1, (1 << 30) - 1 if number % 2 else declared)
+        stranger.sendall((struct.pack("<Q", declared) if number % 3 else block) + bytes(4096))
+
+    async with victim() as made:
         before = made.memory
         held = await asyncio.to_thread(attack, made, times=200, send=send)
         assert held - before < ROOM
+
+
+async def test_huge_sizes_of_who_has_not_proved_to_hold_the_key_are_not_even_read(victim):
+    async with victim(keyed=True) as made:
+
+        def send(stranger, number):
+            shaking = Handshake(made.keys)  # a hello that was recorded, say: its proof is not to be had
+            stranger.sendall(shaking.hello())
+            if number % 2:
+                stranger.recv(WELCOME_SIZE)
+            stranger.sendall(bytes(PROOF_SIZE) + struct.pack("<Q", 1 << 30) + bytes(1 << 16))
+
+        before = made.memory
+        held = await asyncio.to_thread(attack, made, times=200, send=send)
+        assert held - before < ROOM
+
+
+async def test_a_recorded_connection_that_is_played_again_does_nothing(victim):
+    """A tap between a client and the unit: what it heard of one put is said again, to the unit and to the client."""
+    async with victim(keyed=True) as made:
+        heard, told, streams = bytearray(), bytearray(), []
+
+        async def tap(reader, writer):
+            there, here = await asyncio.open_connection(*host_and_port(made.unit))
+            streams.extend((writer, here))
+
+            async def pass_on(source, sink, record):
+                while data := await source.read(1 << 16):
+                    record += data
+                    sink.write(data)
+
+            await asyncio.gather(pass_on(reader, here, heard), pass_on(there, writer, told))
+
+        tapped = await asyncio.start_server(tap, "127.0.0.1", 0)
+        address = address_of(*tapped.sockets[0].getsockname())
+        client = QueueClient(
+            controller=made.controller, unit=lambda _: address, units=lambda: [0], worker="tapped", keys=made.keys
+        )
+        partition = OpenPartition(client, "scores")
+        await partition.put({"text": ["confidential"]}, timeout=20)
+        assert b"confidential" not in heard + told
+        await client.close()
+
+        reader, writer = await asyncio.open_connection(*host_and_port(made.unit))
+        writer.write(heard)
+        answered = b""
+        with contextlib.suppress(ConnectionResetError):
+            while data := await reader.read(1 << 16):
+                answered += data
+        assert len(answered) <= WELCOME_SIZE  # a welcome that is another one, and no more
+        writer.close()
+        assert len((await made.partition.rows()).rows) == 1
+        await made.partition.clear((await made.partition.rows()).rows)
+
+        async def impostor(reader, writer):
+            await reader.readexactly(HELLO_SIZE)
+            writer.write(told)
+
+        tapped.close()
+        fooled = await asyncio.start_server(impostor, "127.0.0.1", 0)
+        caller = RpcClient(name="caller", resolve=address_of(*fooled.sockets[0].getsockname()), keys=made.keys)
+        with pytest.raises(DeadlineExceeded, match="do both sides hold the key"):
+            await caller.call("queue.stats", calls.Nothing(), calls.Done, timeout=0.5)
+        await caller.close()
+        fooled.close()
+        for stream in streams:
+            stream.close()
 
 
 async def test_headers_that_lie_about_sizes_are_refused(victim):
@@ -183,21 +262,17 @@ async def test_half_messages_end_with_their_connections(victim):
     call = wire.encode(wire.Call(1, "queue.stats", 1.0, 0))
     async with victim() as made:
         before, halves = made.memory, []
-        with zmq.asyncio.Context() as context:
-            for _ in range(50):
-                stranger = context.socket(zmq.DEALER)
-                stranger.linger = 0
-                stranger.connect(made.controller)
-                await stranger.send(call, zmq.SNDMORE)
-                halves.append(stranger)
-            for _ in range(50):
-                half = dial(made.unit)
-                half.sendall(Handshake(None).hello + bytes(16) + struct.pack("<QIQ", 1 << 20, 1, 1 << 19) + bytes(1000))
-                halves.append(half)
-            await made.serves()
-            assert made.memory - before < ROOM
-            for half in halves:
-                half.close()
+        for _ in range(50):
+            half = dial(made.controller)
+            half.sendall(GREETED + struct.pack("<QIQ", 12 + len(call), 1, len(call)) + call[:-1])
+            halves.append(half)
+            half = dial(made.unit)
+            half.sendall(GREETED + struct.pack("<QIQ", 1 << 20, 1, 1 << 19) + bytes(1000))
+            halves.append(half)
+        await made.serves()
+        assert made.memory - before < ROOM
+        for half in halves:
+            half.close()
 
 
 async def test_a_message_that_is_replayed_does_nothing_twice(victim, stranger_at):
@@ -306,7 +381,11 @@ async def test_requests_with_a_few_bytes_changed_do_no_harm(victim, stranger_at)
                 assert answer.call == number
                 if isinstance(answer, wire.Failure):
                     code = wire.error_body(rest[0])["code"]
-                    assert code in ("protocol", "refused", "stale_handle", "elsewhere", "fenced", "deadline"), (method, parts, rest)
+                    assert code in ("protocol", "refused", "stale_handle", "elsewhere", "fenced", "deadline"), (
+                        method,
+                        parts,
+                        rest,
+                    )
         for name in await made.client.partitions(timeout=10):
             await made.client.clear_partition(partition=name, timeout=10)
         assert made.memory - before < ROOM

@@ -8,16 +8,15 @@ Invariant: what ``Unpacking`` gives has the lengths that ``Layout`` was made wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncflow.net.jagged import DTYPES, Array, Inner, Jagged
 
-T = TypeVar("T")
 Sizes = npt.NDArray[np.int64]
 
 
@@ -119,17 +118,3 @@ def _offsets(cells: Sequence[tuple[int, int]]) -> Sizes:
     offsets = np.zeros(len(cells) + 1, np.int64)
     np.cumsum([stop - start for start, stop in cells], out=offsets[1:])
     return offsets
-
-
-def chunks(rows: Sequence[T], size: Callable[[T], int], *, most: int, most_bytes: int) -> Iterator[list[T]]:
-    """Give ``rows`` in order in lists of at most ``most`` and ``most_bytes``; a larger one stands alone."""
-    made: list[T] = []
-    weight = 0
-    for row in rows:
-        if made and (len(made) == most or weight + size(row) > most_bytes):
-            yield made
-            made, weight = [], 0
-        made.append(row)
-        weight += size(row)
-    if made:
-        yield made

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Self, TypeVar
 
 from asyncflow.errors import PeerLost
+from asyncflow.net.batches import batches
 from asyncflow.queue.backends.base import Site
 from asyncflow.queue.backends.packed import PackedBackend
 from asyncflow.queue.backends.store import Fill, Outcome, Store, Take
@@ -81,10 +82,8 @@ class MooncakeStore(Store):
 
     async def gone(self, unmoved: Sequence[str], others: Sequence[str]) -> list[str]:
         """Ask the master where they lie, which it believes for a while of a holder that is dead."""
-        asked = [*unmoved, *others]
         lies: dict[str, str] = {}
-        for begin in range(0, len(asked), MOST_KEYS):
-            part = asked[begin : begin + MOST_KEYS]
+        for part in batches([*unmoved, *others], MOST_KEYS):
             told = await self._run(lambda part=part: self._client.holders(part))  # type: ignore[misc]
             lies |= dict(zip(part, told or (), strict=False))
         dead = {"", *(lies.get(key, "") for key in unmoved)}

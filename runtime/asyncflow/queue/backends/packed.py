@@ -25,9 +25,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from asyncflow.errors import PeerLost
+from asyncflow.net.batches import batches, weighed_batches
 from asyncflow.net.jagged import Array, Jagged
 from asyncflow.queue.backends.base import Backend, BytesLost, Place
-from asyncflow.queue.backends.layout import Layout, Sample, Unpacking, chunks, pieces
+from asyncflow.queue.backends.layout import Layout, Sample, Unpacking, pieces
 from asyncflow.queue.backends.store import Outcome, Store
 
 log = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ class PackedBackend(Backend):
         pauses = _pauses()
         try:
             while left and not draft.given_up:
-                parts = self._chunks(left, sizes)
+                parts = self._parts(left, sizes)
                 await asyncio.gather(*(self._write_some(draft, rows) for rows in parts))
                 left = [row for row in left if row not in draft.samples]
                 doubtful, draft.doubtful = draft.doubtful, []
@@ -187,7 +188,7 @@ class PackedBackend(Backend):
             return await self._store.read(keys, sizes[some].tolist(), lambda index, value: take(some[index], value))
 
         while left:
-            parts = self._chunks(left, sizes)
+            parts = self._parts(left, sizes)
             answers = await asyncio.gather(*map(read, parts))
             left = []
             for which, outcome in zip(itertools.chain(*parts), itertools.chain(*answers), strict=True):
@@ -217,8 +218,7 @@ class PackedBackend(Backend):
         pauses = _pauses()
         while left:
             free = [key for key in left if not self._reading[key]]
-            parts = chunks(free, lambda _: 0, most=self._store.most_keys, most_bytes=1)
-            answers = await asyncio.gather(*map(self._store.remove, list(parts)))
+            answers = await asyncio.gather(*map(self._store.remove, batches(free, self._store.most_keys)))
             done = {
                 key
                 for key, outcome in zip(free, itertools.chain(*answers), strict=True)
@@ -242,9 +242,9 @@ class PackedBackend(Backend):
             else:
                 await self._remove([small.key])
 
-    def _chunks(self, rows: Sequence[int], sizes: Any) -> list[list[int]]:
-        size = sizes.tolist().__getitem__
-        return list(chunks(rows, size, most=self._store.most_keys, most_bytes=self._store.most_bytes))
+    def _parts(self, rows: Sequence[int], sizes: Any) -> list[list[int]]:
+        store = self._store
+        return list(weighed_batches(rows, sizes.tolist().__getitem__, heaviest=store.most_bytes, most=store.most_keys))
 
     @contextlib.contextmanager
     def _pinned(self, keys: Sequence[str]) -> Iterator[None]:

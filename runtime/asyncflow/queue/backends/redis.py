@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from asyncflow.errors import ManifestError
+from asyncflow.net.batches import batches
 from asyncflow.net.keys import Keys
 from asyncflow.queue.backends.base import Site
 from asyncflow.queue.backends.packed import PackedBackend
@@ -114,8 +115,7 @@ class RedisStore(Store):
     async def gone(self, unmoved: Sequence[str], others: Sequence[str]) -> list[str]:  # noqa: ARG002
         """Ask which exist; a server that began anew has none of them."""
         missing: list[str] = []
-        for begin in range(0, len(others), self.most_keys):
-            part = others[begin : begin + self.most_keys]
+        for part in batches(others, self.most_keys):
 
             def look(client: Any, part: Sequence[str] = part) -> Awaitable[list[int]]:
                 pipeline = client.pipeline(transaction=False)
@@ -141,8 +141,8 @@ class RedisStore(Store):
 
     async def _sweep(self, client: Any) -> int:
         left = [key async for key in client.scan_iter(match=f"{self._unit}*", count=self.most_keys)]
-        for begin in range(0, len(left), self.most_keys):
-            await client.unlink(*left[begin : begin + self.most_keys])
+        for part in batches(left, self.most_keys):
+            await client.unlink(*part)
         return len(left)
 
     async def _ask(self, call: Callable[[Any], Awaitable[T]]) -> T | None:

@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 
 from asyncflow.api.queue import LEAST_BYTES
 from asyncflow.errors import DeadlineExceeded, Elsewhere, PeerLost, Refused
+from asyncflow.net.batches import weighed_batches
 from asyncflow.net.frames import Jagged, encode_batch
 from asyncflow.queue.client.placement import Placement
-from asyncflow.queue.client.scatter import batches, part_of, parts_by
+from asyncflow.queue.client.scatter import part_of, parts_by
 from asyncflow.queue.client.verbs import Clock, Verb, once, persist, together
 from asyncflow.queue.protocol import calls, unit_calls
 from asyncflow.queue.protocol.messages import RowMeta
@@ -77,14 +78,13 @@ class Creator:
                 tried.clear()
             left_s = min(_ATTEMPT_S, max(0.01, deadline - self._clock()))
             wait_s = min(0.9 * left_s, _ROOM_S if len(self._placement.there()) > 1 else _ATTEMPT_S)
-            by_unit: dict[int, dict[tuple[int, str], int]] = {}
+            by_unit: dict[int, list[tuple[int, str]]] = {}
             for group in left:
-                unit = self._placement.choose(len(left[group]), but=tried)
-                by_unit.setdefault(unit, {})[group] = weights[group]
+                by_unit.setdefault(self._placement.choose(len(left[group]), but=tried), []).append(group)
             yield from together(
                 send(unit, groups, wait_s, left_s)
                 for unit, mine in by_unit.items()
-                for groups in batches(mine, most=LEAST_BYTES)
+                for groups in weighed_batches(mine, weights.__getitem__, heaviest=LEAST_BYTES)
             )
             if left:
                 raise PeerLost(f"units leave; {len(left)} groups go to others", where="queue client")

@@ -12,26 +12,23 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import select
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-import zmq
 from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, ProtocolError
 from asyncflow.net import wire
 from asyncflow.net.keys import Keys
-from asyncflow.net.rpc_blocking import LOOK_S, Link, link_to, read_answer
-from asyncflow.net.stream import Part
-from asyncflow.net.stream_link import StreamLink
+from asyncflow.net.stream_link import LOOK_S, StreamLink
 from asyncflow.queue.client.verbs import Ask, Effect, Pause, Together, Verb
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-AnyLink = Link | StreamLink
 _MAX_MESSAGE = 1 << 30
 
 
@@ -52,7 +49,7 @@ class _Strand:
         self.place = place
         self.due = 0.0
         self.ask: Ask | None = None
-        self.link: AnyLink | None = None
+        self.link: StreamLink | None = None
         self.children: list[_Strand] = []
         self.results: list[Any] = []
         self.left = 0
@@ -64,7 +61,7 @@ class Lane:
     def __init__(self, *, resolve: Callable[[int | None], str | None], keys: Keys | None) -> None:
         self._resolve = resolve
         self._keys = keys
-        self._links: dict[int | None, AnyLink] = {}
+        self._links: dict[int | None, StreamLink] = {}
         self._calls = itertools.count()
         self._waiting: dict[int, _Strand] = {}
         self._farewell: Ask | None = None
@@ -176,14 +173,14 @@ class Lane:
                 raise
             strand.link = link
 
-    def _link(self, unit: int | None) -> AnyLink | None:
+    def _link(self, unit: int | None) -> StreamLink | None:
         """Give the link to the address that holds now."""
         address, link = self._resolve(unit), self._links.get(unit)
         if link is not None and link.address != address:
             self._give_up(unit, PeerLost(f"the peer moved to {address}", where=link.address))
             link = None
         if link is None and address is not None:
-            link = self._links[unit] = link_to(address, keys=self._keys, max_message=_MAX_MESSAGE)
+            link = self._links[unit] = StreamLink(address, keys=self._keys, max_message=_MAX_MESSAGE)
         return link
 
     def _give_up(self, unit: int | None, error: AsyncFlowError) -> None:
@@ -215,8 +212,8 @@ class Lane:
         if came < len(strands) and not self._outcome:
             self._look(strands)
 
-    def _answer(self, link: AnyLink, parts: Sequence[zmq.Frame | Part]) -> None:
-        call, error = read_answer(parts, where=link.address)
+    def _answer(self, link: StreamLink, parts: Sequence[memoryview]) -> None:
+        call, error = wire.read_answer(parts, where=link.address)
         strand = self._waiting.get(call)
         if strand is None or strand.link is not link or strand.ask is None:
             return
@@ -224,13 +221,13 @@ class Lane:
         if error is None:
             ask = strand.ask
             try:
-                answer = _decoder(ask.reply).decode(parts[1].buffer), wire.views(parts[2:])
+                answer = _decoder(ask.reply).decode(parts[1]), parts[2:]
             except wire.MALFORMED as wrong:
                 what = f"{ask.method}: the answer is no {ask.reply.__name__}: {wrong}"
                 error = ProtocolError(what, where=link.address)
         self._wake(strand, answer, error)
 
-    def _lost(self, link: AnyLink, error: AsyncFlowError) -> None:
+    def _lost(self, link: StreamLink, error: AsyncFlowError) -> None:
         link.close()
         for strand in [strand for strand in self._waiting.values() if strand.link is link]:
             self._wake(strand, None, error)
@@ -277,7 +274,7 @@ class Lane:
             log.info("%s was not heard: %s", farewell.method, error)
 
 
-def _late(ask: Ask, link: AnyLink | None) -> DeadlineExceeded:
+def _late(ask: Ask, link: StreamLink | None) -> DeadlineExceeded:
     if link is None:
         what = f"{ask.method} was not begun within {ask.timeout:g} s: the peer has no address yet"
         return DeadlineExceeded(what, where="queue client", hint="See whether that role runs and has registered")
@@ -285,11 +282,11 @@ def _late(ask: Ask, link: AnyLink | None) -> DeadlineExceeded:
     return DeadlineExceeded(what, where="queue client")
 
 
-def _poll(links: Iterable[AnyLink], seconds: float) -> None:
-    poller = zmq.Poller()
+def _poll(links: Iterable[StreamLink], seconds: float) -> None:
+    poller = select.poll()
     for link in links:
         if link.ready:
             return
         if link.socket is not None:
-            poller.register(link.socket, zmq.POLLIN)
-    poller.poll(int(seconds * 1e3 + 0.999))
+            poller.register(link.socket, select.POLLIN)
+    poller.poll(seconds * 1e3)

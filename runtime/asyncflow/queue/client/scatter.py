@@ -23,19 +23,6 @@ def parts_by(keys: Iterable[K]) -> dict[K, list[int]]:
     return parts
 
 
-def batches(weights: Mapping[K, int], *, most: int) -> list[list[K]]:
-    """Give the keys in order, in batches that weigh at most ``most``; a key that is heavier stands alone."""
-    made: list[list[K]] = []
-    left = 0
-    for key, weight in weights.items():
-        if not made or weight > left:
-            made.append([])
-            left = most
-        made[-1].append(key)
-        left -= weight
-    return made
-
-
 def part_of(columns: Mapping[str, Jagged], indices: Sequence[int], rows: int) -> dict[str, Jagged]:
     """Give the rows ``indices`` of ``columns``, which must have ``rows`` rows each (Refused otherwise)."""
     for name, column in columns.items():

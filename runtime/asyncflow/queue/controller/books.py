@@ -2,7 +2,7 @@
 
 Commands (``table``, ``claims``, ``training``) decide events and ``record`` them; recovery replays them. Both go
 through ``apply``, so a restarted controller knows what the old one knew, but for the volatile fields, which units tell.
-What each event does is in ``folds`` and its like; here is what they have in common.
+What each event does is in ``folds`` and its like, of which ``folding`` has the list; here is what they have in common.
 
 Invariants: nothing durable changes except in ``apply``; ``apply`` of an event that was recorded never fails; it uses no
 volatile field.
@@ -12,27 +12,29 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 from asyncflow.errors import LedgerCorrupt, Refused
-from asyncflow.queue.controller import folds, folds_compacted, folds_gang, folds_open
 from asyncflow.queue.controller.leases import Leases
 from asyncflow.queue.controller.partition import Partition
 from asyncflow.queue.controller.readiness import TaskQueue
 from asyncflow.queue.controller.state import IDLE, Group, Row, State, Work
 from asyncflow.queue.ledger import events as ev
 
-_FOLDS = folds.FOLDS | folds_gang.FOLDS | folds_open.FOLDS | folds_compacted.FOLDS
+Fold: TypeAlias = Callable[["Books", Any], None]
+"""What an event of one type does."""
 
 
 class Books:
-    """Partitions, leases, units and rows.
+    """Partitions, leases, units and rows. folds: what each event does, by its type.
 
     rows: those that have bytes, by id; units: those there, by index; leaving: epochs of those that shall leave; outbox:
     events to be written; frees: rows whose bytes are not needed any more; touched: partitions whose indexes or gang may
     have changed since it was last emptied; now: clock of ``Row.since``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folds: Mapping[type, Fold]) -> None:
+        self._folds = folds
         self.epoch = 0
         self.partitions: dict[str, Partition] = {}
         self.leases = Leases()
@@ -52,7 +54,7 @@ class Books:
     def apply(self, event: ev.Event) -> None:
         """Let ``event`` happen. LedgerCorrupt where it cannot have followed what happened before."""
         try:
-            _FOLDS[type(event)](self, event)
+            self._folds[type(event)](self, event)
         except (KeyError, IndexError, ValueError) as error:
             raise LedgerCorrupt(f"{event} does not follow from what went before: {error!r}") from error
 

@@ -6,10 +6,9 @@ Invariant: folding ``dump(books)`` into empty ``Books`` gives books that ``dump`
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
-from typing import TypeVar
+from collections.abc import Iterator, Mapping
 
+from asyncflow.net.batches import batches
 from asyncflow.queue.controller.books import Books
 from asyncflow.queue.controller.gang import Step
 from asyncflow.queue.controller.partition import Partition
@@ -17,7 +16,6 @@ from asyncflow.queue.controller.state import Finished, Group, State, Work
 from asyncflow.queue.ledger import compacted
 from asyncflow.queue.ledger import events as ev
 
-T = TypeVar("T")
 _CHUNK = 1000
 
 
@@ -43,7 +41,7 @@ def _moved(books: Books) -> Iterator[ev.Event]:
         if row.moved:
             homes.setdefault(row.moved, []).append(number)
     for home in sorted(homes):
-        yield from (ev.Moved(home, chunk) for chunk in _chunks(sorted(homes[home])))
+        yield from (ev.Moved(home, chunk) for chunk in batches(sorted(homes[home]), _CHUNK))
 
 
 def _partition(partition: Partition) -> Iterator[ev.Event]:
@@ -88,7 +86,7 @@ def _finished(partition: Partition) -> Iterator[tuple[int, int, int, list[tuple[
             runs.append((serial, 1, finished.outcome))
         before = (serial, finished)
     for (step, oldest, newest), runs in sorted(steps.items()):
-        yield from ((step, oldest, newest, chunk) for chunk in _chunks(runs))
+        yield from ((step, oldest, newest, chunk) for chunk in batches(runs, _CHUNK))
 
 
 def _open_groups(partition: Partition) -> Iterator[ev.Event]:
@@ -114,7 +112,7 @@ def _open_groups(partition: Partition) -> Iterator[ev.Event]:
             yield _group(group)
     if run is not None:
         yield run
-    yield from (compacted.Used(partition.name, chunk) for chunk in _chunks(partition.used.spans()))
+    yield from (compacted.Used(partition.name, chunk) for chunk in batches(partition.used.spans(), _CHUNK))
     filtered, dropped = (partition.counts[s] - inside[s] for s in (State.FILTERED, State.DROPPED))
     yield compacted.Used(partition.name, [], partition.cleared, filtered, dropped)
 
@@ -137,12 +135,6 @@ def _follows(run: compacted.Alike, group: Group, works: list[tuple[str, int, int
 
 def _works(work: Mapping[str, Work]) -> list[tuple[str, int, int]]:
     return [(task, did.attempt, did.done) for task, did in sorted(work.items())]
-
-
-def _chunks(items: Iterable[T]) -> Iterator[list[T]]:
-    left = iter(items)
-    while chunk := list(islice(left, _CHUNK)):
-        yield chunk
 
 
 def _slots(name: str, step: Step) -> Iterator[ev.Event]:

@@ -15,16 +15,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from asyncflow.errors import AsyncFlowError, Refused
-from asyncflow.net.flow import SCHEME
+from asyncflow.net.hosts import address_of
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcServer
 from asyncflow.queue.controller.claims import Claim
 from asyncflow.queue.controller.compaction import dump
 from asyncflow.queue.controller.handlers import Handlers
 from asyncflow.queue.controller.report import Storage, stats
+from asyncflow.queue.controller.serving import Soon
 from asyncflow.queue.controller.sessions import Sessions
 from asyncflow.queue.controller.table import Table
 from asyncflow.queue.ledger.ledger import Ledger, Sync
@@ -34,9 +35,6 @@ from asyncflow.queue.protocol.messages import QueueStats
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Soon: TypeAlias = "T | asyncio.Future[T]"
-"""An answer, or a future of it."""
-
 _STOPPED_S = 1.0
 
 
@@ -71,7 +69,7 @@ class Controller:
         compact_bytes: int = 64 << 20,
     ) -> None:
         self.table = Table()
-        bind = f"tcp://{host}:{port}" if port else f"{SCHEME}{host}:*"
+        bind = address_of(host, port)
         self.server = RpcServer(name="controller", bind=bind, keys=keys, advertise=advertise)
         self._ledger = Ledger(ledger_dir, sync=sync, compact=lambda: dump(self.table.books), limit=compact_bytes)
         self.sessions = Sessions(self.table, lost_s=unit_lost_s)

@@ -5,18 +5,13 @@ Invariant: as for all folds, see ``Books``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
 from asyncflow.flow.schedule import Window
 from asyncflow.identity import home
+from asyncflow.queue.controller.books import Books, Fold
 from asyncflow.queue.controller.leases import Lease
 from asyncflow.queue.controller.state import Group, State, Work
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.messages import FILTERED
-
-if TYPE_CHECKING:
-    from asyncflow.queue.controller.books import Books
 
 
 def _started(books: Books, event: ev.Started) -> None:
@@ -119,7 +114,7 @@ def _taken_over(books: Books, event: ev.TakenOver) -> None:
     books.partition(event.partition).creator = event.attempt
 
 
-FOLDS: dict[type, Callable[[Books, Any], None]] = {
+FOLDS: dict[type, Fold] = {
     ev.Started: _started,
     ev.UnitJoined: _unit_joined,
     ev.UnitLost: _unit_lost,

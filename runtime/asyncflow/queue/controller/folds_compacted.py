@@ -5,17 +5,12 @@ Invariant: as for all folds, see ``Books``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
 from asyncflow.flow.schedule import Window
+from asyncflow.queue.controller.books import Books, Fold
 from asyncflow.queue.controller.folds_open import make_groups
 from asyncflow.queue.controller.partition import Partition
 from asyncflow.queue.controller.state import STATES, Finished, Group, Row, State, Work
 from asyncflow.queue.ledger import compacted
-
-if TYPE_CHECKING:
-    from asyncflow.queue.controller.books import Books
 
 
 def _kept(books: Books, event: compacted.Kept) -> None:
@@ -86,7 +81,7 @@ def _acknowledged(books: Books, event: compacted.Acknowledged) -> None:
         books.leases.remember(lease)
 
 
-FOLDS: dict[type, Callable[[Books, Any], None]] = {
+FOLDS: dict[type, Fold] = {
     compacted.Kept: _kept,
     compacted.Alike: _alike,
     compacted.Finals: _finals,

@@ -5,17 +5,12 @@ Invariant: as for all folds, see ``Books``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
+from asyncflow.queue.controller.books import Books, Fold
 from asyncflow.queue.controller.gang import Decision, Step
 from asyncflow.queue.controller.partition import Partition
 from asyncflow.queue.controller.state import STATES, Group, Row, State
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.messages import StepTotals
-
-if TYPE_CHECKING:
-    from asyncflow.queue.controller.books import Books
 
 
 def _opened(books: Books, event: ev.Opened) -> None:
@@ -92,7 +87,7 @@ def _commit(books: Books, partition: Partition, upto: int) -> None:
     gang.committed = max(gang.committed, upto)
 
 
-FOLDS: dict[type, Callable[[Books, Any], None]] = {
+FOLDS: dict[type, Fold] = {
     ev.Opened: _opened,
     ev.Began: _began,
     ev.Slotted: _slotted,

@@ -5,17 +5,14 @@ Invariant: as for all folds, see ``Books``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
 
 from asyncflow.flow.schedule import Window
 from asyncflow.identity import NEWEST
+from asyncflow.queue.controller.books import Books, Fold
 from asyncflow.queue.controller.partition import Partition
 from asyncflow.queue.controller.state import IDLE, Group, Row, State, Work
 from asyncflow.queue.ledger import events as ev
-
-if TYPE_CHECKING:
-    from asyncflow.queue.controller.books import Books
 
 _ANY = Window(0, NEWEST)
 
@@ -86,7 +83,7 @@ def _peeked(books: Books, event: ev.Peeked) -> None:
     books.partition(event.partition).peeked += event.rows
 
 
-FOLDS: dict[type, Callable[[Books, Any], None]] = {
+FOLDS: dict[type, Fold] = {
     ev.Put: _put,
     ev.RowsCleared: _rows_cleared,
     ev.Reset: _reset,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 
@@ -18,14 +18,12 @@ from asyncflow.queue.controller import open_table
 from asyncflow.queue.controller.claims import Claim
 from asyncflow.queue.controller.open_handlers import OpenHandlers
 from asyncflow.queue.controller.report import snapshot
+from asyncflow.queue.controller.serving import Serving, Soon
 from asyncflow.queue.controller.table import told
 from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.protocol import calls, moving_calls, open_calls, unit_calls
 from asyncflow.queue.protocol.messages import AuditReport, Wanted
 from asyncflow.queue.protocol.runs import expand, shrink, shrink_equal
-
-if TYPE_CHECKING:
-    from asyncflow.queue.controller.controller import Controller, Soon
 
 Frames = Sequence[memoryview]
 _DONE = calls.Done()
@@ -35,7 +33,7 @@ _ANY_VERSION = Appetite()
 class Handlers:
     """The calls that a controller answers."""
 
-    def __init__(self, controller: Controller) -> None:
+    def __init__(self, controller: Serving) -> None:
         self._controller = controller
         self._table = controller.table
         self._sessions = controller.sessions

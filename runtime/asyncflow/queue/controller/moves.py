@@ -59,12 +59,19 @@ class Moves:
         return [row.unit if (row := rows.get(number)) is not None else NOWHERE for number in numbers]
 
     def leg(
-        self, home: int, asked: Sequence[int], *, rooms: Mapping[int, Room], nbytes: int, but: int = NOWHERE
+        self,
+        home: int,
+        asked: Sequence[int],
+        *,
+        held: int,
+        nbytes: int,
+        rooms: Mapping[int, Room],
+        but: int = NOWHERE,
     ) -> Leg:
         """Say what the unit at ``home`` moves next; what it was told before is void.
 
-        asked: the first rows that it holds, of ``nbytes`` bytes; rooms: the units that take rows; but: not to there,
-        if there is another.
+        asked: the first of the ``held`` rows that it holds, of ``nbytes`` bytes; rooms: the units that take rows; but:
+        not to there, if there is another. No unit gets more rows than it has when all have the same.
         """
         self._tickets.pop(home, None)
         known = [self._books.rows.get(number) for number in asked]
@@ -77,7 +84,9 @@ class Moves:
             return Leg(0, unit, [], gone, over=over, alone=alone)
         self._given += 1
         self._tickets[home] = self._given
-        return Leg(self._given, unit, list(self._together(mine)), gone, alone=alone)
+        level = -(-(held + sum(room.rows for room in rooms.values())) // len(rooms))
+        most = max(1, level - rooms[unit].rows)
+        return Leg(self._given, unit, list(self._together(mine[:most])), gone, alone=alone)
 
     def _together(self, rows: Sequence[Row]) -> dict[int, Row]:
         """Give ``rows`` by id with what there is of their groups."""

@@ -9,20 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 
+from asyncflow.net.batches import batches
 from asyncflow.net.rpc import RpcServer
 from asyncflow.queue.controller import open_table
 from asyncflow.queue.controller.outlook import view
 from asyncflow.queue.controller.partition import Partition
+from asyncflow.queue.controller.serving import Serving
 from asyncflow.queue.controller.state import Row
 from asyncflow.queue.protocol import calls, open_calls
 from asyncflow.queue.protocol.views import PartitionView
-
-if TYPE_CHECKING:
-    from asyncflow.queue.controller.controller import Controller
 
 Command = Callable[[str, type[Struct], Callable[[Any], Struct | None]], None]
 Frames = Sequence[memoryview]
@@ -32,7 +31,7 @@ _CHUNK = 2000
 class OpenHandlers:
     """The calls of ``open_calls``."""
 
-    def __init__(self, controller: Controller) -> None:
+    def __init__(self, controller: Serving) -> None:
         self._controller = controller
         self._table = controller.table
         self._books = controller.table.books
@@ -102,7 +101,6 @@ class OpenHandlers:
 
 
 async def _chunks(rows: Iterable[Row]) -> AsyncIterator[list[Row]]:
-    left = iter(rows)
-    while chunk := list(islice(left, _CHUNK)):
+    for chunk in batches(rows, _CHUNK):
         yield chunk
         await asyncio.sleep(0)

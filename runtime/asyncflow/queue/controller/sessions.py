@@ -187,7 +187,7 @@ class Sessions:
             if index != ask.session.unit
         }
         rows = expand(ask.rows)
-        leg = self._table.moves.leg(ask.session.home, rows, rooms=rooms, nbytes=ask.nbytes, but=ask.but)
+        leg = self._table.moves.leg(ask.session.home, rows, held=ask.held, nbytes=ask.nbytes, rooms=rooms, but=ask.but)
         if leg.over:
             log.info("storage unit %d has left: nothing is lost", ask.session.unit)
             del self._units[ask.session.unit]

@@ -16,8 +16,8 @@ import msgspec
 
 from asyncflow.errors import Refused
 from asyncflow.identity import epoch_of
-from asyncflow.queue.controller.books import Books
 from asyncflow.queue.controller.claims import Claims
+from asyncflow.queue.controller.folding import empty_books
 from asyncflow.queue.controller.moves import Moves
 from asyncflow.queue.controller.partition import Partition
 from asyncflow.queue.controller.puts import Puts
@@ -35,7 +35,7 @@ class Table:
     """All commands of the queue. Callers pass ``now``, seconds on any steady clock. controller: its epoch."""
 
     def __init__(self) -> None:
-        self.books = Books()
+        self.books = empty_books()
         self.claims = Claims(self.books)
         self.training = Training(self.books)
         self.puts = Puts(self.books)

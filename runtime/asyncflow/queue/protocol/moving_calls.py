@@ -67,10 +67,14 @@ class Shares(Struct, frozen=True):
 
 
 class AskLeg(Struct, frozen=True):
-    """A unit that leaves asks what goes next. rows: the first that it holds, of ``nbytes`` bytes; but: not to there."""
+    """A unit that leaves asks what goes next.
+
+    rows: the first of the ``held`` rows that it holds, of ``nbytes`` bytes; but: not to there.
+    """
 
     session: Session
     rows: list[int]
+    held: Annotated[int, Meta(ge=0)]
     nbytes: Bytes
     but: int = NOWHERE
 

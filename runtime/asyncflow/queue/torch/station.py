@@ -107,13 +107,19 @@ class Station:
         assert parent is not None
         assert parent.pid is not None
         if os.getppid() != parent.pid:
-            os._exit(1)
-        self._loop.add_reader(os.pidfd_open(parent.pid), os._exit, 1)
+            _leave(f"it was made by {parent.pid} and is now a child of {os.getppid()}")
+        self._loop.add_reader(os.pidfd_open(parent.pid), _leave, f"process {parent.pid}, which made it, has ended")
 
     def _stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _leave(why: str) -> None:
+    """End this process at once, and say why."""
+    os.write(2, f"loader worker {os.getpid()} ends: {why}\n".encode())
+    os._exit(1)
 
 
 class Leases:

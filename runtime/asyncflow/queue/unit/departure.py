@@ -96,7 +96,7 @@ class Departure:
         if not self._holdings:
             await self._transit.decided()
         rows, nbytes = self._transit.first(most=_ROWS, most_bytes=_BYTES)
-        ask = AskLeg(session, shrink(rows), nbytes, self._failed)
+        ask = AskLeg(session, shrink(rows), len(self._holdings), nbytes, self._failed)
         leg = await self._controller.call("units.leg", ask, Leg, timeout=_CALL_S)
         self._failed = NOWHERE
         self._transit.thaw()

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 from asyncflow.errors import DeadlineExceeded, Elsewhere, ProtocolError, StaleHandle
 from asyncflow.net.eager import begin
-from asyncflow.net.flow import SCHEME
 from asyncflow.net.frames import BatchHeader, Buffer, Jagged, decode_batch, encode_batch
+from asyncflow.net.hosts import address_of
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import NowHandler, Reply, RpcClient, RpcServer
 from asyncflow.plugins import load_plugin
@@ -112,7 +112,7 @@ class StorageUnit:
             peer=peer,
             keys=keys,
         )
-        self.server = RpcServer(name=name, bind=f"{SCHEME}{host}:{port or '*'}", keys=keys)
+        self.server = RpcServer(name=name, bind=address_of(host, port), keys=keys)
         self.server.route_now("unit.create", CreateRows, self._now(self._create))
         self.server.route_now("unit.put", PutRows, self._now(self._put))
         self.server.route_now("unit.write", WriteRows, self._now(self._write))

@@ -1,0 +1,55 @@
+"""A socket that listens, and the address by which others reach it.
+
+Invariant: an address that a dying predecessor still holds is waited for, but not for long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+
+from asyncflow.errors import Refused
+from asyncflow.net.hosts import Place, address_of, dialled, host_and_port, look_up
+
+_BIND_S = 3.0
+_PAUSE_S = 0.05
+_BACKLOG = 1024
+
+
+async def listen(bind: str, *, name: str, advertise: str) -> tuple[str, socket.socket]:
+    """Listen at ``bind``, for whoever has that ``name``; give the address that others dial, and the socket.
+
+    advertise: the host that others dial, where that is another. Raises Refused where it cannot listen there.
+    """
+    deadline = asyncio.get_running_loop().time() + _BIND_S
+    try:
+        async with asyncio.timeout_at(deadline):
+            place = (await asyncio.wrap_future(look_up(*host_and_port(bind))))[0]
+        made = await _bound(place, deadline)
+    except (OSError, ValueError) as error:
+        hint = "Another process may hold that address; choose another or end that process"
+        raise Refused(f"cannot listen at {bind}: {error}", where=name, hint=hint) from error
+    try:
+        host, port = made.getsockname()[:2]
+        return address_of(dialled(host, advertise), port), made
+    except BaseException:
+        made.close()
+        raise
+
+
+async def _bound(place: Place, deadline: float) -> socket.socket:
+    while True:
+        made = socket.socket(place[0])
+        try:
+            made.setblocking(False)
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(place[1])
+            made.listen(_BACKLOG)
+        except OSError as error:
+            made.close()
+            if error.errno != errno.EADDRINUSE or asyncio.get_running_loop().time() > deadline:
+                raise
+        else:
+            return made
+        await asyncio.sleep(_PAUSE_S)

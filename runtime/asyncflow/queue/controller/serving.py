@@ -1,0 +1,49 @@
+"""What the handlers of calls need of the process that serves them.
+
+Invariant: an answer that it gives leaves only when the ledger has everything that it tells of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeAlias, TypeVar
+
+from asyncflow.queue.controller.claims import Claim
+from asyncflow.queue.controller.sessions import Sessions
+from asyncflow.queue.controller.table import Table
+from asyncflow.queue.protocol.calls import Claimed
+from asyncflow.queue.protocol.messages import QueueStats
+
+T = TypeVar("T")
+Soon: TypeAlias = "T | asyncio.Future[T]"
+"""An answer, or a future of it."""
+
+
+class Serving(Protocol):
+    """The controller, to those that answer calls in its name."""
+
+    table: Table
+    sessions: Sessions
+    ledger_dir: Path
+
+    def now(self) -> float:
+        """The clock of leases and sessions."""
+
+    def stats(self) -> QueueStats:
+        """Give the counts of now."""
+
+    def settle(self) -> asyncio.Future[None] | None:
+        """Take what the last commands left; give what is done when the ledger has it, None where it does."""
+
+    def safe(self, reply: T) -> Soon[T]:
+        """Settle, and give ``reply`` when the ledger has everything up to now."""
+
+    def until(
+        self, partition: str, attempt: Callable[[], T | None], wait_s: float, otherwise: Callable[[], T]
+    ) -> Soon[T]:
+        """Give what ``attempt`` gives, tried again whenever the partition changes; ``otherwise`` after ``wait_s``."""
+
+    def claim(self, claim: Claim, wait_s: float, late: list[str]) -> Soon[Claimed]:
+        """Give what ``claim`` is granted; nothing after ``wait_s``. late: leases that had ended."""

@@ -1,0 +1,188 @@
+"""Addresses and names: looked up beside whoever waits, again and again until they are there."""
+
+import asyncio
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from msgspec import Struct
+
+from asyncflow.errors import DeadlineExceeded, Refused
+from asyncflow.net import hosts
+from asyncflow.net.rpc import RpcClient, RpcServer
+from asyncflow.net.stream_link import StreamLink
+
+NAME = "queue.team.svc"
+
+
+class Number(Struct, frozen=True, kw_only=True):
+    value: int
+
+
+async def add(request: Number, frames: Sequence[memoryview]) -> Number:
+    return Number(value=request.value + 1)
+
+
+class Names:
+    """A name server. known: what it knows; asked: how often; answers: cleared, it lets everybody wait."""
+
+    def __init__(self, real: Any) -> None:
+        self.known: dict[str, str] = {}
+        self.asked = 0
+        self.answers = threading.Event()
+        self.answers.set()
+        self._real = real
+
+    def getaddrinfo(self, host: str, port: int, *, type: int, flags: int) -> Any:  # noqa: A002
+        if flags & socket.AI_NUMERICHOST or host != NAME:
+            return self._real(host, port, type=type, flags=flags)
+        self.asked += 1
+        assert threading.current_thread().name == f"look up {NAME}"
+        self.answers.wait(30)
+        if host not in self.known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return self._real(self.known[host], port, type=type, flags=flags)
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Names:
+    made = Names(socket.getaddrinfo)
+    monkeypatch.setattr(socket, "getaddrinfo", made.getaddrinfo)
+    return made
+
+
+@pytest.fixture
+async def port(server: RpcServer) -> int:
+    server.route("add", Number, add)
+    return hosts.host_and_port(server.address)[1]
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("tcp://10.0.0.7:5571", ("10.0.0.7", 5571)),
+        ("tcp://queue.team.svc:5571", ("queue.team.svc", 5571)),
+        ("tcp://[fd00::7]:5571", ("fd00::7", 5571)),
+    ],
+)
+def test_an_address_is_read_and_written(address: str, expected: tuple[str, int]) -> None:
+    assert hosts.host_and_port(address) == expected
+    assert hosts.address_of(*expected) == address
+
+
+def test_a_star_is_any_host_or_any_port() -> None:
+    assert hosts.host_and_port("tcp://*:5571") == ("0.0.0.0", 5571)
+    assert hosts.host_and_port("tcp://127.0.0.1:*") == ("127.0.0.1", 0)
+    with pytest.raises(ValueError, match="port"):
+        hosts.host_and_port("tcp://10.0.0.7:port")
+
+
+async def test_a_name_that_does_not_resolve_yet_is_said_and_tried_again(names: Names, port: int) -> None:
+    client = RpcClient(name="client", resolve=f"tcp://{NAME}:{port}")
+    with pytest.raises(DeadlineExceeded, match=f"the name '{NAME}' has no address yet"):
+        await client.call("add", Number(value=1), Number, timeout=0.3)
+    waiting = asyncio.create_task(client.call("add", Number(value=1), Number, timeout=30))
+    await asyncio.sleep(0.1)
+    names.known[NAME] = "127.0.0.1"
+    assert (await waiting).value == 2
+    await client.close()
+
+
+async def test_a_name_server_that_is_silent_keeps_no_loop_and_is_asked_once(names: Names, port: int) -> None:
+    names.answers.clear()
+    clients = [RpcClient(name="client", resolve=f"tcp://{NAME}:{port}") for _ in range(50)]
+    calls = [asyncio.create_task(client.call("add", Number(value=1), Number, timeout=30)) for client in clients]
+    longest, before = 0.0, time.monotonic()
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+        longest, before = max(longest, time.monotonic() - before), time.monotonic()
+    assert names.asked == 1
+    assert longest < 5  # that it answers nothing for 30 s is nothing to the loop
+    gone = RpcClient(name="gone", resolve=f"tcp://{NAME}:{port}")
+    with pytest.raises(DeadlineExceeded, match="the connection was not made"):
+        await gone.call("add", Number(value=1), Number, timeout=0.2)
+    await gone.close()
+    names.known[NAME] = "127.0.0.1"
+    names.answers.set()
+    assert [answer.value for answer in await asyncio.gather(*calls)] == [2] * 50
+    for client in clients:
+        await client.close()
+
+
+async def test_a_thread_that_blocks_keeps_its_deadline_whatever_the_name_server_does(names: Names, port: int) -> None:
+    link = StreamLink(f"tcp://{NAME}:{port}", keys=None, max_message=1 << 20)
+
+    def send(seconds: float) -> None:
+        link.send(1, "add", Number(value=1), [], deadline=time.monotonic() + seconds)
+
+    with pytest.raises(DeadlineExceeded, match="has no address yet"):
+        await asyncio.to_thread(send, 0.3)
+    names.answers.clear()
+    with pytest.raises(DeadlineExceeded, match="still looked up"):
+        await asyncio.to_thread(send, 0.3)
+    names.known[NAME] = "127.0.0.1"
+    names.answers.set()
+    await asyncio.to_thread(send, 10)
+    assert await asyncio.to_thread(link.receive, 10)
+    link.close()
+
+
+def test_a_forked_child_looks_names_up_itself(names: Names) -> None:
+    names.answers.clear()
+    mine = hosts.look_up(NAME, 1)
+    child = os.fork()
+    if not child:
+        names.known[NAME] = "127.0.0.1"
+        names.answers.set()
+        found = hosts.look_up(NAME, 1).result(10)
+        os._exit(0 if found[0][1] == ("127.0.0.1", 1) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not mine.done()
+    names.answers.set()
+    with pytest.raises(OSError, match="no address yet"):
+        mine.result(10)
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6 loopback")
+async def test_ipv6() -> None:
+    server = RpcServer(name="server", bind="tcp://[::1]:*")
+    server.route("add", Number, add)
+    client = RpcClient(name="client", resolve=await server.start())
+    assert server.address.startswith("tcp://[::1]:")
+    assert (await client.call("add", Number(value=1), Number, timeout=10)).value == 2
+    link = StreamLink(server.address, keys=None, max_message=1 << 20)
+    await asyncio.to_thread(link.send, 1, "add", Number(value=1), [], deadline=time.monotonic() + 10)
+    assert await asyncio.to_thread(link.receive, 10)
+    link.close()
+    await client.close()
+    await server.close()
+
+
+async def test_of_the_places_of_a_name_the_first_that_answers_is_taken(names: Names, port: int) -> None:
+    real = names._real
+
+    def two(host: str, port: int, **options: Any) -> Any:
+        return [*real("127.0.0.2", port, **options), *real("127.0.0.1", port, **options)]
+
+    names._real, names.known[NAME] = two, "both"
+    client = RpcClient(name="client", resolve=f"tcp://{NAME}:{port}")
+    assert (await client.call("add", Number(value=1), Number, timeout=10)).value == 2
+    await client.close()
+
+
+async def test_an_address_that_names_no_place_here_is_refused() -> None:
+    for bind in ("tcp://no-such-interface:1", "tcp://192.0.2.1:1", "tcp://127.0.0.1:port"):
+        with pytest.raises(Refused, match="cannot listen at"):
+            await RpcServer(name="server", bind=bind).start()
