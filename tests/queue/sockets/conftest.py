@@ -1,5 +1,6 @@
 """A whole queue on sockets in this process, in short words."""
 
+import asyncio
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -52,7 +53,8 @@ class Cluster:
 
     async def drain(self, index, *, within_s=10):
         """Have a unit leave, and take it away."""
-        assert await self.units[index].leave(within_s=within_s)
+        async with asyncio.timeout(within_s):
+            assert await self.units[index].leave()
         unit, self.units[index] = self.units[index], None
         await unit.close()
 

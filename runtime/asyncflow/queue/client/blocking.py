@@ -122,6 +122,8 @@ class BlockingQueue:
     wanted = _blocking(OpenVerbs.wanted)
     expire = _blocking(OpenVerbs.expire)
     stats = _blocking(OpenVerbs.stats)
+    units_there = _blocking(OpenVerbs.units_there)
+    drain_unit = _blocking(OpenVerbs.drain_unit)
     take_over = _blocking(OpenVerbs.take_over)
     snapshot = _blocking(OpenVerbs.snapshot)
     audit = _blocking(OpenVerbs.audit)

@@ -105,6 +105,8 @@ class QueueClient:
     wanted = _awaited(OpenVerbs.wanted)
     expire = _awaited(OpenVerbs.expire)
     stats = _awaited(OpenVerbs.stats)
+    units_there = _awaited(OpenVerbs.units_there)
+    drain_unit = _awaited(OpenVerbs.drain_unit)
     take_over = _awaited(OpenVerbs.take_over)
     snapshot = _awaited(OpenVerbs.snapshot)
     audit = _awaited(OpenVerbs.audit)

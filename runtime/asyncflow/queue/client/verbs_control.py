@@ -16,6 +16,7 @@ from msgspec import Struct
 from asyncflow.queue.client.verbs import Clock, Verb, left_of, once, persist
 from asyncflow.queue.protocol import calls
 from asyncflow.queue.protocol.messages import AuditReport, PartitionSnapshot, QueueStats, Slot, TaskSpec, Wanted
+from asyncflow.queue.protocol.moving_calls import Drain, Units, UnitView
 
 R = TypeVar("R", bound=Struct)
 
@@ -115,6 +116,17 @@ class ControlVerbs:
     def stats(self, *, timeout: float) -> Verb[QueueStats]:
         """Give the counts of now."""
         return (yield from self.ask("queue.stats", calls.Nothing(), QueueStats, timeout=timeout))
+
+    def units_there(self, *, timeout: float) -> Verb[list[UnitView]]:
+        """Give the storage units as the controller knows them, by index."""
+        return (yield from self.ask("queue.units", calls.Nothing(), Units, timeout=timeout)).units
+
+    def drain_unit(self, unit: int, *, timeout: float) -> Verb[None]:
+        """Have a storage unit leave: it takes nothing new, and its rows move to others, which takes its time.
+
+        Raises Refused where there is no such unit.
+        """
+        yield from self.ask("queue.drain", Drain(unit), calls.Done, timeout=timeout)
 
     def take_over(self, *, partition: str, timeout: float) -> Verb[None]:
         """Say that this attempt of the partition's creator begins.

@@ -30,6 +30,7 @@ _ROWS = 512
 _BYTES = 4 << 20
 _CALL_S = 10.0
 _ROOM_S = 2.0
+_AWAY_S = 10.0
 _PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 
@@ -69,19 +70,25 @@ class Departure:
             await client.close()
 
     async def run(self, *, patient: bool) -> bool:
-        """Leave, and give True when nothing is left here; False where no other unit is there to take it.
+        """Leave, and give True when nothing is left here.
 
-        patient: wait for one.
+        patient: wait for other units, and for the controller; else False where there is no other, or the controller was
+        not heard for ``_AWAY_S`` seconds.
         """
+        now = asyncio.get_running_loop().time
+        heard = now()
         self._transit.leaving = True
         while True:
             try:
                 leg = await self._next_leg()
+                heard = now()
                 if leg.over or (leg.alone and not patient):
                     return leg.over
                 await self._take(leg)
             except AsyncFlowError as error:
                 log.info("unit %d goes on leaving: %s", self._unit, error)
+                if now() - heard > _AWAY_S and not patient:
+                    return False
                 self._pause = min(max(_PAUSE_S, 2 * self._pause), _LONGEST_PAUSE_S)
 
     async def _next_leg(self) -> Leg:

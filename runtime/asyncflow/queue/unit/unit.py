@@ -102,7 +102,7 @@ class StorageUnit:
         )
         self.leaving = self._liaison.leave
         self._transit = Transit(self.holdings, home=lambda: self._liaison.home, where=name)
-        self._departure = Departure(
+        self.departure = Departure(
             unit=index,
             incarnation=self.incarnation,
             holdings=self.holdings,
@@ -129,21 +129,17 @@ class StorageUnit:
         """Stop serving and forget everything."""
         await self.server.close()
         await self._liaison.close()
-        await self._departure.close()
+        await self.departure.close()
         await self._controller.close()
         await self._backend.close()
 
-    async def leave(self, *, within_s: float, patient: bool = True) -> bool:
-        """Move all rows to other units, and give True when none is left: the unit is no member any more then.
+    async def leave(self, *, patient: bool = True) -> bool:
+        """Take all rows to other units, and give True when none is left: the unit is no member any more then.
 
-        From now on it takes nothing new. False where that was not over ``within_s`` seconds, or there is no other unit.
-        patient: wait for one.
+        From now on it takes nothing new. patient: wait for other units, and for the controller, as long as it takes;
+        else False where they are not there.
         """
-        try:
-            async with asyncio.timeout(within_s):
-                left = await self._departure.run(patient=patient)
-        except TimeoutError:
-            return False
+        left = await self.departure.run(patient=patient)
         if left:
             await self._liaison.close()
         return left
