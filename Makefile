@@ -38,8 +38,10 @@ faults: $(STAMP)
 	$(BIN)/python benchmarks/faults.py examples/counting.yaml --kills 50 --seed 1
 
 # A queue that stands alone: its servers, producers, consumers and trainer are killed and stopped, 200 times.
+queue-faults: BACKEND = memory
+queue-faults: SEED = 1
 queue-faults: $(STAMP)
-	$(BIN)/python benchmarks/queue/faults.py --faults 200 --seed 1
+	$(BIN)/python benchmarks/queue/faults.py --faults 200 --seed $(SEED) --backend $(BACKEND)
 
 delayed-update: $(STAMP)
 	$(BIN)/python benchmarks/delayed_update.py

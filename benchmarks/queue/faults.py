@@ -3,6 +3,7 @@
     python benchmarks/queue/faults.py --faults 200 --seed 1
     python benchmarks/queue/faults.py --faults 60 --seed 2 --backend mooncake
     python benchmarks/queue/faults.py --faults 42 --seed 1 --alone --pause 4 5
+    python benchmarks/queue/faults.py --faults 200 --seed 3 --controllers 3
 
 A queue that stands alone serves three tasks in a row and a gang of two ranks that counts rows into its checkpoints.
 Faults (SIGKILL, or SIGSTOP for a while, often longer than a lease) hit all kinds of processes in turn, in seeded order;
@@ -42,7 +43,6 @@ from servers import Servers, servers
 from asyncflow.net.keys import Keys
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.queue.client.visitor import visit
-from asyncflow.queue.ledger.audit import audit_ledger
 
 AHEAD = 8
 """Steps that are open beyond the last that was committed."""
@@ -101,7 +101,7 @@ async def run(made: Servers, chosen: argparse.Namespace) -> tuple[list[str], lis
     rows, seconds = steps * GROUPS * SAMPLES, round(time.monotonic() - began)
     figures: dict[str, object] = {"steps": steps, "rows": rows, "seconds": seconds}
     world.problems += count_errors(folder, steps) + late_writes(folder)
-    audit = audit_ledger(made.folder / "controller" / "ledger")
+    audit = made.audit()
     figures |= {name: getattr(audit, name) for name in ("trained", "unfinished", "lost", "duplicated", "redeliveries")}
     world.problems += audit.problems
     if not audit.ok or not audit.closed or audit.trained != rows:
@@ -125,6 +125,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--backend", choices=["memory", "mooncake", "redis"], default="memory")
+    parser.add_argument("--controllers", type=int, default=1)
     parser.add_argument("--units", type=int, default=2)
     parser.add_argument("--pause", type=float, nargs=2, default=(0.2, 1.0), help="seconds between faults, from and to")
     parser.add_argument("--kinds", nargs="+", help="of processes to hit, all if not given: controller, unit, ...")
@@ -133,7 +134,8 @@ def main() -> int:
     parser.add_argument("--most", type=float, default=1800.0, help="seconds for all of it")
     chosen = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    with servers(units=chosen.units, backend=chosen.backend, bytes_per_unit="64Mi", keys=True) as made:
+    sizes = {"controllers": chosen.controllers, "units": chosen.units, "bytes_per_unit": "64Mi"}
+    with servers(**sizes, backend=chosen.backend, keys=True) as made:
         problems, outcomes, figures = asyncio.run(run(made, chosen))
         if chosen.keep is not None:
             shutil.copytree(made.folder, chosen.keep)
@@ -142,7 +144,7 @@ def main() -> int:
             for file in sorted((made.folder / "clients").glob("*.log")):
                 print(f"== {file.name}\n{file.read_text()[-1500:]}")
     print(table(outcomes), *slowest(outcomes), sep="\n")
-    chose = {"backend": chosen.backend, "seed": chosen.seed}
+    chose = {"backend": chosen.backend, "controllers": chosen.controllers, "seed": chosen.seed}
     hits = {"faults": len(outcomes), "by_kind": by_kind(outcome.fault for outcome in outcomes)}
     emit({"bench": "faults", **chose, **hits, **figures})
     for problem in problems:

@@ -251,6 +251,12 @@ def own_cases(results: Results) -> Table:
             lambda mine, role=role: _median(mine, "memory", f"resident_MB.{role}"),  # type: ignore[misc]
             most=True,
         )
+    add(
+        "three controllers, one stopped: p99 of a claim of the others, to when it runs",
+        1.2,
+        lambda mine: _median(mine, "shards", "ratio"),
+        most=True,
+    )
     add("1 M rows: rows/s", None, lambda mine: _median(mine, "million", "rows_per_s"), most=False)
     add(
         "1 M rows: rate of the last tenth to the second",

@@ -28,6 +28,9 @@ from asyncflow.api.queue import TransferQueue
 from asyncflow.net.keys import Keys
 from asyncflow.queue.client.blocking import BlockingQueue
 from asyncflow.queue.client.blocking_visitor import visiting
+from asyncflow.queue.ledger.audit import audit_ledger
+from asyncflow.queue.ledger.audits import merge_audits, shard_ledger
+from asyncflow.queue.protocol.messages import AuditReport
 from asyncflow_operator.desired.queues import queue_roles
 
 _START_S = 60.0
@@ -36,7 +39,12 @@ _MANIFEST = """
 apiVersion: asyncflow.dev/v1alpha1
 kind: TransferQueue
 metadata: {{name: bench}}
-spec: {{backend: {backend}, storageUnits: {units}, bytesPerUnit: {bytes_per_unit}, ledger: {{sync: {sync}}}}}
+spec:
+  backend: {backend}
+  controllers: {controllers}
+  storageUnits: {units}
+  bytesPerUnit: {bytes_per_unit}
+  ledger: {{sync: {sync}}}
 """
 
 Within = Callable[[str, Sequence[str]], list[str]]
@@ -89,6 +97,12 @@ class Servers:
         """Give the resident memory of each."""
         return {name: resident_mb(pid) for name, pid in self.pids.items()}
 
+    def audit(self) -> AuditReport:
+        """Read the ledgers of all controllers."""
+        home, *shards = [self.folder / name / "ledger" for name in sorted(self.processes) if "controller" in name]
+        reports = {index: audit_ledger(shard_ledger(ledger, index)) for index, ledger in enumerate(shards, 1)}
+        return merge_audits(audit_ledger(home), reports)
+
     def logs(self) -> str:
         return "\n".join(f"== {file.name}\n{file.read_text()[-2000:]}" for file in sorted(self.folder.glob("*.log")))
 
@@ -103,6 +117,7 @@ def resident_mb(pid: int) -> float:
 @contextlib.contextmanager
 def servers(
     *,
+    controllers: int = 1,
     units: int = 1,
     backend: str = "memory",
     bytes_per_unit: str = "4Gi",
@@ -116,7 +131,8 @@ def servers(
     with contextlib.ExitStack() as started:
         started.callback(shutil.rmtree, folder, ignore_errors=True)
         manifest = folder / "queue.yaml"
-        manifest.write_text(_MANIFEST.format(backend=backend, units=units, bytes_per_unit=bytes_per_unit, sync=sync))
+        spec = {"backend": backend, "controllers": controllers, "units": units, "sync": sync}
+        manifest.write_text(_MANIFEST.format(**spec, bytes_per_unit=bytes_per_unit))
         if backend != "memory":
             environment.prepare_libraries()
         key_file = folder / "key"

@@ -8,7 +8,8 @@
     ├── Elsewhere                not here, or not here any more: whoever keeps the books knows where
     ├── Refused                  the other side understood and said no
     │   ├── Fenced               the caller belongs to an older attempt or an expired lease
-    │   └── StaleHandle          the row, version or lease named does not exist any more
+    │   ├── StaleHandle          the row, version or lease named does not exist any more
+    │   └── Misdirected          another controller of the queue decides about it
     ├── ProtocolError            bytes that do not follow the protocol
     ├── RemoteError              a handler on the other side failed unexpectedly
     ├── LedgerCorrupt            a ledger record that was acknowledged cannot be read back
@@ -92,6 +93,22 @@ class StaleHandle(Refused):
     """The row, version or lease named does not exist any more."""
 
     code = "stale_handle"
+
+
+class Misdirected(Refused):
+    """Another controller of the queue decides about this; ``where`` ends with its number."""
+
+    code = "misdirected"
+
+    @classmethod
+    def at(cls, controller: int, what: str) -> Misdirected:
+        """Make the error that sends the caller to ``controller``."""
+        return cls(what, where=f"controller {controller}", hint="Ask that one")
+
+    @property
+    def controller(self) -> int:
+        """The number of the controller to ask."""
+        return int(self.where.rpartition(" ")[2])
 
 
 class ProtocolError(AsyncFlowError):

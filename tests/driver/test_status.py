@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncflow.api.job import RLJobSpec
 from asyncflow.api.load import load_job
 from asyncflow.driver.progress import Progress
 from asyncflow.driver.status import rollout_state, waiting_for
@@ -10,7 +11,8 @@ from asyncflow.identity import Version
 from asyncflow.net.roster import Member
 from asyncflow.queue.protocol.messages import QueueStats
 
-SPEC = load_job(Path(__file__).parents[2] / "examples" / "quickstart.yaml").spec
+EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+SPEC = load_job(EXAMPLE).spec
 ALL = {"controller": 1, "storage": 2, "trainer": 1, "rollout": 2}
 STATS = QueueStats(
     ready={"train/rollout": 8},
@@ -35,6 +37,7 @@ STATS = QueueStats(
 def words(
     folder: Path,
     *,
+    spec: RLJobSpec = SPEC,
     members: dict[str, int] = ALL,
     newest: int | None = 0,
     evaluating: Sequence[int] = (0,),
@@ -44,7 +47,7 @@ def words(
 ) -> str:
     return waiting_for(
         Progress(folder, steps=steps, now=0.0),
-        spec=SPEC,
+        spec=spec,
         members=members,
         newest=newest,
         evaluating=evaluating,
@@ -56,6 +59,14 @@ def words(
 
 def test_missing_roles_are_named_first(tmp_path: Path) -> None:
     assert words(tmp_path, members={"controller": 1, "storage": 1}) == "1 storage, 1 trainer, 1 rollout"
+
+
+def test_holders_of_the_bytes_are_named_before_the_units_that_wait_for_them(tmp_path: Path) -> None:
+    spec = load_job(EXAMPLE, ["transferQueue.backend=mooncake"]).spec
+    there = {"controller": 1, "holder": 1, "trainer": 1, "rollout": 2}
+    assert words(tmp_path, spec=spec, members=there) == "1 master, 1 holder, 2 storage"
+    elsewhere = load_job(EXAMPLE, ["transferQueue={backend: redis, store: {address: 'a:1'}}"]).spec
+    assert words(tmp_path, spec=elsewhere) == ""
 
 
 def test_then_the_first_weights_then_a_stall(tmp_path: Path) -> None:

@@ -148,3 +148,14 @@ def test_the_private_halves_are_gone_when_the_handshake_has_ended():
     second.proved(first.welcomed(second.welcome(first.hello())))
     assert first._share is None
     assert second._share is None
+
+
+@given(st.binary(max_size=HELLO_SIZE + 9), st.sampled_from([OURS, None]))
+def test_whatever_bytes_come_the_answer_is_a_protocol_error(came, keys):
+    caller = Handshake(OURS)
+    caller.hello()
+    for take in (Handshake(OURS).welcome, caller.welcomed, Handshake(OURS).proved):
+        with pytest.raises(ProtocolError):
+            take(came)
+    with pytest.raises(ProtocolError):
+        Handshake(keys).welcome(b"AFs2" + came if keys is None else b"AFp2" + came)

@@ -9,11 +9,12 @@ rows_of_ints = st.lists(st.lists(st.integers(-100, 100), max_size=4), max_size=6
 
 
 @given(rows_of_ints, st.data())
-def test_take_and_concat_are_those_of_lists(rows: list[list[int]], data: st.DataObject) -> None:
+def test_take_and_gather_are_those_of_lists(rows: list[list[int]], data: st.DataObject) -> None:
     column = Jagged.from_rows(rows, np.int32)
     indices = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=8)) if rows else []
     assert column.take(indices) == Jagged.from_rows([rows[i] for i in indices], "int32")
-    assert Jagged.concat([column, column.take(indices)]) == Jagged.from_rows(rows + [rows[i] for i in indices], "int32")
+    both = Jagged.gather([(column, 0, len(rows)), (column.take(indices), 0, len(indices))])
+    assert both == Jagged.from_rows(rows + [rows[i] for i in indices], "int32")
     assert column.lengths.tolist() == [len(row) for row in rows]
 
 
@@ -107,4 +108,4 @@ def test_a_row_outside_is_an_error() -> None:
 def test_columns_of_two_forms_are_not_one() -> None:
     for other in (Jagged.from_rows([], "int16"), Jagged.from_rows([], "int8", inner=None)):
         with pytest.raises(ValueError, match="cannot be one column"):
-            Jagged.concat([Jagged.from_rows([], "int8"), other])
+            Jagged.gather([(Jagged.from_rows([], "int8"), 0, 0), (other, 0, 0)])

@@ -123,6 +123,13 @@ def test_bytes_that_do_not_lie_with_the_units_have_holders() -> None:
     assert of_redis.role("holder").after == ("driver",)
 
 
+@pytest.mark.parametrize("backend", ["mooncake", "redis"])
+def test_a_store_that_others_run_has_no_roles(backend: str) -> None:
+    planned = plan(job(f"transferQueue={{backend: {backend}, store: {{address: 'store:1'}}}}"))
+    assert [role.name for role in planned.roles] == ["driver", "controller", "storage", "trainer", "rollout"]
+    assert planned.role("storage").after == ("driver",)
+
+
 def test_budgets_come_from_the_failure_policy() -> None:
     policy = plan(job("failurePolicy.trainer={maxRestarts: 2, windowSeconds: 60, backoffSeconds: 5}")).role("trainer")
     assert (policy.restart.max_restarts, policy.restart.window_s, policy.restart.backoff_s) == (2, 60, 5)

@@ -38,8 +38,8 @@ def test_what_lives_reads_back_in_any_order_and_takes_no_more_than_twice_its_byt
             got = await backend.get(asked, list(names))
             assert list(got) == list(names)
             for name in names:
-                expected = [put[place.parcel][name].take([place.row]) for place in asked]
-                assert got[name] == Jagged.concat(expected)
+                expected = [(put[place.parcel][name], place.row, place.row + 1) for place in asked]
+                assert got[name] == Jagged.gather(expected)
             gone = data.draw(st.lists(st.sampled_from(there), max_size=6, unique=True))
             await backend.free(gone, list(names))
             alive -= {(place, name) for place in gone for name in names}

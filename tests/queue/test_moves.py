@@ -16,6 +16,7 @@ from asyncflow.queue.controller.compaction import dump
 from asyncflow.queue.controller.folding import empty_books
 from asyncflow.queue.controller.moves import Room, choose
 from asyncflow.queue.controller.table import Table, told
+from asyncflow.queue.controller.taking import take_over
 from asyncflow.queue.ledger.audit import Auditor
 from asyncflow.queue.protocol.moving_calls import NOWHERE
 from asyncflow.queue.protocol.unit_calls import MovedRows, NewCells, OpenRows, Verdict
@@ -172,7 +173,7 @@ class Movement(RuleBasedStateMachine):
     def admit(self, unit, put):
         entry, rows, values = put.entry, put.entry.rows, unit.values[put]
         if isinstance(entry, MovedRows):
-            ok = self.table.take(unit.home, rows, entry)
+            ok = take_over(self.table, unit.home, rows, entry)
         elif isinstance(entry, OpenRows):
             names, sizes = told(entry.cells, len(rows))
             known = {"serial": entry.serial, "size": entry.group_size, "rows": rows, "tags": []}

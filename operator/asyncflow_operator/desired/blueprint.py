@@ -16,7 +16,7 @@ from asyncflow.api.base import Spec
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import LABEL_QUEUE, QUEUE_ROLES, RPC_PORT, RoleName, service
 from asyncflow.api.placement import SchedulingSpec, TemplateSpec
-from asyncflow.api.queue import LEAVE_S, TransferQueue
+from asyncflow.api.queue import LEAVE_S, StoreSpec, TransferQueue
 from asyncflow.plan import plan
 from asyncflow.plan.roles import Role
 from asyncflow_operator.desired.images import Registry, image_of
@@ -35,8 +35,8 @@ class Blueprint:
 
     templates: the user's, the later wins; wish: what the user said of the role, as JSON values; leader: the address
     that others dial, where process 0 of the role listens if ``leads``; world: ranks that meet, 1 for none; first_seat,
-    first_slot: number of process 0 among all of the family, and among those that have devices; grace_s: seconds from
-    SIGTERM to SIGKILL; readers: roles that read from this one.
+    first_slot: number of process 0 among all of the family, and among those that have devices; store: one that others
+    run, which the role uses; grace_s: seconds from SIGTERM to SIGKILL; readers: roles that read from this one.
     """
 
     family: Family
@@ -49,6 +49,7 @@ class Blueprint:
     labels: Mapping[str, str]
     mounts: tuple[Mounted, ...]
     scheduling: SchedulingSpec
+    store: StoreSpec | None = None
     grace_s: float = _GRACE_S
     world: int = 1
     first_seat: int = 0
@@ -96,6 +97,7 @@ def job_blueprint(
         first_seat=_before(role, planned.roles),
         first_slot=_before(role, [other for other in planned.roles if other.resources.accelerators]),
         scheduling=spec.scheduling,
+        store=spec.transfer_queue.store if name == "storage" else None,
         readers=("trainer", "rollout") if name == "storage" else (),
     )
 
@@ -116,6 +118,7 @@ def queue_blueprint(queue: TransferQueue, name: RoleName, *, family: Family, reg
         mounts=queue_mounts(queue, role),
         grace_s=LEAVE_S + _GRACE_S if name == "storage" else _GRACE_S,
         scheduling=SchedulingSpec(),
+        store=spec.store if name == "storage" else None,
         first_seat=_before(role, queue_roles(queue)),
     )
 
@@ -140,7 +143,11 @@ def wish_of(job: RLJob, name: RoleName) -> dict[str, object]:
         "controller": {"cpu": spec.transfer_queue.resources.cpu, "ledger": spec.storage.ledger.claim},
         "master": {"cpu": spec.transfer_queue.resources.cpu},
         "holder": {"cpu": spec.transfer_queue.resources.cpu, "bytes": spec.transfer_queue.bytes_per_unit},
-        "storage": {"resources": spec.transfer_queue.resources, "bytes": spec.transfer_queue.bytes_per_unit},
+        "storage": {
+            "resources": spec.transfer_queue.resources,
+            "bytes": spec.transfer_queue.bytes_per_unit,
+            "store": spec.transfer_queue.store,
+        },
         "trainer": {
             "ranks": spec.trainer.replicas,
             "trainer": spec.trainer.model_dump(mode="json", include=_SHAPE, exclude_defaults=True),
@@ -156,7 +163,7 @@ def queue_wish(queue: TransferQueue) -> dict[str, object]:
     """Give what shapes the pods of a queue that stands alone."""
     spec = queue.spec
     held, ledger = spec.bytes_per_unit, spec.ledger.claim
-    return _said(template=spec.template, resources=spec.resources, bytes=held, ledger=ledger)
+    return _said(template=spec.template, resources=spec.resources, bytes=held, ledger=ledger, store=spec.store)
 
 
 def _said(**wishes: object) -> dict[str, object]:

@@ -17,16 +17,14 @@ from asyncflow_operator.desired.blueprint import (
     Blueprint,
     job_blueprint,
     queue_blueprint,
-    queue_wish,
     templates_of,
-    wish_of,
 )
 from asyncflow_operator.desired.children import make_children
 from asyncflow_operator.desired.config import make_config
 from asyncflow_operator.desired.gang import make_gang
 from asyncflow_operator.desired.images import Registry, image_of
 from asyncflow_operator.desired.keys import make_keys, token
-from asyncflow_operator.desired.objects import digest, job_family, queue_family
+from asyncflow_operator.desired.objects import job_family, queue_family
 from asyncflow_operator.desired.pods import make_pod
 from asyncflow_operator.desired.policy import make_account, make_budget, make_network_policy
 from asyncflow_operator.desired.queues import queue_roles
@@ -112,14 +110,6 @@ class Desired:
             role.name: image_of(role, templates=templates_of(job, role.name), pinned={}, registry=registry)
             for role in plan(job).roles
         }
-
-    def pod_digest(self, state: JobState, role: RoleName) -> str:
-        """Give the digest of the pods of a role of the job, without making one."""
-        return digest(wish_of(_job(state), role))
-
-    def queue_pod_digest(self, state: QueueState, role: RoleName) -> str:
-        """Give the digest of the pods of a role of the queue, without making one."""
-        return digest(queue_wish(_queue(state))) if state.job is None else self.pod_digest(state.job, role)
 
     def token(self, owner: Owner) -> str:
         """Give the bearer token of the POST routes of a job's driver."""

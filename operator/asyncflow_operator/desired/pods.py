@@ -109,9 +109,10 @@ def _spec(blueprint: Blueprint, member: Membership, *, index: int, attempt: int)
 
 def _container(blueprint: Blueprint, *, index: int, attempt: int, http_port: int) -> Manifest:
     role = blueprint.role
-    driver = _EVERYWHERE if blueprint.leads and index == 0 else blueprint.leader
+    leads = blueprint.leads and index == 0
+    driver = _EVERYWHERE if leads else blueprint.leader
     numbers = {port.name: http_port if port.name == "http" else port.number for port in role.ports}
-    listens = numbers if blueprint.leads else {"http": http_port}
+    listens = numbers if leads else {"http": http_port}
     return {
         "name": CONTAINER,
         "image": blueprint.image,

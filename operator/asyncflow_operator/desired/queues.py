@@ -31,7 +31,13 @@ def queue_roles(queue: TransferQueue) -> tuple[Role, ...]:
         return _role(name, replicas=replicas, resources=resources, template=spec.template, after=after)
 
     return (
-        _role("controller", replicas=1, resources=Resources(cpu=cpu), template=spec.template, durable=True),
+        _role(
+            "controller",
+            replicas=spec.controllers,
+            resources=Resources(cpu=cpu),
+            template=spec.template,
+            durable=True,
+        ),
         *holding_roles(spec, "controller", holding),
         _role(
             "storage",

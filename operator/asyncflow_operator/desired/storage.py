@@ -15,7 +15,7 @@ from typing import Final
 from asyncflow.api.durability import ClaimSpec
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import CLAIMS_DIR, WORKDIR, RoleName, claim
-from asyncflow.api.queue import TransferQueue
+from asyncflow.api.queue import QueueSpec, TransferQueue
 from asyncflow.plan.roles import Durable, Role
 from asyncflow_operator.desired.objects import Family, make_object, stamped
 from asyncflow_operator.observed import Manifest
@@ -50,7 +50,8 @@ def job_claims(job: RLJob, family: Family) -> tuple[Manifest, ...]:
     storage = job.spec.storage
     made: list[Manifest] = []
     if storage.ledger.claim is not None and storage.ledger.claim.size is not None:
-        made.append(make_claim(family, "ledger", storage.ledger.claim))
+        mode = _writers(job.spec.transfer_queue)
+        made.append(make_claim(family, "ledger", storage.ledger.claim, access_mode=mode))
     if storage.checkpoints.claim is not None and storage.checkpoints.claim.size is not None:
         mode = storage.checkpoints.access_mode
         made.append(make_claim(family, "checkpoints", storage.checkpoints.claim, access_mode=mode))
@@ -60,7 +61,14 @@ def job_claims(job: RLJob, family: Family) -> tuple[Manifest, ...]:
 def queue_claims(queue: TransferQueue, family: Family) -> tuple[Manifest, ...]:
     """Give the claims that are made for a queue that stands alone."""
     spec = queue.spec.ledger.claim
-    return (make_claim(family, "ledger", spec),) if spec is not None and spec.size is not None else ()
+    if spec is None or spec.size is None:
+        return ()
+    return (make_claim(family, "ledger", spec, access_mode=_writers(queue.spec)),)
+
+
+def _writers(queue: QueueSpec) -> str:
+    """Give the access mode of the claim of the ledgers: controllers on several nodes write, each its own folder."""
+    return "ReadWriteMany" if queue.controllers > 1 else "ReadWriteOnce"
 
 
 def job_mounts(job: RLJob, role: Role) -> tuple[Mounted, ...]:

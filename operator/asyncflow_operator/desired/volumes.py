@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from asyncflow.api.accelerators import PROFILES, host_paths
-from asyncflow.api.names import CONFIG_DIR, JOB_FILE, KEY_FILE, TOKEN_FILE, WORKDIR, keys_secret
+from asyncflow.api.names import CONFIG_DIR, JOB_FILE, KEY_FILE, STORE_PASSWORD_FILE, TOKEN_FILE, WORKDIR, keys_secret
+from asyncflow.api.queue import SecretEntry
 from asyncflow_operator.desired.blueprint import Blueprint
 from asyncflow_operator.observed import Manifest
 
@@ -28,7 +29,7 @@ class Volumes(NamedTuple):
 def make_volumes(blueprint: Blueprint, index: int) -> Volumes:
     """Give the volumes of process ``index``."""
     volumes = [
-        {"name": "config", "projected": {"defaultMode": _READ_BY_GROUP, "sources": _config(blueprint.family.name)}},
+        {"name": "config", "projected": {"defaultMode": _READ_BY_GROUP, "sources": _config(blueprint)}},
         {"name": "tmp", "emptyDir": {}},
     ]
     mounts: list[Manifest] = [
@@ -42,14 +43,21 @@ def make_volumes(blueprint: Blueprint, index: int) -> Volumes:
     return Volumes(volumes, mounts)
 
 
-def _config(family: str) -> list[Manifest]:
+def _config(blueprint: Blueprint) -> list[Manifest]:
+    family, store = blueprint.family.name, blueprint.store
+
     def items(*paths: str) -> list[Manifest]:
         return [{"key": path.rpartition("/")[2], "path": path.rpartition("/")[2]} for path in paths]
 
     return [
         {"configMap": {"name": family, "items": items(JOB_FILE)}},
         {"secret": {"name": keys_secret(family), "items": items(KEY_FILE, TOKEN_FILE)}},
+        *([_entry(store.password, STORE_PASSWORD_FILE)] if store is not None and store.password is not None else []),
     ]
+
+
+def _entry(entry: SecretEntry, path: str) -> Manifest:
+    return {"secret": {"name": entry.name, "items": [{"key": entry.key, "path": path.rpartition("/")[2]}]}}
 
 
 def _run(claims: Volumes) -> Volumes:

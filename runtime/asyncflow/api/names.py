@@ -25,6 +25,10 @@ KEY_FILE: Final = f"{CONFIG_DIR}/key"
 """Where the job's key lies in a pod."""
 KEY_FILE_ENV: Final = "ASYNCFLOW_KEY_FILE"
 """Variable that names the job's key file elsewhere."""
+STORE_PASSWORD_FILE: Final = f"{CONFIG_DIR}/store-password"
+"""Where the password of a store that others run lies in the pods of storage units."""
+STORE_PASSWORD_FILE_ENV: Final = "ASYNCFLOW_STORE_PASSWORD_FILE"  # noqa: S105 — a name, not a password
+"""Variable that names the file with that password elsewhere."""
 TOKEN_FILE: Final = f"{CONFIG_DIR}/token"
 """Where the bearer token of the driver's POST routes lies in a pod."""
 TOKEN_FILE_ENV: Final = "ASYNCFLOW_TOKEN_FILE"  # noqa: S105 — a name, not a token

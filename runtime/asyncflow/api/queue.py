@@ -24,11 +24,33 @@ LEAVE_S = 120.0
 """Seconds that a unit whose pod is taken away has to take its rows to others."""
 
 
+class SecretEntry(Spec):
+    """An entry of a Secret in the namespace of the object."""
+
+    name: Name
+    """The Secret."""
+    key: Annotated[str, StringConstraints(pattern=r"^[-._a-zA-Z0-9]+$", max_length=253)] = "password"
+    """The entry."""
+
+
+class StoreSpec(Spec):
+    """A store that somebody else runs."""
+
+    address: Annotated[str, StringConstraints(pattern=r"^[-._a-zA-Z0-9]+:[0-9]{1,5}$", max_length=256)]
+    """HOST:PORT of the Redis server, or of Mooncake's master."""
+    password: SecretEntry | None = None
+    """Where Redis's password is. On one machine: in the file that ASYNCFLOW_STORE_PASSWORD_FILE names."""
+
+
 class QueueSpec(Spec):
     """Controllers and storage units."""
 
     backend: Literal["memory", "mooncake", "redis"] = "memory"
     """Where the cells lie."""
+    controllers: Annotated[int, Field(ge=1, le=16)] = 1
+    """Controllers; each is a process of its own that has some of the tasks, and the first has all rows."""
+    store: StoreSpec | None = None
+    """A store that is there already, of the kind that backend names. Absent: it is made with the queue."""
     storage_units: Annotated[int, Field(ge=1, le=4096)] = 1
     """Storage units; each is a process of its own."""
     bytes_per_unit: Quantity = Quantity("256Mi")
@@ -39,6 +61,20 @@ class QueueSpec(Spec):
     """CPU and memory of one storage unit."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            reads=("store", "backend"),
+            ok=lambda queue: queue.store is None or queue.backend != "memory",
+            cel="!has(self.store) || self.backend != 'memory'",
+            why="in the memory of the units there is no store",
+            fix="Give backend: mooncake or redis, or leave store out",
+        ),
+        Rule(
+            reads=("store.password", "backend"),
+            ok=lambda queue: queue.store is None or queue.store.password is None or queue.backend == "redis",
+            cel="!has(self.store) || !has(self.store.password) || self.backend == 'redis'",
+            why="only Redis knows passwords",
+            fix="Leave store.password out, and close the network around the store",
+        ),
         Rule(
             reads=("bytes_per_unit",),
             ok=lambda queue: queue.bytes_per_unit.bytes >= LEAST_BYTES,
@@ -57,7 +93,11 @@ class QueueSpec(Spec):
             fix="Give resources.memory of at least bytesPerUnit",
         ),
     )
-    frozen_fields: ClassVar[tuple[Frozen, ...]] = (Frozen(reads="backend", why="cells do not move between back ends"),)
+    frozen_fields: ClassVar[tuple[Frozen, ...]] = (
+        Frozen(reads="backend", why="cells do not move between back ends"),
+        Frozen(reads="controllers", why="tasks do not move between controllers"),
+        Frozen(reads="store", why="cells do not move between stores"),
+    )
 
 
 class JobQueueSpec(QueueSpec):

@@ -53,12 +53,12 @@ def plan(file: Path, overrides: Sequence[str]) -> None:
 
 def audit(directory: Path) -> int:
     """Print the account of all samples; 1 where one was lost or trained twice."""
-    from asyncflow.queue.ledger.audit import audit_ledger
+    from asyncflow.queue.ledger.audits import audit_ledgers
 
     ledger = directory / "ledger"
     if not ledger.is_dir():
         raise ManifestError("there is no ledger", where=str(ledger), hint="Give the folder of a run")
-    report = audit_ledger(ledger)
+    report = audit_ledgers(ledger)
     for name in _ACCOUNT:
         click.echo(f"{name.replace('_', ' '):<20}{getattr(report, name):>12}")
     for problem in report.problems:

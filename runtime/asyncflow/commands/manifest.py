@@ -50,8 +50,9 @@ def resolved_job(file: Path, overrides: Sequence[str] = ()) -> RLJob:
     manifest = checked(file, overrides)
     if not isinstance(manifest, RLJob):
         raise ManifestError(f"kind = {manifest.kind!r}: not a job", where=str(file), hint="Give an RLJob")
-    backend = manifest.spec.transfer_queue.backend
-    load_plugin(BACKENDS, backend, kind=Backend, where="spec.transferQueue.backend").check()
+    queue = manifest.spec.transfer_queue
+    backend = load_plugin(BACKENDS, queue.backend, kind=Backend, where="spec.transferQueue.backend")
+    backend.check(servers=queue.store is None)
     if manifest.spec.suspend:
         raise ManifestError("the job is suspended", where=str(file), hint="Run it with --set suspend=false")
     return _anchored(manifest, folder_of(manifest, file))

@@ -145,7 +145,8 @@ class Driver:
 
     async def run(self) -> Phase:
         """Drive the job to its end: Succeeded or Suspended."""
-        needed = Counter(controller=1, storage=self.job.spec.transfer_queue.storage_units)
+        queue = self.job.spec.transfer_queue
+        needed = Counter(controller=queue.controllers, storage=queue.storage_units)
         await self.members.gather(needed, changed=self.wake.changed, within_s=self.job.spec.limits.start_seconds)
         await self._restore()
         self.phase = "Running"

@@ -14,6 +14,7 @@ from asyncflow.api.status import CheckpointState, DriverStatus, Lag, Phase, Queu
 from asyncflow.driver.progress import Progress
 from asyncflow.identity import Version
 from asyncflow.net.roster import Member, Status
+from asyncflow.plan.holding import holders
 from asyncflow.queue.protocol.messages import QueueStats
 
 Standing = Literal["starting", "ready", "lagging", "draining", "lost"]
@@ -108,7 +109,8 @@ def waiting_for(
     since the last step, or since the first prompt.
     """
     expected = {
-        "controller": 1,
+        "controller": spec.transfer_queue.controllers,
+        **holders(spec.transfer_queue),
         "storage": spec.transfer_queue.storage_units,
         "trainer": spec.trainer.replicas,
         "rollout": max(1, spec.rollout.min_replicas),

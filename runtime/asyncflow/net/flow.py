@@ -31,6 +31,11 @@ def tune(made: sockets.socket) -> None:
     made.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_USER_TIMEOUT, _LOST_MS)
 
 
+def wait_for(made: sockets.socket, count: int) -> None:
+    """Take ``made`` for readable when ``count`` bytes have come, or none will come any more."""
+    made.setsockopt(sockets.SOL_SOCKET, sockets.SO_RCVLOWAT, count)
+
+
 def in_words(error: OSError) -> str:
     """Say why a connection was not made."""
     if isinstance(error, ConnectionRefusedError):
@@ -63,6 +68,7 @@ class Flow:
         self._inbox: Inbox | None = None
         self._deliver = deliver
         self._lost = lost
+        self._worth = 1
         self._writing = False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(socket, self._read)
@@ -81,12 +87,17 @@ class Flow:
             for _ in range(_READS):
                 if self.closed:
                     break
-                room = self._first[self._came :] if self._inbox is None else self._inbox.room()
+                inbox = self._inbox
+                room = self._first[self._came :] if inbox is None else inbox.room()
                 count = self._socket.recv_into(room)
                 if not count:
                     self._fail(PeerLost("the connection to the peer broke"))
-                    break
-                self._took(count)
+                elif inbox is None:
+                    self._take_first(count)
+                else:
+                    for parts in inbox.took(count):
+                        if not self.closed:
+                            self._deliver(parts)
                 if count < len(room):
                     break
         except BlockingIOError:
@@ -97,14 +108,18 @@ class Flow:
             self._fail(wrong)
         except MemoryError:
             self._fail(ProtocolError("there is no memory for what a peer wants to send"))
+        if self._inbox is not None and self._inbox.worth != self._worth and not self.closed:
+            self._worth = self._inbox.worth
+            wait_for(self._socket, self._worth)
 
     def flush(self) -> None:
         """Send what the stream takes now; the rest follows when it takes more."""
-        if self.outbox is None or self.closed:
+        outbox = self.outbox
+        if outbox is None or self.closed:
             return
         try:
-            while views := self.outbox.views():
-                self.outbox.sent(self._socket.sendmsg(views))
+            while not outbox.idle and (views := outbox.views()):
+                outbox.sent(self._socket.sendmsg(views))
         except BlockingIOError:
             if not self._writing:
                 self._writing = True
@@ -117,12 +132,8 @@ class Flow:
             self._writing = False
             self._loop.remove_writer(self._socket)
 
-    def _took(self, count: int) -> None:
-        if self._inbox is not None:
-            for parts in self._inbox.took(count):
-                if not self.closed:
-                    self._deliver(parts)
-            return
+    def _take_first(self, count: int) -> None:
+        """Take in bytes of the handshake."""
         self._came += count
         if self._came == len(self._first):
             shaken = self._shake(bytes(self._first))

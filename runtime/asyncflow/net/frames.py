@@ -1,8 +1,8 @@
 """Batches of rows on the wire: one frame with everything small, then one for each large column, which is its values.
 
-The first frame holds the lengths of all rows, column after column (uint32 where all fit, else int64), then the values
-of the columns of less than ``LARGE`` bytes. Everything is little-endian. The header says names, forms and numbers of
-values. Neither side copies a large column: the frame is the array.
+The first frame holds the lengths of all rows, column after column (uint32 where each column's fit together, else
+int64), then the values of the columns of less than ``LARGE`` bytes. Everything is little-endian. The header says names,
+forms and numbers of values. Neither side copies a large column: the frame is the array.
 
 Invariant: ``decode_batch`` gives either exactly what ``encode_batch`` was given, or a ProtocolError. No size in a
 header is believed before the bytes that came agree with it, and no byte is ever interpreted as code.
@@ -10,8 +10,9 @@ header is believed before the bytes that came agree with it, and no byte is ever
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -73,17 +74,28 @@ def encode_batch(columns: Mapping[str, Jagged]) -> tuple[BatchHeader, list[Buffe
     if len(counts) > 1:
         raise ValueError(f"columns of one batch differ in rows: { {name: len(c) for name, c in columns.items()} }")
     rows = counts.pop() if counts else 0
-    lengths = np.empty((len(columns), rows), _LONG)
-    for row, column in zip(lengths, columns.values(), strict=True):
-        np.subtract(column.offsets[1:], column.offsets[:-1], out=row)
-    if not lengths.size or lengths.max() <= _LONGEST_SHORT:
-        lengths = lengths.astype(_SHORT)
     headers = [ColumnHeader(name=n, dtype=c.dtype, values=c.values.size, inner=c.inner) for n, c in columns.items()]
-    small: list[Buffer] = [_bytes_of(lengths.reshape(-1))]
+    small: list[Any] = [_lengths(columns, rows)]
     large: list[Buffer] = []
     for column in columns.values():
-        (small if column.values.nbytes < LARGE else large).append(_bytes_of(column.values))
+        values = np.ascontiguousarray(column.values)
+        if values.nbytes < LARGE:
+            small.append(values)
+        else:
+            large.append(values.view(np.uint8).data)
     return BatchHeader(rows=rows, columns=headers), [b"".join(small), *large]
+
+
+def _lengths(columns: Mapping[str, Jagged], rows: int) -> bytes | Array:
+    """Give the lengths of all rows, [columns, rows]."""
+    sizes = [column.values.size for column in columns.values()]
+    short = max(sizes, default=0) <= _LONGEST_SHORT
+    if rows == 1:
+        return struct.pack(f"<{len(sizes)}{'I' if short else 'q'}", *sizes)
+    lengths = np.empty((len(sizes), rows), _SHORT if short else _LONG)
+    for row, column in zip(lengths, columns.values(), strict=True):
+        np.subtract(column.offsets[1:], column.offsets[:-1], out=row, casting="unsafe")
+    return lengths
 
 
 def decode_batch(header: BatchHeader, frames: Sequence[Buffer], *, max_bytes: int) -> dict[str, Jagged]:
@@ -94,22 +106,21 @@ def decode_batch(header: BatchHeader, frames: Sequence[Buffer], *, max_bytes: in
     """
     dtypes = [_stored(column) for column in header.columns]
     sizes = [column.values * dtype.itemsize for column, dtype in zip(header.columns, dtypes, strict=True)]
-    arrays = [np.frombuffer(frame, np.uint8) for frame in frames]
-    _check_frames(header, sizes, [array.size for array in arrays], max_bytes)
-    small = arrays[0]
-    at = small.size - sum(size for size in sizes if size < LARGE)
-    offsets = _decode_offsets(header, small[:at])
-    large = iter(arrays[1:])
+    _check_frames(header, sizes, [len(frame) for frame in frames], max_bytes)
+    small, large = memoryview(frames[0]), iter(frames[1:])
+    at = len(small) - sum([size for size in sizes if size < LARGE])
     columns = {}
-    for index, (column, dtype, size) in enumerate(zip(header.columns, dtypes, sizes, strict=True)):
+    for column, dtype, size, offsets in zip(
+        header.columns, dtypes, sizes, _decode_offsets(header, small[:at]), strict=True
+    ):
         if size < LARGE:
-            values = small[at : at + size].copy().view(dtype)
+            values = np.frombuffer(bytearray(small[at : at + size]), dtype)
             at += size
         else:
-            values = next(large).view(dtype)
+            values = np.frombuffer(next(large), np.uint8).view(dtype)
             if not (values.flags.aligned and values.flags.writeable):
                 values = values.copy()
-        columns[column.name] = _column(column, values, offsets[index])
+        columns[column.name] = _column(column, values, offsets)
     return columns
 
 
@@ -123,25 +134,27 @@ def _stored(column: ColumnHeader) -> np.dtype[np.generic]:
 def _check_frames(header: BatchHeader, sizes: Sequence[int], came: Sequence[int], max_bytes: int) -> None:
     if sum(came) > max_bytes:
         raise ProtocolError(f"a batch of {sum(came)} bytes came where {max_bytes} are allowed", where="batch")
-    if len({column.name for column in header.columns}) != len(header.columns):
+    if len({column.name for column in header.columns}) != len(sizes):
         raise ProtocolError("two columns of one batch have the same name", where="batch")
     if not header.columns and header.rows:
         raise ProtocolError(f"a batch of {header.rows} rows has no column", where="batch")
     large = [size for size in sizes if size >= LARGE]
-    cells = len(sizes) * header.rows
-    first = [cells * dtype.itemsize + sum(sizes) - sum(large) for dtype in (_SHORT, _LONG)]
-    if list(came[1:]) != large or not came or came[0] not in first:
+    cells, values = len(sizes) * header.rows, sum(sizes) - sum(large)
+    if list(came[1:]) != large or not came or came[0] - values not in (cells * _SHORT.itemsize, cells * _LONG.itemsize):
         what = f"frames of {list(came)} bytes cannot hold {header.rows} rows of columns of {list(sizes)} bytes"
         raise ProtocolError(what, where="batch")
 
 
-def _decode_offsets(header: BatchHeader, frame: Array) -> Offsets:
+def _decode_offsets(header: BatchHeader, frame: memoryview) -> Offsets:
     """Give the offsets of all columns, [columns, rows + 1], which are known to be right."""
     shape = len(header.columns), header.rows
-    dtype = _SHORT if frame.size == shape[0] * shape[1] * _SHORT.itemsize else _LONG
+    dtype = _SHORT if len(frame) == shape[0] * shape[1] * _SHORT.itemsize else _LONG
     lengths = np.frombuffer(frame, dtype).reshape(shape)
     offsets = np.zeros((shape[0], shape[1] + 1), np.int64)
-    np.cumsum(lengths, axis=1, out=offsets[:, 1:])
+    if header.rows == 1:
+        offsets[:, 1:] = lengths
+    else:
+        np.add.accumulate(lengths, 1, np.int64, offsets[:, 1:])
     if dtype is _LONG and bool((offsets[:, 1:] < offsets[:, :-1]).any()):
         raise ProtocolError("a row has less than no values", where="batch")
     for column, values in zip(header.columns, offsets[:, -1].tolist(), strict=True):
@@ -163,7 +176,3 @@ def _column(header: ColumnHeader, values: Array, offsets: Offsets) -> Jagged:
 
 def _where(column: ColumnHeader) -> str:
     return f"column {column.name!r}"
-
-
-def _bytes_of(values: Array) -> memoryview:
-    return np.ascontiguousarray(values).view(np.uint8).data

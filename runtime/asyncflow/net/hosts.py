@@ -6,6 +6,7 @@ once at a time however many ask, so that no event loop and no deadline waits for
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import threading
@@ -38,7 +39,7 @@ def address_of(host: str, port: int) -> str:
     return f"{SCHEME}[{host}]:{port}" if ":" in host else f"{SCHEME}{host}:{port}"
 
 
-def dialled(bound: str, advertise: str = "") -> str:
+async def dialled(bound: str, advertise: str = "") -> str:
     """Give ``advertise`` if it is set, else ``bound``, or this machine's own address if that is all interfaces.
 
     Raises Refused where this machine's own name has no address.
@@ -47,7 +48,7 @@ def dialled(bound: str, advertise: str = "") -> str:
         return advertise or bound
     name = socket.gethostname()
     try:
-        return socket.gethostbyname(name)
+        return str((await asyncio.wrap_future(look_up(name, 0)))[0][1][0])
     except OSError as error:
         hint = "Say which address others dial (advertise)"
         raise Refused(f"this machine's name {name!r} has no address: {error}", hint=hint) from error

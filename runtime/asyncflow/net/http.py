@@ -79,7 +79,7 @@ class RoleHttp:
         except OSError as error:
             hint = "Another process may hold that port"
             raise Refused(f"cannot listen at http://{host}:{port}: {error}", hint=hint) from error
-        return f"http://{hosts.dialled(host, advertise)}:{bound}"
+        return f"http://{await hosts.dialled(host, advertise)}:{bound}"
 
     async def close(self) -> None:
         """Stop serving, within a second."""

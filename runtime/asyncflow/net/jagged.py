@@ -121,11 +121,6 @@ class Jagged:
         return cls.from_rows(rows, array.dtype.name, inner=array.shape[1:] if array.ndim else None)
 
     @classmethod
-    def concat(cls, parts: Sequence[Jagged]) -> Jagged:
-        """Put the rows of ``parts`` (at least one, all of one form) one after another."""
-        return cls.gather([(part, 0, len(part)) for part in parts])
-
-    @classmethod
     def gather(cls, runs: Sequence[tuple[Jagged, int, int]]) -> Jagged:
         """Put the rows from start to stop of each column of ``runs`` (at least one, all of one form) one after another.
 
@@ -186,6 +181,14 @@ class Jagged:
     def lengths(self) -> Offsets:
         """Number of values of each row, int64 [rows]."""
         return self.offsets[1:] - self.offsets[:-1]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of the values of each row."""
+        if len(self) == 1:
+            return [self.values.nbytes]
+        sizes: list[int] = (self.lengths * self.values.itemsize).tolist()
+        return sizes
 
     @property
     def nbytes(self) -> int:

@@ -32,7 +32,7 @@ async def listen(bind: str, *, name: str, advertise: str) -> tuple[str, socket.s
         raise Refused(f"cannot listen at {bind}: {error}", where=name, hint=hint) from error
     try:
         host, port = made.getsockname()[:2]
-        return address_of(dialled(host, advertise), port), made
+        return address_of(await dialled(host, advertise), port), made
     except BaseException:
         made.close()
         raise

@@ -10,18 +10,18 @@ A client belongs to the event loop in which it was first used.
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
-import msgspec
 from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, ProtocolError
 from asyncflow.net import wire
+from asyncflow.net.deadlines import Deadlines
 from asyncflow.net.frames import Buffer
 from asyncflow.net.keys import Keys
 from asyncflow.net.link import Answered, Link, Told
@@ -34,14 +34,9 @@ _RESOLVE_S = 0.1
 _SHORTEST_S = 0.001
 
 
-@functools.cache
-def _decoder(reply: type[Struct]) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(reply)
-
-
 def _read(reply: type[R], answer: memoryview, method: str, address: str) -> R | ProtocolError:
     try:
-        read: R = _decoder(reply).decode(answer)
+        read: R = wire.decoder_of(reply).decode(answer)
     except wire.MALFORMED as wrong:
         return ProtocolError(f"{method}: the answer is no {reply.__name__}: {wrong}", where=address)
     return read
@@ -71,6 +66,7 @@ class RpcClient:
         self._link: Link | None = None
         self._homeless: set[asyncio.Future[None]] = set()
         self._watch: asyncio.TimerHandle | None = None
+        self._deadlines = Deadlines()
         self._closed = False
 
     async def call(
@@ -107,12 +103,12 @@ class RpcClient:
                 future.set_result(answer)
 
         call = next(self._ids)
-        expiry = loop.call_at(deadline, self._expire, link, call, method, timeout)
+        expiry = self._deadlines.add(deadline, partial(self._expire, link, call, method, timeout))
         try:
             self._send(link, call, method, [body, *frames], deadline, told)
             answer, out = await future
         finally:
-            expiry.cancel()
+            self._deadlines.drop(expiry)
             link.forget(call)
         found = _read(reply, answer, method, link.address)
         if isinstance(found, ProtocolError):
@@ -141,10 +137,10 @@ class RpcClient:
             done(PeerLost(f"{method}: the peer has no address", where=self.name))
             return
         call = next(self._ids)
-        expiry = loop.call_at(deadline, self._expire, link, call, method, timeout)
+        expiry = self._deadlines.add(deadline, partial(self._expire, link, call, method, timeout))
 
         def told(answer: Answered | AsyncFlowError) -> None:
-            expiry.cancel()
+            self._deadlines.drop(expiry)
             done(answer if isinstance(answer, AsyncFlowError) else _read(reply, answer[0], method, link.address))
 
         self._send(link, call, method, [body], deadline, told)
@@ -160,6 +156,7 @@ class RpcClient:
         self._closed = True
         if self._watch is not None:
             self._watch.cancel()
+        self._deadlines.close()
         self._wake_homeless()
         if self._link is not None:
             self._link.close("this client was closed")

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -18,17 +19,21 @@ from msgspec import Struct
 from asyncflow.errors import AsyncFlowError, ProtocolError, Refused, RemoteError
 from asyncflow.net import wire
 from asyncflow.net.answering import Answering
+from asyncflow.net.deadlines import Deadlines
 from asyncflow.net.frames import Buffer
 from asyncflow.net.keys import Keys
+from asyncflow.net.later import Later
 from asyncflow.net.listening import listen
 
 log = logging.getLogger(__name__)
 
 Reply: TypeAlias = Struct | tuple[Struct, Sequence[Buffer]]
-NowHandler: TypeAlias = Callable[[Any, Sequence[memoryview]], "Reply | asyncio.Future[Any]"]
-"""As a ``Handler``, but a plain function, called where the request is read: it gives the reply, or a future of one.
+Awaited: TypeAlias = "Later[Any] | asyncio.Future[Any]"
+_AWAITED = (Later, asyncio.Future)
+NowHandler: TypeAlias = Callable[[Any, Sequence[memoryview]], "Reply | Awaited"]
+"""As a ``Handler``, but a plain function, called where the request is read: it gives the reply, or what will have it.
 
-The future is cancelled when its caller waits no more.
+That is cancelled when its caller waits no more.
 """
 
 Handler: TypeAlias = Callable[[Any, Sequence[memoryview]], Awaitable[Reply]]
@@ -55,8 +60,7 @@ class RpcCounters:
 
 class _Route(NamedTuple):
     decoder: msgspec.msgpack.Decoder[Any]
-    now: NowHandler | None = None
-    later: Handler | None = None
+    handler: NowHandler
 
 
 class RpcServer:
@@ -84,21 +88,19 @@ class RpcServer:
         self._advertise = advertise
         self._address = ""
         self._routes: dict[str, _Route] = {}
-        self._running: dict[tuple[int, int], asyncio.Future[Any]] = {}
+        self._running: dict[tuple[int, int], Awaited] = {}
+        self._deadlines = Deadlines()
         self._door: Answering | None = None
 
     def route(self, method: str, request: type[Struct], handler: Handler) -> None:
         """Answer calls of ``method`` by ``handler``; their bodies must be a ``request``."""
-        self._add(method, _Route(msgspec.msgpack.Decoder(request), later=handler))
+        self.route_now(method, request, lambda call, frames: asyncio.ensure_future(handler(call, frames)))
 
     def route_now(self, method: str, request: type[Struct], handler: NowHandler) -> None:
         """Answer calls of ``method`` by a ``handler`` that does not wait, or gives a future of what it waits for."""
-        self._add(method, _Route(msgspec.msgpack.Decoder(request), now=handler))
-
-    def _add(self, method: str, route: _Route) -> None:
         if method in self._routes:
             raise ValueError(f"{self.name} has two handlers for {method}")
-        self._routes[method] = route
+        self._routes[method] = _Route(wire.decoder_of(request), handler)
 
     @property
     def address(self) -> str:
@@ -124,7 +126,8 @@ class RpcServer:
         running = list(self._running.values())
         for work in running:
             work.cancel()
-        if running:
+        self._deadlines.close()
+        if running := [work for work in running if isinstance(work, asyncio.Future)]:
             _, stuck = await asyncio.wait(running, timeout=_CLOSE_S)
             for work in stuck:
                 log.warning("%s: %r did not end when it was cancelled", self.name, work)
@@ -151,90 +154,57 @@ class RpcServer:
         if (peer, header.call) in self._running:
             self._drop("repeated")
             return
-        self._accept(peer, header, parts)
-
-    def _accept(self, peer: int, header: wire.Call, parts: list[memoryview]) -> None:
         route = self._routes.get(header.method)
         if route is None:
             self._refuse(peer, header, ProtocolError(f"there is no method {header.method!r}", where=self.name))
-        elif len(self._running) >= MAX_CALLS:
+            return
+        if len(self._running) >= MAX_CALLS:
             self._refuse(peer, header, Refused(f"{MAX_CALLS} calls are running already", where=self.name))
-        else:
-            self._begin(peer, header, route, parts)
-
-    def _begin(self, peer: int, header: wire.Call, route: _Route, parts: list[memoryview]) -> None:
+            return
         try:
             request = route.decoder.decode(parts[1])
         except wire.MALFORMED as wrong:
             self._refuse(peer, header, ProtocolError(f"{header.method}: {wrong}", where=self.name))
             return
         self.counters.calls[header.method] += 1
-        frames = parts[2:]
-        if route.now is not None:
-            self._serve_now(peer, header, route.now, request, frames)
-        elif route.later is not None:
-            work = self._serve(peer, header, route.later, request, frames)
-            self._keep((peer, header.call), asyncio.get_running_loop().create_task(work), header.timeout)
+        self._answer(peer, header, partial(route.handler, request, parts[2:]))
 
-    def _keep(self, call: tuple[int, int], running: asyncio.Future[Any], timeout: float) -> None:
-        """Remember what answers ``call``, so that it ends when its caller waits no more."""
+    def _answer(self, peer: int, header: wire.Call, reply: Callable[[], Reply | Awaited]) -> None:
+        """Answer a call with what ``reply`` gives or raises, or with what that will have."""
+        try:
+            found = reply()
+            if isinstance(found, _AWAITED):
+                self._answer_later(peer, header, found)
+            else:
+                self._send_reply(peer, header, found)
+        except AsyncFlowError as error:
+            self._refuse(peer, header, error)
+        except Exception as error:
+            log.exception("%s: %s failed", self.name, header.method)
+            hint = f"The log of {self.name} has the traceback"
+            self._refuse(peer, header, RemoteError(f"{header.method}: {error!r}", where=self.name, hint=hint))
+
+    def _answer_later(self, peer: int, header: wire.Call, running: Awaited) -> None:
+        """Answer a call when ``running`` is done, which ends when its caller waits no more."""
+        call = peer, header.call
         self._running[call] = running
-        deadline = asyncio.get_running_loop().call_later(timeout, running.cancel)
+        deadline = self._deadlines.add(asyncio.get_running_loop().time() + header.timeout, running.cancel)
 
-        def ended(done: asyncio.Future[Any]) -> None:
-            deadline.cancel()
+        def ended(done: Awaited) -> None:
+            self._deadlines.drop(deadline)
             del self._running[call]
-            self.counters.cancelled += done.cancelled()
+            if done.cancelled():
+                self.counters.cancelled += 1
+            else:
+                self._answer(peer, header, done.result)
 
         running.add_done_callback(ended)
 
-    def _serve_now(
-        self, peer: int, header: wire.Call, handler: NowHandler, request: Struct, frames: Sequence[memoryview]
-    ) -> None:
-        try:
-            reply = handler(request, frames)
-            if isinstance(reply, asyncio.Future):
-                reply.add_done_callback(lambda done: self._answer_done(peer, header, done))
-                self._keep((peer, header.call), reply, header.timeout)
-            else:
-                self._answer(peer, header, reply)
-        except AsyncFlowError as error:
-            self._refuse(peer, header, error)
-        except Exception as error:
-            log.exception("%s: %s failed", self.name, header.method)
-            self._refuse(peer, header, self._unexpected(header, error))
-
-    def _answer_done(self, peer: int, header: wire.Call, done: asyncio.Future[Reply]) -> None:
-        if done.cancelled():
-            return
-        try:
-            self._answer(peer, header, done.result())
-        except AsyncFlowError as error:
-            self._refuse(peer, header, error)
-        except Exception as error:
-            log.exception("%s: %s failed", self.name, header.method)
-            self._refuse(peer, header, self._unexpected(header, error))
-
-    async def _serve(
-        self, peer: int, header: wire.Call, handler: Handler, request: Struct, frames: Sequence[memoryview]
-    ) -> None:
-        try:
-            self._answer(peer, header, await handler(request, frames))
-        except AsyncFlowError as error:
-            self._refuse(peer, header, error)
-        except Exception as error:
-            log.exception("%s: %s failed", self.name, header.method)
-            self._refuse(peer, header, self._unexpected(header, error))
-
-    def _answer(self, peer: int, header: wire.Call, reply: Reply) -> None:
+    def _send_reply(self, peer: int, header: wire.Call, reply: Reply) -> None:
         answer, out = reply if isinstance(reply, tuple) else (reply, ())
         body = wire.encode(answer)
         wire.check_size(f"the answer to {header.method}", body, out, limit=self._max_message)
         self._send(peer, header, [wire.encode(wire.Answer(header.call, len(out))), body, *out])
-
-    def _unexpected(self, header: wire.Call, error: Exception) -> RemoteError:
-        hint = f"The log of {self.name} has the traceback"
-        return RemoteError(f"{header.method}: {error!r}", where=self.name, hint=hint)
 
     def _refuse(self, peer: int, header: wire.Call, error: AsyncFlowError) -> None:
         self.counters.errors[error.code] += 1

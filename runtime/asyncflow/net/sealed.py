@@ -17,8 +17,10 @@ class Seal:
     """The sender seals, the receiver opens, in the same order. key: ``KEY`` bytes."""
 
     def __init__(self, key: bytes) -> None:
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # only those who seal pay for it
+        from cryptography.exceptions import InvalidTag  # only those who seal pay for it
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+        self._wrong = InvalidTag
         self._gcm = AESGCM(key)
         self._number = 0
 
@@ -30,11 +32,9 @@ class Seal:
 
     def open(self, sealed: memoryview, into: memoryview) -> None:
         """Open the next seal into memory of its size less ``TAG``; ProtocolError where it is not the one expected."""
-        from cryptography.exceptions import InvalidTag
-
         try:
             self._gcm.decrypt_into(self._next(), sealed, None, into)
-        except InvalidTag:
+        except self._wrong:
             raise ProtocolError("bytes came that the peer did not seal, or not now") from None
 
     def _next(self) -> bytes:

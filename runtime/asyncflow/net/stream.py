@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import struct
 from collections import deque
 from collections.abc import Generator, Hashable, Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -26,11 +28,15 @@ MAX_PARTS = 1 << 17
 _CHUNK = 1 << 20
 _DIRECT = 1 << 14
 """Missing bytes from which on they are received where they stay."""
+_WORTH = 1 << 19
 _AHEAD = 4
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _KEPT, _LARGEST_KEPT = 256 << 20, 32 << 20
+_TO_COME = memoryview(b"")
 _LENGTH = struct.Struct("<Q")
 _COUNT = struct.Struct("<I")
+
+_CutUp: TypeAlias = tuple[list[memoryview], list[tuple[int, int]]]
 
 
 def staging() -> memoryview:
@@ -41,9 +47,13 @@ def staging() -> memoryview:
 
 @functools.cache
 def _keep_freed() -> None:
-    """Let the allocator keep what was freed: to get each page anew from the kernel takes as long as to receive it."""
+    """Let the allocator keep what was freed: to get each page anew from the kernel takes as long as to receive it.
+
+    Threads that come later share one arena, since of those of their own they give back whole heaps.
+    """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_ARENA_MAX, 1)
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
 
@@ -57,15 +67,25 @@ class Inbox:
     def __init__(self, *, most: int, seal: Seal | None, staging: memoryview) -> None:
         self._most = most
         self._seal = seal
+        self._over = TAG if seal else 0
         self._staging = staging
         self._whole: list[list[memoryview]] = []
+        self._opened: _CutUp | None = None
+        self._between = True
+        self._direct = False
+        self._filled = 0
         self._reader = self._read()
         self._target = next(self._reader)
-        self._filled = 0
 
     def room(self) -> memoryview:
         """Give the memory for the next bytes."""
+        self._direct = len(self._target) - self._filled >= _DIRECT
         return self._target[self._filled :] if self._direct else self._staging
+
+    @property
+    def worth(self) -> int:
+        """Bytes that come for sure, and for which a reader may wait: to be woken for each packet costs more than it."""
+        return min(len(self._target) - self._filled, _WORTH) if self._direct else 1
 
     def took(self, count: int) -> list[list[memoryview]]:
         """Take in ``count`` bytes that were put into ``room``; give the messages that are whole now."""
@@ -74,6 +94,9 @@ class Inbox:
         else:
             begin = 0
             while begin < count:
+                if self._between and not self._filled and (end := self._take_blocks(begin, count)) > begin:
+                    begin = end
+                    continue
                 step = min(count - begin, len(self._target) - self._filled)
                 self._target[self._filled : self._filled + step] = self._staging[begin : begin + step]
                 begin += step
@@ -81,9 +104,30 @@ class Inbox:
         whole, self._whole = self._whole, []
         return whole
 
-    @property
-    def _direct(self) -> bool:
-        return len(self._target) - self._filled >= _DIRECT
+    def _take_blocks(self, begin: int, count: int) -> int:
+        """Take the blocks that lie whole in the staging memory from ``begin`` on; give where the rest begins.
+
+        That is the shorter way for what comes most often, messages without large parts.
+        """
+        while count - begin >= _LENGTH.size:
+            start = begin + _LENGTH.size
+            end: int = start + _LENGTH.unpack_from(self._staging, begin)[0]
+            if end > count or end - start < _COUNT.size + self._over:
+                break
+            if self._seal is None:
+                block = memoryview(bytearray(self._staging[start:end]))
+            else:
+                block = _memory(end - start - TAG)
+                self._seal.open(self._staging[start:end], block)
+            parts, large = self._cut_up(block)
+            if large:
+                self._opened = parts, large
+                self._target[:] = self._staging[begin:start]
+                self._fill(_LENGTH.size)
+                return end
+            self._whole.append(parts)
+            begin = end
+        return begin
 
     def _fill(self, count: int) -> None:
         self._filled += count
@@ -92,40 +136,47 @@ class Inbox:
 
     def _read(self) -> Generator[memoryview, None, None]:
         """Yield the memory that must be filled next, message after message."""
-        length = memoryview(bytearray(_LENGTH.size))
-        over = TAG if self._seal else 0
         while True:
-            yield length
-            size = _LENGTH.unpack(length)[0] - over
+            self._between = True
+            size = (yield from self._begun()) - self._over
+            self._between = False
             if not _COUNT.size <= size <= self._most + _COUNT.size + 8 * MAX_PARTS:
                 raise ProtocolError(f"a message begins with {size} bytes where {self._most} are allowed")
-            block = _memory(size + over)
-            yield block
-            if self._seal is not None:
-                sealed_block, block = block, _memory(size)
-                self._seal.open(sealed_block, block)
-            parts = []
-            at, sizes = self._sizes(block)
-            for size in sizes:
-                if size < LARGE:
-                    parts.append(block[at : at + size])
-                    at += size
-                    continue
-                part = _memory(size)
-                parts.append(part)
-                if self._seal is None:
-                    yield part
-                    continue
-                sealed = _memory(min(size, _CHUNK) + TAG)
-                for start in range(0, size, _CHUNK):
-                    piece = part[start : start + _CHUNK]
-                    chunk = sealed[: len(piece) + TAG]
-                    yield chunk
-                    self._seal.open(chunk, piece)
+            opened, self._opened = self._opened, None
+            if opened is None:
+                block = _memory(size + self._over)
+                yield block
+                if self._seal is not None:
+                    sealed_block, block = block, _memory(size)
+                    self._seal.open(sealed_block, block)
+                opened = self._cut_up(block)
+            parts, large = opened
+            for index, size in large:
+                parts[index] = _memory(size)
+                yield from self._large(parts[index])
             self._whole.append(parts)
 
-    def _sizes(self, block: memoryview) -> tuple[int, tuple[int, ...]]:
-        """Give where the small parts begin, and the sizes of all parts."""
+    def _begun(self) -> Generator[memoryview, None, int]:
+        """Give the bytes of the block of the next message."""
+        length = memoryview(bytearray(_LENGTH.size))
+        yield length
+        size: int = _LENGTH.unpack(length)[0]
+        return size
+
+    def _large(self, part: memoryview) -> Generator[memoryview, None, None]:
+        """Fill a large part."""
+        if self._seal is None:
+            yield part
+            return
+        sealed = _memory(min(len(part), _CHUNK) + TAG)
+        for start in range(0, len(part), _CHUNK):
+            piece = part[start : start + _CHUNK]
+            chunk = sealed[: len(piece) + TAG]
+            yield chunk
+            self._seal.open(chunk, piece)
+
+    def _cut_up(self, block: memoryview) -> _CutUp:
+        """Give the parts of which ``block`` tells: the small ones, and for each large one its place and size."""
         (count,) = _COUNT.unpack_from(block)
         at = _COUNT.size + 8 * count
         if count > MAX_PARTS or at > len(block):
@@ -133,9 +184,18 @@ class Inbox:
         sizes = struct.unpack_from(f"<{count}Q", block, _COUNT.size)
         if sum(sizes) > self._most:
             raise ProtocolError(f"a message of {sum(sizes)} bytes came where {self._most} are allowed")
-        if at + sum(size for size in sizes if size < LARGE) != len(block):
+        parts: list[memoryview] = []
+        large: list[tuple[int, int]] = []
+        for size in sizes:
+            if size >= LARGE:
+                large.append((len(parts), size))
+                parts.append(_TO_COME)
+                continue
+            parts.append(block[at : at + size])
+            at += size
+        if at != len(block):
             raise ProtocolError(f"the small parts of a message do not fill its block of {len(block)} bytes")
-        return at, sizes
+        return parts, large
 
 
 class Outbox:
@@ -144,8 +204,8 @@ class Outbox:
     def __init__(self, *, seal: Seal | None) -> None:
         self._seal = seal
         self._messages: dict[Hashable, Sequence[Buffer]] = {}
-        self._pieces: Iterator[memoryview] = iter(())
-        self._views: deque[memoryview] = deque()
+        self._pieces: Iterator[Buffer] | None = None
+        self._views: deque[Buffer] = deque()
 
     def __len__(self) -> int:
         return len(self._messages)
@@ -158,16 +218,10 @@ class Outbox:
         """Take back a message of which nothing went yet, and say whether that was so."""
         return self._messages.pop(key, None) is not None
 
-    def views(self) -> list[memoryview]:
+    def views(self) -> list[Buffer]:
         """Give some of the next bytes; nothing when all went."""
-        while len(self._views) < _AHEAD:
-            piece = next(self._pieces, None)
-            if piece is not None:
-                self._views.append(piece)
-            elif self._messages:
-                self._pieces = self._cut(self._messages.pop(next(iter(self._messages))))
-            else:
-                break
+        while len(self._views) < _AHEAD and (piece := self._piece()):
+            self._views.append(piece)
         return list(self._views)
 
     def sent(self, count: int) -> None:
@@ -175,32 +229,48 @@ class Outbox:
         while count:
             first = self._views[0]
             if count < len(first):
-                self._views[0] = first[count:]
+                self._views[0] = memoryview(first)[count:]
                 return
             count -= len(first)
             self._views.popleft()
 
-    def _cut(self, parts: Sequence[Buffer]) -> Iterator[memoryview]:
-        views = [_bytes_of(part) for part in parts]
-        small = [view for view in views if len(view) < LARGE]
-        block = b"".join([_COUNT.pack(len(views)), struct.pack(f"<{len(views)}Q", *map(len, views)), *small])
-        sealed = block if self._seal is None else self._seal.seal(block)
-        yield memoryview(_LENGTH.pack(len(sealed)) + sealed)
-        for view in views:
-            if len(view) < LARGE:
-                continue
-            if self._seal is None:
-                yield view
-                continue
-            for start in range(0, len(view), _CHUNK):
-                yield memoryview(self._seal.seal(view[start : start + _CHUNK]))
+    @property
+    def idle(self) -> bool:
+        """Whether all went."""
+        return not self._messages and not self._views and self._pieces is None
 
+    def _piece(self) -> Buffer | None:
+        """Give what goes next; nothing where that is nothing now."""
+        piece = None
+        if self._pieces is not None and (piece := next(self._pieces, None)) is None:
+            self._pieces = None
+        if piece is None and self._messages:
+            piece, self._pieces = self._cut(self._messages.pop(next(iter(self._messages))))
+        return piece
 
-def _bytes_of(part: Buffer) -> memoryview:
-    view = memoryview(part)
-    if view.format == "B" and view.ndim == 1:
-        return view
-    return view.cast("B") if view.nbytes else memoryview(b"")
+    def _cut(self, parts: Sequence[Buffer]) -> tuple[Buffer, Iterator[Buffer] | None]:
+        """Give the first piece of a message, and those that come after it, if any do."""
+        sizes = [len(part) if type(part) is bytes else memoryview(part).nbytes for part in parts]
+        small, length = parts, sum(sizes)
+        large: list[memoryview] = []
+        if max(sizes, default=0) >= LARGE:
+            small = [part for part, size in zip(parts, sizes, strict=True) if size < LARGE]
+            large = [memoryview(part).cast("B") for part, size in zip(parts, sizes, strict=True) if size >= LARGE]
+            length -= sum(map(len, large))
+        head = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
+        rest = itertools.chain.from_iterable(map(self._large, large)) if large else None
+        if self._seal is None:
+            return b"".join([_LENGTH.pack(len(head) + length), head, *small]), rest
+        sealed = self._seal.seal(b"".join([head, *small]))
+        return _LENGTH.pack(len(sealed)), itertools.chain((sealed,), rest or ())
+
+    def _large(self, view: memoryview) -> Iterator[Buffer]:
+        """Give the pieces in which a large part goes."""
+        if self._seal is None:
+            yield view
+            return
+        for start in range(0, len(view), _CHUNK):
+            yield self._seal.seal(view[start : start + _CHUNK])
 
 
 def _memory(size: int) -> memoryview:

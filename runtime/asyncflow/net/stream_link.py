@@ -19,7 +19,7 @@ import msgspec
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, ProtocolError
 from asyncflow.net import wire
-from asyncflow.net.flow import SILENT, UNSHAKEN, in_words, tune
+from asyncflow.net.flow import SILENT, UNSHAKEN, in_words, tune, wait_for
 from asyncflow.net.frames import Buffer
 from asyncflow.net.handshake import WELCOME_SIZE, Handshake
 from asyncflow.net.hosts import host_and_port, look_up
@@ -51,6 +51,7 @@ class StreamLink:
         self._outbox = Outbox(seal=None)
         self._ready: list[list[memoryview]] = []
         self._waits_s = 0.0
+        self._worth = 1
 
     def send(
         self, call: int, method: str, request: msgspec.Struct, frames: Sequence[Buffer], *, deadline: float
@@ -64,7 +65,7 @@ class StreamLink:
         header = wire.encode(wire.Call(call, method, left, len(frames)))
         self._outbox.push(call, [header, body, *frames])
         try:
-            while views := self._outbox.views():
+            while not self._outbox.idle and (views := self._outbox.views()):
                 self._left(method, deadline)
                 with contextlib.suppress(BlockingIOError):
                     self._outbox.sent(socket.sendmsg(views))
@@ -88,6 +89,9 @@ class StreamLink:
         while not self._ready:
             if self._socket is None or self._inbox is None:
                 raise PeerLost("the connection was not made", where=self.address)
+            if self._inbox.worth != self._worth:
+                self._worth = self._inbox.worth
+                wait_for(self._socket, self._worth)
             try:
                 count = self._socket.recv_into(self._inbox.room(), 0, flags)
             except BlockingIOError:

@@ -7,9 +7,12 @@ Invariant: whatever bytes come, they are a message of this protocol or an error 
 
 from __future__ import annotations
 
+import functools
 import math
+import os
+import threading
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
@@ -61,6 +64,20 @@ to_client = msgspec.msgpack.Decoder(Answer | Failure).decode
 error_body = msgspec.msgpack.Decoder(dict[str, str]).decode
 
 
+_building = threading.Lock()
+os.register_at_fork(before=_building.acquire, after_in_parent=_building.release, after_in_child=_building.release)
+
+
+@functools.cache
+def decoder_of(kind: type[Struct]) -> msgspec.msgpack.Decoder[Any]:
+    """Give the decoder of ``kind``, in any thread: where two first need a struct at once, msgspec itself crashes.
+
+    A fork waits until none is half built.
+    """
+    with _building:
+        return msgspec.msgpack.Decoder(kind)
+
+
 def check_call(header: Call, parts: int) -> None:
     """Refuse a request whose header does not fit its ``parts`` (header, body and frames) or whose timeout is none."""
     if parts != 2 + header.frames:
@@ -71,7 +88,7 @@ def check_call(header: Call, parts: int) -> None:
 
 def check_size(what: str, body: bytes, frames: Sequence[Buffer], *, limit: int) -> int:
     """Give the bytes of a message; ProtocolError where it holds more than ``limit`` of them, or too many frames."""
-    size = len(body) + sum(memoryview(frame).nbytes for frame in frames)
+    size = len(body) + (sum([memoryview(frame).nbytes for frame in frames]) if frames else 0)
     if size + _HEADER_ROOM > limit or len(frames) > MAX_FRAMES:
         hint = f"Split it: at most {limit} bytes and {MAX_FRAMES} frames go in one message"
         raise ProtocolError(f"{what} has {size} bytes in {len(frames)} frames", hint=hint)

@@ -1,7 +1,7 @@
 """The roles that hold a queue's bytes where its units do not: Mooncake's master and holders, or Redis servers.
 
 Invariant: every unit has a holder of its own index, with more room than the unit may fill: what was freed goes a moment
-later than the unit's budget would have it, and an allocator leaves gaps.
+later than the unit's budget would have it, and an allocator leaves gaps. A store that others run has its own.
 """
 
 from __future__ import annotations
@@ -32,20 +32,26 @@ def unit_bytes(queue: QueueSpec) -> int:
     return OVERHEAD + (queue.bytes_per_unit.bytes if queue.backend == "memory" else 0)
 
 
+def holders(queue: QueueSpec) -> dict[RoleName, int]:
+    """Give how many processes of which roles hold the bytes, in the order in which they start."""
+    if queue.backend == "memory" or queue.store is not None:
+        return {}
+    masters: dict[RoleName, int] = {"master": 1} if queue.backend == "mooncake" else {}
+    return {**masters, "holder": queue.storage_units}
+
+
 def unit_after(queue: QueueSpec, leader: RoleName) -> tuple[RoleName, ...]:
     """Give the roles that a unit starts after. leader: whom all dial."""
-    return (leader,) if queue.backend == "memory" else (leader, "holder")
+    return (leader, "holder") if holders(queue) else (leader,)
 
 
 def holding_roles(queue: QueueSpec, leader: RoleName, make: MakeRole) -> tuple[Role, ...]:
-    """Give the roles, none for cells in the units' own memory, in the order in which they start."""
-    if queue.backend == "memory":
-        return ()
+    """Give the roles of ``holders``, each started after the one before it, the first after the leader."""
     cpu = float(queue.resources.cpu.amount) if queue.resources.cpu is not None else 1.0
-    holding = Resources(cpu=cpu, memory=held_bytes(queue) + OVERHEAD)
-    if queue.backend == "redis":
-        return (make("holder", queue.storage_units, holding, (leader,)),)
-    return (
-        make("master", 1, Resources(cpu=cpu, memory=_MASTER_BYTES), (leader,)),
-        make("holder", queue.storage_units, holding, ("master",)),
-    )
+    memory: dict[RoleName, int] = {"master": _MASTER_BYTES, "holder": held_bytes(queue) + OVERHEAD}
+    made: list[Role] = []
+    after = leader
+    for name, count in holders(queue).items():
+        made.append(make(name, count, Resources(cpu=cpu, memory=memory[name]), (after,)))
+        after = name
+    return tuple(made)

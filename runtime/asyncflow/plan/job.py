@@ -49,9 +49,9 @@ def _controller(spec: RLJobSpec) -> Role:
     queue = spec.transfer_queue
     return Role(
         name="controller",
-        replicas=1,
-        core=1,
-        most=1,
+        replicas=queue.controllers,
+        core=queue.controllers,
+        most=queue.controllers,
         after=("driver",),
         durable=("ledger",),
         resources=_resources(ResourcesSpec(cpu=queue.resources.cpu), threads=1),

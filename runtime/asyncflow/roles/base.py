@@ -63,11 +63,10 @@ async def _run(
     options: RoleOptions,
     manifest: Manifest,
 ) -> int:
-    here: dict[str, Any] = {
-        "options": options,
-        "keys": keys_of_job(),
-        "host": os.environ.get(HOST_ENV, LOOPBACK),
-    }
+    keys, host = keys_of_job(), os.environ.get(HOST_ENV, LOOPBACK)
+    if keys is None and not host.startswith("127."):
+        log.warning("there is no key: whoever reaches %s may do all that a member may", host)
+    here: dict[str, Any] = {"options": options, "keys": keys, "host": host}
     if isinstance(manifest, RLJob):
         post = JobPost(job=manifest, **here)
         return await _serve(post, serve(post))

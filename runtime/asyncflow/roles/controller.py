@@ -1,8 +1,8 @@
-"""The queue's controller: one process with a controller per task, and the ledger.
+"""The queue's controllers, each with its ledger: the first is the home of all rows, further ones have tasks.
 
-In a job it declares the job's tasks and joins the driver's directory. In a queue that stands alone the tasks are
-declared by clients, and the directory is served here, at the one address that all dial; the controller is a member of
-it like any other.
+In a job the home declares the job's tasks, and all join the driver's directory. In a queue that stands alone the tasks
+are declared by clients, and the directory is served by the home, at the one address that all dial; the controllers are
+members of it like any other.
 
 Invariant: what a member of such a queue held when it went is given to others at once.
 """
@@ -10,7 +10,8 @@ Invariant: what a member of such a queue held when it went is given to others at
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from asyncflow.api.queue import QueueStatus
 from asyncflow.driver.tasks import tasks_of
@@ -21,6 +22,8 @@ from asyncflow.net.membership import Membership
 from asyncflow.net.rpc import RpcServer
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.controller.outlook import waits
+from asyncflow.queue.ledger.audits import shard_ledger
+from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.roles.base import run_role
 from asyncflow.roles.post import JobPost, Post, QueuePost, RoleOptions
 from asyncflow.telemetry.metrics import ControllerMetrics
@@ -35,30 +38,39 @@ def main(options: RoleOptions) -> int:
 
 async def serve(post: JobPost) -> None:
     """Serve a job until told to stop. Raises RoleFailed when the ledger cannot be written any more."""
-    controller, metrics = _controller(post), ControllerMetrics()
+    await _serve_member(post, () if post.options.index else tasks_of(post.job.spec))
+
+
+async def _serve_member(post: Post, tasks: Sequence[TaskSpec] = ()) -> None:
+    """Serve as a member of a directory elsewhere."""
+    others = _Others()
+    controller, metrics = _controller(post, others), ControllerMetrics()
     address = await controller.start()
-    controller.table.declare(tasks_of(post.job.spec))
+    controller.table.declare(tasks)
     controller.settle()
     metrics.watch_rpc(controller.server.counters)
-    membership = await post.join(metrics=metrics, address=address)
+    membership = others.membership = await post.join(metrics=metrics, address=address, ready=controller.part.ready)
     await _until_told(post, controller, metrics)
     await _close(membership, controller)
 
 
 async def serve_alone(post: QueuePost) -> None:
     """Serve whoever joins, until told to stop. Raises RoleFailed when the ledger cannot be written any more."""
+    if post.options.index:
+        await _serve_member(post)
+        return
+    others = _Others()
     front = RpcServer(name="directory", bind=post.options.driver, keys=post.keys, advertise=post.host)
-    controller, directory, metrics = _controller(post), Directory(), ControllerMetrics()
+    controller, directory, metrics = _controller(post, others), Directory(), ControllerMetrics()
     directory.attach(front)
 
     def gone(member: Member, _reason: str) -> None:
-        controller.table.claims.expire_worker(member.incarnation)
-        controller.settle()
+        controller.part.expire(member.incarnation)
 
     directory.on_leave.append(gone)
     address = await controller.start()
     metrics.watch_rpc(controller.server.counters)
-    membership = await post.join(
+    membership = others.membership = await post.join(
         metrics=metrics, address=address, directory=await front.start(), pages=_pages(controller, directory)
     )
     await _until_told(post, controller, metrics)
@@ -67,13 +79,28 @@ async def serve_alone(post: QueuePost) -> None:
     await front.close()
 
 
-def _controller(post: Post) -> Controller:
+@dataclass
+class _Others:
+    """Where the other controllers are. membership: None until this one is a member."""
+
+    membership: Membership | None = None
+
+    def address(self, index: int) -> str | None:
+        """Give the address of a controller."""
+        return self.membership.address("controller", index) if self.membership is not None else None
+
+
+def _controller(post: Post, others: _Others) -> Controller:
+    index = post.options.index
     return Controller(
-        ledger_dir=post.options.workdir / "ledger",
+        ledger_dir=shard_ledger(post.options.workdir / "ledger", index),
         sync=post.ledger.sync,
         host=post.host,
         advertise=post.host,
         keys=post.keys,
+        index=index,
+        controllers=post.queue.controllers,
+        address=others.address,
     )
 
 
@@ -130,5 +157,7 @@ def _show(controller: Controller, metrics: ControllerMetrics) -> None:
     metrics.unready.clear()
     for partition, task, row in waits(controller.table, controller.now()):
         metrics.unready.labels(f"{partition}/{task}", row.lacks[0]).set(row.seconds)
+    if controller.table.books.index:
+        return
     for state, count in (("staged", stats.staged), ("committed", stats.committed), ("live", stats.live)):
         metrics.rows.labels("", state).set(count)

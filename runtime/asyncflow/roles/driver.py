@@ -55,6 +55,7 @@ async def serve(post: JobPost) -> None:
         worker=WORKER,
         attempt=options.attempt,
         keys=post.keys,
+        shard=lambda index: _address(directory, "controller", index),
     )
     driver = Driver(
         post.job,

@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable
 from asyncflow.errors import PeerLost
 from asyncflow.net.membership import Membership
 from asyncflow.plan.holding import held_bytes
-from asyncflow.queue.backends.redis import password
 from asyncflow.roles.base import run_role
 from asyncflow.roles.master import watch
 from asyncflow.roles.post import Post, RoleOptions
@@ -64,7 +63,7 @@ async def hold_segment(post: Post) -> None:
 
 async def hold_redis(post: Post) -> None:
     """Run a Redis server."""
-    await watch(post, await start_redis(post.host, memory=held_bytes(post.queue), password=password(post.keys)))
+    await watch(post, await start_redis(post.host, memory=held_bytes(post.queue), password=post.store_password))
 
 
 _HOLD: dict[str, Callable[[Post], Awaitable[None]]] = {"mooncake": hold_segment, "redis": hold_redis}

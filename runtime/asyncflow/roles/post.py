@@ -19,8 +19,16 @@ from types import MappingProxyType
 
 from asyncflow.api.durability import LedgerSpec, LimitsSpec
 from asyncflow.api.job import RLJob
-from asyncflow.api.names import FOLDER, KEY_FILE, KEY_FILE_ENV, TOKEN_FILE_ENV
+from asyncflow.api.names import (
+    FOLDER,
+    KEY_FILE,
+    KEY_FILE_ENV,
+    STORE_PASSWORD_FILE,
+    STORE_PASSWORD_FILE_ENV,
+    TOKEN_FILE_ENV,
+)
 from asyncflow.api.queue import QueueSpec, TransferQueue
+from asyncflow.errors import ManifestError
 from asyncflow.net.http import HttpHandler, Ready, RoleHttp, ready
 from asyncflow.net.keys import Keys
 from asyncflow.net.membership import Membership
@@ -72,6 +80,11 @@ class Post(ABC):
 
     @property
     @abstractmethod
+    def owner(self) -> str:
+        """Whose process this is, by a name that nothing else in the cluster has; on one machine by its name."""
+
+    @property
+    @abstractmethod
     def queue(self) -> QueueSpec:
         """What is said of the queue."""
 
@@ -79,6 +92,16 @@ class Post(ABC):
     @abstractmethod
     def ledger(self) -> LedgerSpec:
         """What is said of its ledger."""
+
+    @property
+    def store_password(self) -> str:
+        """The password of the queue's store, "" for none: what a file says of one that others run, else of the key.
+
+        Raises ManifestError where that file cannot be read.
+        """
+        if self.queue.store is None:
+            return self.keys.derived("redis").hex() if self.keys is not None else ""
+        return _password_of_file() if self.queue.store.password is not None else ""
 
     @property
     @abstractmethod
@@ -144,6 +167,11 @@ class JobPost(Post):
     job: RLJob
 
     @property
+    def owner(self) -> str:
+        """The job."""
+        return self.job.partition
+
+    @property
     def queue(self) -> QueueSpec:
         """The job's own."""
         return self.job.spec.transfer_queue
@@ -164,6 +192,11 @@ class QueuePost(Post):
     """A place in a queue that stands alone, whose controller all dial."""
 
     resource: TransferQueue
+
+    @property
+    def owner(self) -> str:
+        """The queue."""
+        return self.resource.metadata.uid or self.resource.metadata.name
 
     @property
     def queue(self) -> QueueSpec:
@@ -191,3 +224,12 @@ def keys_of_job() -> Keys | None:
     named = os.environ.get(KEY_FILE_ENV)
     path = Path(named or KEY_FILE)
     return Keys.load(path) if named or path.exists() else None
+
+
+def _password_of_file() -> str:
+    path = Path(os.environ.get(STORE_PASSWORD_FILE_ENV, STORE_PASSWORD_FILE))
+    try:
+        return path.read_text().rstrip("\n")
+    except OSError as error:
+        what, hint = f"the password of the store cannot be read: {error}", f"{STORE_PASSWORD_FILE_ENV} names its file"
+        raise ManifestError(what, where="store.password", hint=hint) from error

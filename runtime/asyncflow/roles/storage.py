@@ -42,18 +42,27 @@ async def serve(post: Post) -> None:
     queue, metrics = post.queue, StorageMetrics()
     leave_s = float(os.environ.get(LEAVE_ENV, "0"))
     membership: Membership | None = None
+
+    def find(role: str, index: int) -> str | None:
+        if queue.store is not None:
+            return f"tcp://{queue.store.address}"
+        return membership.address(role, index) if membership is not None else None
+
     site = Site(
+        owner=post.owner,
         unit=post.options.index,
         incarnation=post.worker,
         host=post.host,
-        find=lambda role, index: membership.address(role, index) if membership is not None else None,
-        keys=post.keys,
+        find=find,
+        password=post.store_password,
+        lasting=queue.store is not None,
     )
     backend = open_backend(queue.backend, site)
     unit = StorageUnit(
         index=post.options.index,
         limit_bytes=queue.bytes_per_unit.bytes,
         controller=lambda: membership.address("controller") if membership is not None else None,
+        shard=lambda index: membership.address("controller", index) if membership is not None else None,
         incarnation=post.worker,
         host=post.host,
         keys=post.keys,

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.api.load import load
+from asyncflow.api.names import CONFIG_DIR, STORE_PASSWORD_FILE
 from asyncflow.api.queue import TransferQueue
 from asyncflow_operator.desired import Desired, queue_roles
 from asyncflow_operator.observed import QueueState
@@ -22,7 +23,20 @@ def test_its_controller_is_the_address_that_units_dial(desired: Desired, queue_s
     assert dialled == {"controller": "tcp://0.0.0.0:5571", "storage": "tcp://shared-controller.team-a.svc:5571"}
     service = next(each for each in desired.queue_supporting(state) if each["kind"] == "Service")
     assert service["metadata"]["name"] == "shared-controller"
-    assert service["spec"]["selector"] == {"asyncflow.dev/queue": "shared", "asyncflow.dev/role": "controller"}
+    labels = {"asyncflow.dev/queue": "shared", "asyncflow.dev/role": "controller", "asyncflow.dev/index": "0"}
+    assert service["spec"]["selector"] == labels
+
+
+def test_its_further_controllers_dial_the_first_and_share_its_claim(desired: Desired, queue_state: QueueStates):
+    state = queue_state(controllers=3, ledger={"claim": {"size": "2Gi"}})
+    assert state.queue is not None
+    assert queue_roles(state.queue)[0].replicas == 3
+    (container,) = desired.queue_pod(state, "controller", 2, 0)["spec"]["containers"]
+    command = container["command"]
+    assert command[command.index("--driver") + 1] == "tcp://shared-controller.team-a.svc:5571"
+    assert "ledger" in [mount["name"] for mount in container["volumeMounts"]]
+    claim = next(each for each in desired.queue_supporting(state) if each["kind"] == "PersistentVolumeClaim")
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
 def test_its_roles_read_its_manifest(desired: Desired, queue_state: QueueStates, tmp_path: Path):
@@ -78,7 +92,20 @@ def test_its_pods_keep_their_digest_over_versions_and_scalings(
         for builders in (desired, newer)
         for state in (before, after)
     }
-    assert digests == {desired.queue_pod_digest(before, "storage")}
+    assert len(digests) == 1
+
+
+def test_only_units_see_the_password_of_a_store_that_others_run(desired: Desired, queue_state: QueueStates):
+    store = {"address": "redis.data.svc:6379", "password": {"name": "redis", "key": "token"}}
+    state = queue_state(backend="redis", store=store)
+    assert state.queue is not None
+    assert [role.name for role in queue_roles(state.queue)] == ["controller", "storage"]
+    pods = {role: desired.queue_pod(state, role, 0, 0) for role in ("controller", "storage")}
+    sources = {role: pod["spec"]["volumes"][0]["projected"]["sources"] for role, pod in pods.items()}
+    entry = {"secret": {"name": "redis", "items": [{"key": "token", "path": "store-password"}]}}
+    assert entry in sources["storage"]
+    assert entry not in sources["controller"]
+    assert f"{CONFIG_DIR}/store-password" == STORE_PASSWORD_FILE
 
 
 def test_its_bytes_have_holders_where_they_do_not_lie_with_the_units(desired: Desired, queue_state: QueueStates):

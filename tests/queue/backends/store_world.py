@@ -12,8 +12,8 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
-from asyncflow.net.keys import Keys
 from asyncflow.queue.backends.base import Backend, Site
 from asyncflow.queue.unit.unit import open_backend
 
@@ -64,15 +64,9 @@ class MemoryWorld:
     def address(self, role: str, index: int) -> str | None:
         return None
 
-    async def backend(self, *, unit: int = 0, keys: Keys | None = None) -> Backend:
-        """Give a back end that is open, of a unit that begins."""
-        site = Site(
-            unit=unit,
-            incarnation=uuid.uuid4().hex,
-            host="127.0.0.1",
-            find=self.address,
-            keys=keys,
-        )
+    async def backend(self, *, unit: int = 0, **options: Any) -> Backend:
+        """Give a back end that is open, of a unit that begins. options: of its ``Site``."""
+        site = Site(unit=unit, incarnation=uuid.uuid4().hex, host="127.0.0.1", find=self.address, **options)
         made = open_backend(self.name, site)
         await made.open()
         return made

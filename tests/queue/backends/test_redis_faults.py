@@ -9,9 +9,8 @@ from store_world import MIB, Child, RedisWorld
 
 from asyncflow.errors import ManifestError
 from asyncflow.net.jagged import Jagged
-from asyncflow.net.keys import Keys
 from asyncflow.queue.backends.base import BytesLost, Place
-from asyncflow.queue.backends.redis import RedisStore, password
+from asyncflow.queue.backends.redis import RedisStore
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
 
@@ -81,16 +80,15 @@ async def test_a_full_server_makes_writers_wait(make_world):
     await backend.close()
 
 
-async def test_who_does_not_hold_the_key_is_refused(make_world, tmp_path):
-    keys = Keys.generate(tmp_path / "key")
-    world = make_world(password=password(keys))
-    backend = await world.backend(keys=keys)
+async def test_who_does_not_know_the_password_is_refused(make_world):
+    world = make_world(password="open-sesame")
+    backend = await world.backend(password="open-sesame")
     await backend.put(1, rows(2))
     assert await backend.get(places(1, 2), ["x"]) == rows(2)
     await backend.close()
-    for wrong in (Keys.generate(tmp_path / "other"), None):
+    for wrong in ("open-barley", ""):
         with pytest.raises(ManifestError, match="Redis refuses this job"):
-            await world.backend(keys=wrong)
+            await world.backend(password=wrong)
 
 
 async def test_a_server_that_may_forget_is_refused(stores):

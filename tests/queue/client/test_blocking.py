@@ -1,6 +1,7 @@
 """The queue from threads and from processes that were forked: controller and units on sockets, no event loop here."""
 
 import asyncio
+import inspect
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,8 @@ from asyncflow.errors import DeadlineExceeded, PeerLost, StaleHandle
 from asyncflow.net.frames import Jagged
 from asyncflow.net.keys import Keys
 from asyncflow.queue.client.blocking import BlockingQueue
+from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.client.open_verbs import OpenVerbs
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.unit.unit import StorageUnit
@@ -217,3 +220,10 @@ def _in_child(queue):
     claimed = queue.claim_lot(partition=P, task="t", max_rows=1, timeout=10)
     got = first_of(queue.fetch(claimed.lot, ["x"], timeout=10)["x"])
     return 0 if len(set(numbers.rows)) == 2 and not numbers.new and got == [1] else 1
+
+
+def test_both_clients_have_every_verb():
+    verbs = {name for name, made in inspect.getmembers(OpenVerbs, inspect.isfunction) if not name.startswith("_")}
+    for client in (QueueClient, BlockingQueue):
+        bound = {name for name in verbs if getattr(getattr(client, name, None), "__wrapped__", None) is not None}
+        assert verbs - bound == {"ask", "at_task", "park"}

@@ -6,6 +6,8 @@ import sys
 import pytest
 
 from asyncflow.errors import StaleHandle
+from asyncflow.identity import unit_of
+from asyncflow.net.frames import Jagged
 from asyncflow.queue.ledger.audit import audit_ledger
 
 pytestmark = pytest.mark.process
@@ -117,6 +119,19 @@ async def test_a_put_to_a_stopped_unit_is_done_when_it_goes_on(crew):
     assert not done
     crew.go_on("unit-0")
     assert await put == [True, True]
+
+
+async def test_rows_of_a_stopped_unit_go_to_another(crew):
+    await crew.start_queue(lease_s=60, units=2)
+    crew.stop("unit-0")
+    assert await crew.create(0, 1, timeout=12) == [True] * 4
+    columns = {"x": Jagged.from_rows([[row] for row in range(4)], "int64")}
+    puts = [await crew.client.put("open", columns, timeout=12) for _ in range(2)]
+    crew.go_on("unit-0")
+    rows = [row for put in puts for row in put.rows]
+    assert {unit_of(row) for row in rows} == {1}
+    assert len(set(rows)) == 8
+    assert len(await crew.claim("rollout")) == 4
 
 
 async def test_a_killed_controller_honours_the_leases_of_the_old_one(crew):

@@ -34,8 +34,19 @@ def test_every_row_counts_once_whatever_dies_or_hangs(tmp_path, stores, backend,
     judge(tmp_path, "--faults", faults, "--seed", 1, "--backend", backend, within_s=150)
 
 
+@pytest.mark.timeout(220)
+def test_every_row_counts_once_whichever_controller_dies_or_hangs(tmp_path):
+    judge(tmp_path, "--faults", 20, "--seed", 3, "--controllers", 3, within_s=150)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1900)
 @pytest.mark.parametrize("backend", ["memory", "mooncake", "redis"])
 def test_every_row_counts_once_after_200_faults(tmp_path, stores, backend):
     judge(tmp_path, "--faults", 200, "--seed", 2, "--backend", backend, within_s=1800)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1900)
+def test_every_row_counts_once_after_200_faults_of_several_controllers(tmp_path):
+    judge(tmp_path, "--faults", 200, "--seed", 3, "--controllers", 3, within_s=1800)

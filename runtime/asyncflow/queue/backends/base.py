@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Final, NamedTuple, Self
 
 from asyncflow.net.frames import Jagged
-from asyncflow.net.keys import Keys
 
 BACKENDS: Final = "asyncflow.storage_backends"
 """The group of entry points in which back ends are found."""
@@ -41,15 +40,28 @@ class BytesLost(Exception):
 class Site:
     """Where a back end works.
 
-    unit, incarnation: whose cells it holds; host: the address of this process; find: gives the address of process i of
-    a role, None while there is none; keys: the job's.
+    owner: whose queue it is, by a name that nobody else has who uses the same store; unit, incarnation: whose cells it
+    holds; host: the address of this process; find: gives the address of process i of a role, None while there is none;
+    password: of the store, "" for none; lasting: whether the store outlives the queue, which must leave nothing there.
     """
 
+    owner: str = ""
     unit: int
     incarnation: str
     host: str
     find: Callable[[str, int], str | None]
-    keys: Keys | None = None
+    password: str = field(default="", repr=False)
+    lasting: bool = False
+
+    @property
+    def place(self) -> str:
+        """How the keys of all incarnations of the unit begin."""
+        return f"{self.owner}.u{self.unit}-"
+
+    @property
+    def prefix(self) -> str:
+        """How the keys of this incarnation begin."""
+        return f"{self.place}{self.incarnation}-"
 
 
 class Backend(ABC):
@@ -66,8 +78,8 @@ class Backend(ABC):
         return cls()
 
     @classmethod  # noqa: B027
-    def check(cls) -> None:
-        """See that this machine has what its processes need, if they run here. Raises ManifestError."""
+    def check(cls, *, servers: bool) -> None:
+        """See that this machine has what units need, and servers where those run here too. Raises ManifestError."""
 
     async def open(self) -> None:  # noqa: B027
         """Wait until cells can be put; what is put before that waits."""

@@ -3,8 +3,8 @@
 Its calls block, so they run in a few threads of their own, each with a registered buffer; no call waits for room or for
 a lease, which is what the unit's event loop does.
 
-Invariants: the keys of a unit begin with its index and incarnation, and no other living process writes or removes them;
-a unit first removes what earlier incarnations of it have left.
+Invariants: the keys of a unit begin with its owner, index and incarnation, and no other living process writes or
+removes them; a unit first removes what earlier incarnations of it have left.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self, TypeVar
@@ -35,16 +36,16 @@ class MooncakeBackend(PackedBackend):
     """Samples as values in Mooncake Store."""
 
     @classmethod
-    def check(cls) -> None:
-        """See that Mooncake is installed."""
+    def check(cls, *, servers: bool) -> None:  # noqa: ARG003
+        """See that Mooncake is installed, whose package has client and master."""
         find_mooncake_master()
 
     @classmethod
     def made(cls, site: Site) -> Self:
         """Make one that finds the master by the role of that name."""
         client = Mooncake(host=site.host, master=functools.partial(_master, site))
-        unit, mine = f"u{site.unit}-", f"{site.incarnation}-"
-        return cls(MooncakeStore(client, stale=f"^{unit}(?!{mine})"), prefix=unit + mine)
+        stale = f"^{re.escape(site.place)}(?!{site.incarnation}-)"
+        return cls(MooncakeStore(client, stale=stale), prefix=site.prefix, lasting=site.lasting)
 
 
 def _master(site: Site) -> str | None:

@@ -38,6 +38,7 @@ TRIES = 4
 """Reads of a value that could not be moved, after which it counts as lost."""
 PATIENCE_S = 20.0
 """How long a read goes on asking a store that does not answer."""
+_LEAVE_S = 5.0
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 1.0
 
@@ -54,11 +55,12 @@ class _Draft:
 
 
 class PackedBackend(Backend):
-    """Parcels in ``store``. prefix: of all keys; no other living process uses it."""
+    """Parcels in ``store``. prefix: of all keys, which no other living process uses; lasting: it outlives the queue."""
 
-    def __init__(self, store: Store, *, prefix: str) -> None:
+    def __init__(self, store: Store, *, prefix: str, lasting: bool = False) -> None:
         self._store = store
         self._prefix = prefix
+        self._lasting = lasting
         self._numbers = itertools.count()
         self._samples: dict[Place, Sample] = {}
         self._reading: Counter[str] = Counter()
@@ -118,11 +120,15 @@ class PackedBackend(Backend):
         await asyncio.shield(self._spawn(self._remove(gone)))
 
     async def close(self) -> None:
-        """Leave the store. What is in it goes with its holders, or when the unit's successor begins."""
+        """Leave the store. What is in it goes with its holders, now if it outlives them, or when a successor begins."""
         for job in self._jobs:
             job.cancel()
         if self._jobs:
             await asyncio.wait(self._jobs)
+        if self._lasting:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LEAVE_S):
+                    await self._remove([sample.key for sample in self._samples.values()])
         await self._store.close()
 
     async def _write(self, draft: _Draft) -> list[Sample]:

@@ -1,8 +1,8 @@
-"""Cells in a Redis server: the unit's holder.
+"""Cells in a Redis server: the unit's holder, or one that others run.
 
-Invariants: the keys of a unit begin with its index and incarnation, and a unit first removes what earlier incarnations
-of it have left; it uses no server that might forget a value by itself (``maxmemory``
-without ``noeviction``) or that lets in who does not hold the job's key, where there is one.
+Invariants: the keys of a unit begin with its owner, index and incarnation, and a unit first removes what earlier
+incarnations of it have left; it uses no server that might forget a value by itself (``maxmemory`` without
+``noeviction``) or that lets in who does not hold the job's key, where there is one and the server is the job's own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import numpy as np
 
 from asyncflow.errors import ManifestError
 from asyncflow.net.batches import batches
-from asyncflow.net.keys import Keys
 from asyncflow.queue.backends.base import Site
 from asyncflow.queue.backends.packed import PackedBackend
 from asyncflow.queue.backends.store import Fill, Outcome, Store, Take
@@ -38,22 +37,18 @@ class RedisBackend(PackedBackend):
     """Samples as values in Redis."""
 
     @classmethod
-    def check(cls) -> None:
-        """See that the server and its client are installed."""
-        find_redis()
+    def check(cls, *, servers: bool) -> None:
+        """See that the client is installed, and the server where it is ours."""
+        if servers:
+            find_redis()
         _library()
 
     @classmethod
     def made(cls, site: Site) -> Self:
         """Make one that finds the server by the role ``holder``, at the unit's index."""
-        unit, mine = f"u{site.unit}-", f"{site.incarnation}-"
         find = functools.partial(site.find, "holder", site.unit)
-        return cls(RedisStore(find, unit=unit, keys=site.keys), prefix=unit + mine)
-
-
-def password(keys: Keys | None) -> str:
-    """Give the password of a job's servers, "" where it has no key."""
-    return keys.derived("redis").hex() if keys is not None else ""
+        store = RedisStore(find, unit=site.place, password=site.password)
+        return cls(store, prefix=site.prefix, lasting=site.lasting)
 
 
 class RedisStore(Store):
@@ -62,11 +57,11 @@ class RedisStore(Store):
     unit: how all keys of this unit begin, whatever its incarnation.
     """
 
-    def __init__(self, find: Callable[[], str | None], *, unit: str, keys: Keys | None = None) -> None:
+    def __init__(self, find: Callable[[], str | None], *, unit: str, password: str = "") -> None:
         self._redis = _library()
         self._find = find
         self._unit = unit
-        self._password = password(keys)
+        self._password = password
         self._address = ""
         self._client: Any = None
 

@@ -19,7 +19,7 @@ from asyncflow.net.membership import Membership
 from asyncflow.queue.client.lane import Lane
 from asyncflow.queue.client.open_verbs import OpenVerbs
 from asyncflow.queue.client.placement import taking
-from asyncflow.queue.client.verbs import Verb
+from asyncflow.queue.client.verbs import Peer, Verb
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,10 +45,12 @@ class BlockingQueue:
         worker: str,
         attempt: int = 0,
         keys: Keys | None = None,
+        shard: Callable[[int], str | None] = lambda _: None,
     ) -> None:
         self._verbs = OpenVerbs(units=units, worker=worker, attempt=attempt)
         self._controller = controller if callable(controller) else lambda: controller
         self._unit = unit
+        self._shard = shard
         self._keys = keys
         self._idle: list[Lane] = []
         self._process = os.getpid()
@@ -64,6 +66,7 @@ class BlockingQueue:
             worker=membership.member.incarnation,
             attempt=membership.member.attempt,
             keys=keys,
+            shard=lambda index: membership.address("controller", index),
         )
 
     @property
@@ -99,8 +102,10 @@ class BlockingQueue:
         else:
             self._idle.append(lane)
 
-    def _resolve(self, unit: int | None) -> str | None:
-        return self._controller() if unit is None else self._unit(unit)
+    def _resolve(self, peer: Peer) -> str | None:
+        if peer is None:
+            return self._controller()
+        return self._unit(peer) if peer >= 0 else self._shard(-peer)
 
     put = _blocking(OpenVerbs.put)
     create = _blocking(OpenVerbs.create)

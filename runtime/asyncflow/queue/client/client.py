@@ -38,8 +38,9 @@ class QueueClient:
 
     controller: the controller's address, or a function that gives it; unit: gives the address of the unit with an
     index; units: the indices of the units that are there; worker: who holds the leases (its incarnation); attempt: of
-    the role, which creations carry (see ``take_over``); keys: the job's key. Timeouts are in seconds and for the whole
-    of a method; DeadlineExceeded where they were not enough.
+    the role, which creations carry (see ``take_over``); keys: the job's key; shard: gives the address of a further
+    controller, where there are several. Timeouts are in seconds and for the whole of a method; DeadlineExceeded where
+    they were not enough.
     """
 
     def __init__(
@@ -51,9 +52,10 @@ class QueueClient:
         worker: str,
         attempt: int = 0,
         keys: Keys | None = None,
+        shard: Callable[[int], str | None] = lambda _: None,
     ) -> None:
         self.verbs = OpenVerbs(units=units, worker=worker, attempt=attempt)
-        self._connections = Connections(controller=controller, unit=unit, keys=keys)
+        self._connections = Connections(controller=controller, unit=unit, shard=shard, keys=keys)
 
     @classmethod
     def of(cls, membership: Membership, *, keys: Keys | None = None) -> QueueClient:
@@ -65,6 +67,7 @@ class QueueClient:
             worker=membership.member.incarnation,
             attempt=membership.member.attempt,
             keys=keys,
+            shard=lambda index: membership.address("controller", index),
         )
 
     @property

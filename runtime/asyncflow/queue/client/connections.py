@@ -1,4 +1,4 @@
-"""Runs verbs in an event loop: one connection to the controller, one to each unit, opened when first needed.
+"""Runs verbs in an event loop: one connection to each controller and unit, opened when first needed.
 
 Invariant: what was begun together ends together; a verb whose caller was cancelled makes no further call but its
 farewell, which nobody awaits and which ends before ``close`` does.
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from asyncflow.errors import AsyncFlowError
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient
-from asyncflow.queue.client.verbs import Ask, Farewell, Pause, Together, Verb
+from asyncflow.queue.client.verbs import Ask, Farewell, Pause, Together, Verb, name_of
 
 log = logging.getLogger(__name__)
 
@@ -22,13 +22,18 @@ T = TypeVar("T")
 
 
 class Connections:
-    """The controller and the units, by resolvers; see ``QueueClient``."""
+    """The controllers and the units, by resolvers; see ``QueueClient``."""
 
     def __init__(
-        self, *, controller: str | Callable[[], str | None], unit: Callable[[int], str | None], keys: Keys | None
+        self,
+        *,
+        controller: str | Callable[[], str | None],
+        unit: Callable[[int], str | None],
+        keys: Keys | None,
+        shard: Callable[[int], str | None] = lambda _: None,
     ) -> None:
         self._controller = RpcClient(name="queue client", resolve=controller, keys=keys)
-        self._address = unit
+        self._unit_address, self._shard_address = unit, shard
         self._units: dict[int, RpcClient] = {}
         self._keys = keys
         self._goodbyes: set[asyncio.Task[None]] = set()
@@ -97,8 +102,11 @@ class Connections:
         self._goodbyes.add(task)
         task.add_done_callback(self._goodbyes.discard)
 
+    def _address(self, peer: int) -> str | None:
+        return self._unit_address(peer) if peer >= 0 else self._shard_address(-peer)
+
     def _unit(self, index: int) -> RpcClient:
         if index not in self._units:
-            name = f"queue client of unit {index}"
+            name = f"queue client of {name_of(index)}"
             self._units[index] = RpcClient(name=name, resolve=lambda: self._address(index), keys=self._keys)
         return self._units[index]

@@ -15,15 +15,12 @@ from asyncflow.api.queue import LEAST_BYTES
 from asyncflow.errors import DeadlineExceeded, Elsewhere, PeerLost, Refused
 from asyncflow.net.batches import weighed_batches
 from asyncflow.net.frames import Jagged, encode_batch
+from asyncflow.queue.client.patience import patience
 from asyncflow.queue.client.placement import Placement
 from asyncflow.queue.client.scatter import part_of, parts_by
-from asyncflow.queue.client.verbs import Clock, Verb, once, persist, together
+from asyncflow.queue.client.verbs import Clock, Verb, left_of, once, persist, together
 from asyncflow.queue.protocol import calls, unit_calls
 from asyncflow.queue.protocol.messages import RowMeta
-
-_ATTEMPT_S = 15.0
-_ROOM_S = 2.0
-"""How long a part waits at a unit while there are others."""
 
 
 class Creator:
@@ -54,15 +51,19 @@ class Creator:
         tried: set[int] = set()
         yield from self._placement.begin()
 
-        def send(unit: int, groups: list[tuple[int, str]], wait_s: float, left_s: float) -> Verb[None]:
+        def send(unit: int, groups: list[tuple[int, str]], others: bool) -> Verb[None]:
+            nbytes = sum(weights[group] for group in groups)
+            room_s, answer_s = patience(left_of(deadline, self._clock), nbytes=nbytes, others=others)
             indices = [index for group in groups for index in left[group]]
             header, frames = encode_batch(part_of(columns, indices, len(metas)))
             mine = [metas[i] for i in indices]
             request = unit_calls.CreateRows(
-                mine, group_size, header, dict(outputs), wait_s, self._attempt, producer=self._worker
+                mine, group_size, header, dict(outputs), room_s, self._attempt, producer=self._worker
             )
             try:
-                answer, _ = yield from once(unit, "unit.create", request, calls.Verdicts, timeout=left_s, frames=frames)
+                answer, _ = yield from once(
+                    unit, "unit.create", request, calls.Verdicts, timeout=answer_s, frames=frames
+                )
             except Elsewhere:
                 self._placement.avoid(unit)
                 return
@@ -74,15 +75,14 @@ class Creator:
                 del left[group]
 
         def attempt() -> Verb[None]:
-            if tried.issuperset(self._placement.there()):
+            there = self._placement.there()
+            if tried.issuperset(there):
                 tried.clear()
-            left_s = min(_ATTEMPT_S, max(0.01, deadline - self._clock()))
-            wait_s = min(0.9 * left_s, _ROOM_S if len(self._placement.there()) > 1 else _ATTEMPT_S)
             by_unit: dict[int, list[tuple[int, str]]] = {}
             for group in left:
                 by_unit.setdefault(self._placement.choose(len(left[group]), but=tried), []).append(group)
             yield from together(
-                send(unit, groups, wait_s, left_s)
+                send(unit, groups, len(there) > 1)
                 for unit, mine in by_unit.items()
                 for groups in weighed_batches(mine, weights.__getitem__, heaviest=LEAST_BYTES)
             )
@@ -96,9 +96,7 @@ class Creator:
 def _bytes_of_rows(columns: Mapping[str, Jagged], rows: int, *, later: int) -> list[int]:
     sizes = [later] * rows
     for column in columns.values():
-        sizes = [
-            size + int(length) * column.values.itemsize for size, length in zip(sizes, column.lengths, strict=True)
-        ]
+        sizes = [size + more for size, more in zip(sizes, column.sizes, strict=True)]
     return sizes
 
 

@@ -1,4 +1,4 @@
-"""Runs verbs in a thread that blocks: one link to the controller, one to each unit, opened when first needed.
+"""Runs verbs in a thread that blocks: one link to each controller and unit, opened when first needed.
 
 A verb is a strand; what it does together becomes strands of its own. A strand waits for an answer, for a moment (a
 pause, or a peer without an address), or for its children; the lane sleeps in the links until one of them can go on.
@@ -9,16 +9,12 @@ for which nobody waits any more is dropped.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import select
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
-
-import msgspec
-from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, ProtocolError
 from asyncflow.net import wire
@@ -30,11 +26,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _MAX_MESSAGE = 1 << 30
-
-
-@functools.cache
-def _decoder(reply: type[Struct]) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(reply)
 
 
 class _Strand:
@@ -56,7 +47,7 @@ class _Strand:
 
 
 class Lane:
-    """What one thread needs to run verbs. resolve: gives the address of a unit, or of the controller (None), now."""
+    """What one thread needs to run verbs. resolve: gives the address of a ``Peer`` now."""
 
     def __init__(self, *, resolve: Callable[[int | None], str | None], keys: Keys | None) -> None:
         self._resolve = resolve
@@ -191,9 +182,13 @@ class Lane:
 
     def _wait(self) -> None:
         """Sleep until something came or is due, and let those go on whom it concerns."""
-        strands = list(self._waiting.values())
-        sleep = min(LOOK_S, max(0.0, min(strand.due for strand in strands) - time.monotonic()))
-        links = {strand.link: strand.ask.unit for strand in strands if strand.link is not None and strand.ask}
+        strands, now = list(self._waiting.values()), time.monotonic()
+        links: dict[StreamLink, int | None] = {}
+        sleep = LOOK_S
+        for strand in strands:
+            sleep = min(sleep, max(0.0, strand.due - now))
+            if strand.link is not None and strand.ask is not None:
+                links[strand.link] = strand.ask.unit
         if not links:
             time.sleep(sleep)
         elif len(links) > 1:
@@ -221,7 +216,7 @@ class Lane:
         if error is None:
             ask = strand.ask
             try:
-                answer = _decoder(ask.reply).decode(parts[1]), parts[2:]
+                answer = wire.decoder_of(ask.reply).decode(parts[1]), parts[2:]
             except wire.MALFORMED as wrong:
                 what = f"{ask.method}: the answer is no {ask.reply.__name__}: {wrong}"
                 error = ProtocolError(what, where=link.address)

@@ -181,7 +181,7 @@ class OpenVerbs(RowVerbs):
         told = yield from self.ask(
             "open.partitions", open_calls.ListPartitions(), open_calls.Partitions, timeout=timeout
         )
-        return dict(zip(told.names, told.rows, strict=True))
+        return told.rows
 
 
 def _check_tags(tags: Sequence[Mapping[str, Tag]] | None, count: int) -> None:

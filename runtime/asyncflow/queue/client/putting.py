@@ -16,6 +16,7 @@ import msgspec
 
 from asyncflow.errors import Elsewhere, PeerLost, Refused
 from asyncflow.net.frames import BatchHeader, Jagged, encode_batch
+from asyncflow.queue.client.patience import patience
 from asyncflow.queue.client.placement import Placement
 from asyncflow.queue.client.verbs import Clock, Verb, left_of, once, persist, together
 from asyncflow.queue.protocol.messages import SERIAL_BITS, Tag
@@ -25,9 +26,6 @@ from asyncflow.queue.protocol.unit_calls import Numbers, PutRows
 _SPLIT_BYTES = 1 << 20
 """Bytes of a part below which splitting costs more than it brings."""
 _MOST_BYTES = 64 << 20
-_ATTEMPT_S = 15.0
-_ROOM_S = 2.0
-"""How long a part waits at a unit while there are others."""
 
 
 class Putter:
@@ -65,7 +63,8 @@ class Putter:
 
         def part(start: int, stop: int) -> Verb[Numbers]:
             a, b = start * group_size, stop * group_size
-            header, frames = encode_batch({name: _run(column, a, b) for name, column in columns.items()})
+            mine = {name: _run(column, a, b) for name, column in columns.items()}
+            header, frames = encode_batch(mine)
             if not columns:
                 header, frames = BatchHeader(rows=b - a, columns=[]), []
             told = [dict(tag) for tag in tags[a:b]] if tags is not None else []
@@ -73,18 +72,18 @@ class Putter:
             tried: set[int] = set()
 
             def attempt() -> Verb[Numbers]:
-                many = len(there := self._placement.there()) > 1
+                there = self._placement.there()
                 if tried.issuperset(there):
                     tried.clear()
-                left_s = min(_ATTEMPT_S, left_of(deadline, self._clock))
-                wait_s = min(0.9 * left_s, _ROOM_S) if many else 0.9 * left_s
+                nbytes = sum(column.nbytes for column in mine.values())
+                room_s, answer_s = patience(left_of(deadline, self._clock), nbytes=nbytes, others=len(there) > 1)
                 request = PutRows(
-                    partition, serial + start, group_size, header, told, dict(outputs), wait_s, producer=self._worker
+                    partition, serial + start, group_size, header, told, dict(outputs), room_s, producer=self._worker
                 )
                 unit = self._placement.choose(b - a, but=tried)
                 tried.add(unit)
                 try:
-                    numbers, _ = yield from once(unit, "unit.put", request, Numbers, timeout=left_s, frames=frames)
+                    numbers, _ = yield from once(unit, "unit.put", request, Numbers, timeout=answer_s, frames=frames)
                 except Elsewhere as leaving:
                     self._placement.avoid(unit)
                     raise PeerLost(str(leaving), where=f"storage unit {unit}") from leaving

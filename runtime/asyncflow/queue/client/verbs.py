@@ -32,10 +32,26 @@ _LONGEST_PAUSE_S = 2.0
 _SHORTEST_S = 0.001
 
 
-class Ask(Struct, frozen=True, eq=False):
-    """A call. unit: index of the unit that is asked, None for the controller; timeout: seconds for all of it."""
+Peer: TypeAlias = int | None
+"""Who is asked: a unit by its index, the controller (None), or a further one where there are several (``shard``)."""
 
-    unit: int | None
+
+def shard(controller: int) -> Peer:
+    """Give the peer that is the controller with this number."""
+    return -controller or None
+
+
+def name_of(peer: Peer) -> str:
+    """Give the words for a peer."""
+    if peer is None:
+        return "the controller"
+    return f"storage unit {peer}" if peer >= 0 else f"controller {-peer}"
+
+
+class Ask(Struct, frozen=True, eq=False):
+    """A call. unit: whom it asks, a ``Peer``; timeout: seconds for all of it."""
+
+    unit: Peer
     method: str
     request: Struct
     reply: type[Struct]
@@ -67,7 +83,7 @@ Clock: TypeAlias = Callable[[], float]
 
 
 def once(
-    unit: int | None, method: str, request: Struct, reply: type[R], *, timeout: float, frames: Sequence[Buffer] = ()
+    unit: Peer, method: str, request: Struct, reply: type[R], *, timeout: float, frames: Sequence[Buffer] = ()
 ) -> Verb[tuple[R, list[memoryview]]]:
     """Make one call; give the reply and its frames."""
     answer: tuple[R, list[memoryview]] = yield Ask(unit, method, request, reply, timeout, frames)

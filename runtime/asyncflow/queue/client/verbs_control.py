@@ -13,12 +13,18 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from asyncflow.queue.client.verbs import Clock, Verb, left_of, once, persist
+from asyncflow.errors import Misdirected, Refused
+from asyncflow.queue.client.scatter import parts_by
+from asyncflow.queue.client.verbs import Clock, Peer, Verb, left_of, name_of, once, persist, shard, together
 from asyncflow.queue.protocol import calls
 from asyncflow.queue.protocol.messages import AuditReport, PartitionSnapshot, QueueStats, Slot, TaskSpec, Wanted
 from asyncflow.queue.protocol.moving_calls import Drain, Units, UnitView
+from asyncflow.queue.protocol.shard_calls import controller_of
 
 R = TypeVar("R", bound=Struct)
+
+_MOVES = 4
+"""Most controllers that are asked about a task before one is found that decides about it."""
 
 PARK_S = 10.0
 """Longest time that one call parks at the controller before it is made again."""
@@ -41,6 +47,7 @@ class ControlVerbs:
         self.attempt = attempt
         self.units = units
         self.clock = clock
+        self._places: dict[tuple[str, str], Peer] = {}
 
     def declare(self, tasks: Sequence[TaskSpec], *, timeout: float) -> Verb[None]:
         """Make tasks known; again with the same changes nothing."""
@@ -48,8 +55,17 @@ class ControlVerbs:
 
     def renew(self, leases: Sequence[str], *, timeout: float) -> Verb[list[str]]:
         """Begin the time of leases anew; give those that are in force."""
-        request = calls.Renew(list(dict.fromkeys(leases)))
-        return (yield from self.ask("queue.renew", request, calls.Renewed, timeout=timeout)).leases
+
+        def send(peer: Peer, mine: list[str]) -> Verb[list[str]]:
+            answer = yield from self.ask("queue.renew", calls.Renew(mine), calls.Renewed, timeout=timeout, peer=peer)
+            return answer.leases
+
+        unique = list(dict.fromkeys(leases))
+        if not any(map(controller_of, unique)):
+            return (yield from send(None, unique))
+        parts = parts_by(map(controller_of, unique))
+        kept = yield from together(send(shard(index), [unique[i] for i in at]) for index, at in parts.items())
+        return [lease for part in kept for lease in part]
 
     def open_step(self, *, partition: str, step: int, groups: int, group_size: int, timeout: float) -> Verb[None]:
         """Say how many groups reach the trainer in D_step; may be changed until all of them were handed out."""
@@ -158,25 +174,41 @@ class ControlVerbs:
         """Mark the run complete: every sample of steps up to ``step`` should be finished; the audit checks it."""
         yield from self.ask("queue.close", calls.Close(partition, step), calls.Done, timeout=timeout)
 
-    def ask(self, method: str, request: Struct, reply: type[R], *, timeout: float) -> Verb[R]:
-        """Call the controller until it answers."""
+    def ask(self, method: str, request: Struct, reply: type[R], *, timeout: float, peer: Peer = None) -> Verb[R]:
+        """Call a controller until it answers."""
         deadline = self.clock() + timeout
 
         def attempt() -> Verb[R]:
             left = left_of(deadline, self.clock)
-            answer, _ = yield from once(None, method, request, reply, timeout=left)
+            answer, _ = yield from once(peer, method, request, reply, timeout=left)
             return answer
 
-        return persist(attempt, what=f"{method} at the controller", timeout=timeout, clock=self.clock)
+        return persist(attempt, what=f"{method} at {name_of(peer)}", timeout=timeout, clock=self.clock)
+
+    def at_task(self, partition: str, task: str, call: Callable[[Peer], Verb[R]]) -> Verb[R]:
+        """Make a call at the controller that decides about a task; it is remembered, because tasks never move."""
+        for _ in range(_MOVES):
+            try:
+                return (yield from call(self._places.get((partition, task))))
+            except Misdirected as there:
+                self._places[partition, task] = shard(there.controller)
+        raise Refused(f"no controller decides about {partition}/{task}", where="queue client")
 
     def park(
-        self, method: str, request: Callable[[float], Struct], reply: type[R], *, deadline: float, what: str
+        self,
+        method: str,
+        request: Callable[[float], Struct],
+        reply: type[R],
+        *,
+        deadline: float,
+        what: str,
+        peer: Peer = None,
     ) -> Verb[R]:
         """Make once the call that ``request`` gives for the seconds it may park; again only if it was not answered."""
 
         def attempt() -> Verb[R]:
             wait_s = min(PARK_S, max(0.0, deadline - self.clock()))
-            answer, _ = yield from once(None, method, request(wait_s), reply, timeout=wait_s + GRACE_S)
+            answer, _ = yield from once(peer, method, request(wait_s), reply, timeout=wait_s + GRACE_S)
             return answer
 
         left = max(0.0, deadline - self.clock())

@@ -25,12 +25,13 @@ from asyncflow.queue.client.placement import Placement
 from asyncflow.queue.client.putting import Putter
 from asyncflow.queue.client.routing import at_homes
 from asyncflow.queue.client.scatter import join, part_of, spread_out
-from asyncflow.queue.client.verbs import Ask, Clock, Farewell, Verb, once, scatter
-from asyncflow.queue.client.verbs_control import ControlVerbs
+from asyncflow.queue.client.verbs import Ask, Clock, Farewell, Peer, Verb, left_of, once, scatter, shard
+from asyncflow.queue.client.verbs_control import GRACE_S, ControlVerbs
 from asyncflow.queue.protocol import calls, unit_calls
 from asyncflow.queue.protocol.lot import Lot
 from asyncflow.queue.protocol.messages import KEY_TAG, LeasedRow, RowMeta, StagedRow, Tag
 from asyncflow.queue.protocol.runs import shrink
+from asyncflow.queue.protocol.shard_calls import controller_of
 
 _MOST = 1 << 40
 _GOODBYE_S = 2.0
@@ -146,8 +147,13 @@ class RowVerbs(ControlVerbs):
 
     def acknowledge(self, leases: Sequence[str], *, timeout: float) -> Verb[list[bool]]:
         """Complete all rows of leases of tasks that write nothing; False where a lease was not in force any more."""
-        request = calls.Acknowledge(list(leases))
-        return (yield from self.ask("queue.acknowledge", request, calls.Verdicts, timeout=timeout)).ok
+
+        def send(indices: list[int]) -> Verb[list[bool]]:
+            mine, peer = [leases[i] for i in indices], shard(controller_of(leases[indices[0]]))
+            request = calls.Acknowledge(mine)
+            return (yield from self.ask("queue.acknowledge", request, calls.Verdicts, timeout=timeout, peer=peer)).ok
+
+        return (yield from scatter(map(controller_of, leases), send)) if leases else []
 
     def fetch(self, rows: Rows, columns: Sequence[str], *, timeout: float) -> Verb[dict[str, Jagged]]:
         """Give ``columns`` of ``rows`` in the order given, with one call a unit; for no rows, empty ones (int64).
@@ -234,8 +240,10 @@ class RowVerbs(ControlVerbs):
 
     def _end(self, rows: Sequence[LeasedRow], *, reason: str, drop: bool, timeout: float) -> Verb[list[bool]]:
         def send(indices: list[int]) -> Verb[list[bool]]:
-            request = calls.EndRows(rows[indices[0]].lease, shrink([rows[i].row for i in indices]), reason, drop)
-            return (yield from self.ask("queue.end", request, calls.Verdicts, timeout=timeout)).ok
+            lease = rows[indices[0]].lease
+            request = calls.EndRows(lease, shrink([rows[i].row for i in indices]), reason, drop)
+            peer = shard(controller_of(lease))
+            return (yield from self.ask("queue.end", request, calls.Verdicts, timeout=timeout, peer=peer)).ok
 
         return scatter((row.lease for row in rows), send)
 
@@ -253,8 +261,16 @@ class RowVerbs(ControlVerbs):
 
     def _claim(self, request: calls.ClaimRows, timeout: float) -> Verb[calls.Claimed]:
         deadline = self.clock() + timeout
+        return self.at_task(request.partition, request.task, lambda peer: self._claim_at(peer, request, deadline))
+
+    def _claim_at(self, peer: Peer, request: calls.ClaimRows, deadline: float) -> Verb[calls.Claimed]:
         goodbye = calls.Abandon(self.worker, request.ticket)
-        yield Farewell(Ask(None, "queue.abandon", goodbye, calls.Done, _GOODBYE_S))
+        yield Farewell(Ask(peer, "queue.abandon", goodbye, calls.Done, _GOODBYE_S))
+        late: list[str] = []
+        if others := [lease for lease in request.done if shard(controller_of(lease)) != peer]:
+            ok = yield from self.acknowledge(others, timeout=left_of(deadline, self.clock) + GRACE_S)
+            late = [lease for lease, done in zip(others, ok, strict=True) if not done]
+            request = msgspec.structs.replace(request, done=[of for of in request.done if of not in others])
         while True:
             claimed = yield from self.park(
                 "queue.claim",
@@ -262,7 +278,10 @@ class RowVerbs(ControlVerbs):
                 calls.Claimed,
                 deadline=deadline,
                 what=f"claiming from {request.partition}/{request.task}",
+                peer=peer,
             )
+            if late:
+                claimed = msgspec.structs.replace(claimed, late=late + claimed.late)
             if claimed.lot is not None:
                 return msgspec.structs.replace(claimed, lot=claimed.lot.expanded())
             if claimed.ended or self.clock() >= deadline:

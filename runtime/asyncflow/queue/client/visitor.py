@@ -42,6 +42,7 @@ async def visit(
         units=lambda: taking(membership),
         worker=worker or member.incarnation,
         keys=keys,
+        shard=lambda index: membership.address("controller", index),
     )
     try:
         await membership.join(timeout)

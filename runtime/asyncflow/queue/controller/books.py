@@ -30,7 +30,8 @@ class Books:
 
     rows: those that have bytes, by id; units: those there, by index; leaving: epochs of those that shall leave; outbox:
     events to be written; frees: rows whose bytes are not needed any more; touched: partitions whose indexes or gang may
-    have changed since it was last emptied; now: clock of ``Row.since``.
+    have changed since it was last emptied; now: clock of ``Row.since``; index: of the controller whose books these are;
+    news: told of each event before it happens, for who follows.
     """
 
     def __init__(self, folds: Mapping[type, Fold]) -> None:
@@ -45,9 +46,13 @@ class Books:
         self.frees: list[Row] = []
         self.touched: set[str] = set()
         self.now = 0.0
+        self.index = 0
+        self.news: Callable[[ev.Event], None] | None = None
 
     def record(self, event: ev.Event) -> None:
         """Let ``event`` happen, and have it written."""
+        if self.news is not None:
+            self.news(event)
         self.apply(event)
         self.outbox.append(event)
 

@@ -123,7 +123,7 @@ class Claims:
         return self._meet(queue, claim, now, exact=True) or self._meet(queue, claim, now, exact=False)
 
     def _queue(self, claim: Claim) -> TaskQueue | None:
-        queue = self._books.partition(claim.partition).queues.get(claim.task)
+        queue = self._books.partition(claim.partition).task(claim.task)
         if queue is not None and queue.spec.kind == "gang":
             hint = "A trainer asks for slots"
             raise Refused(f"{claim.partition}/{claim.task} is the task of a gang", where="claim", hint=hint)
@@ -139,7 +139,7 @@ class Claims:
         if queue.index.weight < claim.min_rows or not (rows := self._take(queue, claim, exact=exact)):
             return None
         self._granted += 1
-        number = lease_id(epoch=self._epoch, counter=self._granted)
+        number = lease_id(epoch=self._epoch, counter=self._granted, controller=self._books.index)
         numbers = [row.row for row in rows]
         self._books.record(ev.Leased(number, claim.partition, claim.task, claim.worker, claim.ticket, numbers))
         lease = self._books.leases.get(number)
@@ -256,11 +256,12 @@ class Claims:
             self._end(lease, "worker lost")
 
     def ended(self, claim: Claim) -> bool:
-        """Tell whether nothing will ever come for ``claim``; see ``Claim.until_done``."""
+        """Tell whether nothing will ever come for ``claim``; see ``Claim.until_done``. Raises Misdirected."""
         partition = self._books.partition(claim.partition)
+        queue = partition.task(claim.task)
         if not partition.ended(claim.task):
             return False
-        if not claim.until_done or (queue := partition.queues.get(claim.task)) is None:
+        if not claim.until_done or queue is None:
             return True
         held = self._books.leases.of_worker(claim.worker)
         home = (claim.partition, claim.task)

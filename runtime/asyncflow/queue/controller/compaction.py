@@ -6,7 +6,8 @@ Invariant: folding ``dump(books)`` into empty ``Books`` gives books that ``dump`
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
 
 from asyncflow.net.batches import batches
 from asyncflow.queue.controller.books import Books
@@ -16,6 +17,7 @@ from asyncflow.queue.controller.state import Finished, Group, State, Work
 from asyncflow.queue.ledger import compacted
 from asyncflow.queue.ledger import events as ev
 
+_Did: TypeAlias = Callable[[Mapping[str, Work]], list[tuple[str, int, int]]]
 _CHUNK = 1000
 
 
@@ -26,12 +28,19 @@ def dump(books: Books) -> Iterator[ev.Event]:
     yield from (ev.UnitLeaving(unit.epoch, unit.unit) for unit in units if unit.epoch in books.leaving)
     yield ev.Started(books.epoch)
     for name in sorted(books.partitions):
-        yield from _partition(books.partitions[name])
+        yield from _partition(books.partitions[name], books.index)
     yield from _moved(books)
     for lease in sorted(books.leases, key=lambda lease: lease.id):
         yield ev.Leased(lease.id, lease.partition, lease.task, lease.worker, lease.ticket, list(lease.rows))
     if completed := books.leases.completed():
         yield compacted.Acknowledged(completed)
+
+
+def dump_rows(books: Books) -> Iterator[ev.Event]:
+    """Give the events that make the rows of ``books``, without what their tasks have done with them."""
+    for name in sorted(books.partitions):
+        yield from _partition(books.partitions[name], books.index, works=False)
+    yield from _moved(books)
 
 
 def _moved(books: Books) -> Iterator[ev.Event]:
@@ -44,14 +53,16 @@ def _moved(books: Books) -> Iterator[ev.Event]:
         yield from (ev.Moved(home, chunk) for chunk in batches(sorted(homes[home]), _CHUNK))
 
 
-def _partition(partition: Partition) -> Iterator[ev.Event]:
+def _partition(partition: Partition, index: int, *, works: bool = True) -> Iterator[ev.Event]:
     name, gang = partition.name, partition.gang
-    yield from (ev.Declared(partition.queues[task].spec) for task in sorted(partition.queues))
+    yield from (ev.Declared(partition.queues[task].spec, index) for task in sorted(partition.queues))
+    yield from (partition.elsewhere[task] for task in sorted(partition.elsewhere))
     yield from (ev.Typed(name, column, dtype) for column, dtype in sorted(partition.schema.items()))
     if partition.creator:
         yield ev.TakenOver(name, partition.creator)
-    if partition.resets or partition.peeked or partition.forgotten:
-        yield compacted.Counted(name, partition.resets, partition.peeked, partition.forgotten)
+    resets, peeked = (partition.resets, partition.peeked) if works else (0, 0)
+    if resets or peeked or partition.forgotten:
+        yield compacted.Counted(name, resets, peeked, partition.forgotten)
     if partition.expected is not None:
         yield ev.Expected(name, partition.expected)
     if gang.attempt >= 0:
@@ -59,11 +70,12 @@ def _partition(partition: Partition) -> Iterator[ev.Event]:
     if gang.committed:
         yield ev.Committed(name, gang.committed)
     if partition.purpose == "open":
-        yield from _open_groups(partition)
+        yield from _open_groups(partition, _works if works else _none)
     elif partition.purpose is not None:
         for k, oldest, newest, runs in _finished(partition):
             yield compacted.Ended(name, partition.purpose, k, oldest, newest, runs)
-        yield from (_group(partition.groups[serial]) for serial in sorted(partition.groups))
+        did = _works if works else _none
+        yield from (_group(partition.groups[serial], did) for serial in sorted(partition.groups))
     for number in sorted(gang.steps):
         step = gang.steps[number]
         if step.groups is not None:
@@ -89,7 +101,7 @@ def _finished(partition: Partition) -> Iterator[tuple[int, int, int, list[tuple[
         yield from ((step, oldest, newest, chunk) for chunk in batches(runs, _CHUNK))
 
 
-def _open_groups(partition: Partition) -> Iterator[ev.Event]:
+def _open_groups(partition: Partition, did: _Did) -> Iterator[ev.Event]:
     """Give the groups in the order in which they came, those that are alike together."""
     run: compacted.Alike | None = None
     inside: Counter[State] = Counter()
@@ -97,19 +109,19 @@ def _open_groups(partition: Partition) -> Iterator[ev.Event]:
     for group in partition.groups.values():
         first = group.rows[0]
         if id(first.work) not in known:
-            known[id(first.work)] = (first.work, _works(first.work))
+            known[id(first.work)] = (first.work, did(first.work))
         works = known[id(first.work)][1]
-        if run is not None and _follows(run, group, works):
+        if run is not None and _follows(run, group, works, did):
             run = compacted.Alike(run.partition, run.serial, run.groups + 1, run.size, run.row, works)
             continue
         if run is not None:
             yield run
         run = None
-        if _is_whole(group):
+        if _is_whole(group, did):
             run = compacted.Alike(partition.name, group.serial, 1, group.size, first.row, works)
         else:
             inside.update(row.state for row in group.rows)
-            yield _group(group)
+            yield _group(group, did)
     if run is not None:
         yield run
     yield from (compacted.Used(partition.name, chunk) for chunk in batches(partition.used.spans(), _CHUNK))
@@ -117,24 +129,28 @@ def _open_groups(partition: Partition) -> Iterator[ev.Event]:
     yield compacted.Used(partition.name, [], partition.cleared, filtered, dropped)
 
 
-def _is_whole(group: Group) -> bool:
+def _is_whole(group: Group, did: _Did) -> bool:
     """Tell whether all rows live, have consecutive ids, and are alike."""
     first = group.rows[0]
     return all(
-        row.state is State.LIVE and row.row == first.row + index and row.work == first.work
+        row.state is State.LIVE and row.row == first.row + index and (row.work == first.work or did is _none)
         for index, row in enumerate(group.rows)
     )
 
 
-def _follows(run: compacted.Alike, group: Group, works: list[tuple[str, int, int]]) -> bool:
+def _follows(run: compacted.Alike, group: Group, works: list[tuple[str, int, int]], did: _Did) -> bool:
     if works is not run.works and works != run.works:
         return False
     after = (run.serial + run.groups, run.size, run.row + run.groups * run.size)
-    return after == (group.serial, group.size, group.rows[0].row) and _is_whole(group)
+    return after == (group.serial, group.size, group.rows[0].row) and _is_whole(group, did)
 
 
 def _works(work: Mapping[str, Work]) -> list[tuple[str, int, int]]:
     return [(task, did.attempt, did.done) for task, did in sorted(work.items())]
+
+
+def _none(_work: Mapping[str, Work]) -> list[tuple[str, int, int]]:
+    return []
 
 
 def _slots(name: str, step: Step) -> Iterator[ev.Event]:
@@ -149,9 +165,9 @@ def _slots(name: str, step: Step) -> Iterator[ev.Event]:
         )
 
 
-def _group(group: Group) -> ev.Event:
+def _group(group: Group, did: _Did) -> ev.Event:
     rows = []
     for row in group.rows:
         state = State.LIVE if row.state is State.BOUND else row.state
-        rows.append((row.sample, row.row, int(state), row.lost, _works(row.work)))
+        rows.append((row.sample, row.row, int(state), row.lost, did(row.work)))
     return compacted.Kept(group.partition, group.purpose, group.serial, group.size, group.step, *group.window, rows)

@@ -12,21 +12,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncflow.errors import AsyncFlowError, Refused
+from asyncflow.net.deadlines import Deadline, Deadlines
 from asyncflow.net.hosts import address_of
 from asyncflow.net.keys import Keys
+from asyncflow.net.later import Later
 from asyncflow.net.rpc import RpcServer
+from asyncflow.queue.controller.alone import Alone
 from asyncflow.queue.controller.claims import Claim
 from asyncflow.queue.controller.compaction import dump
-from asyncflow.queue.controller.handlers import Handlers
+from asyncflow.queue.controller.feed import FEED
+from asyncflow.queue.controller.home import Home
 from asyncflow.queue.controller.report import Storage, stats
-from asyncflow.queue.controller.serving import Soon
+from asyncflow.queue.controller.serving import Address, Soon
 from asyncflow.queue.controller.sessions import Sessions
+from asyncflow.queue.controller.shard import Shard
 from asyncflow.queue.controller.table import Table
 from asyncflow.queue.ledger.ledger import Ledger, Sync
 from asyncflow.queue.protocol.calls import Claimed
@@ -40,10 +45,12 @@ _STOPPED_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """A call that is parked. attempt: gives its answer, or None as long as there is none."""
+    """A call that is parked. attempt: gives its answer, or None as long as there is none; deadline: of its wait."""
 
+    partition: str
     attempt: Callable[[], Any]
-    future: asyncio.Future[Any]
+    deadline: Deadline
+    later: Later[Any]
 
 
 class Controller:
@@ -52,7 +59,7 @@ class Controller:
     ledger_dir: folder of the ledger, made if needed; sync: its durability class; host, port: where to listen (0: any);
     advertise: the host that others dial, where that is another; keys: the job's key; unit_lost_s: seconds of silence
     after which a storage unit's rows are made again elsewhere; compact_bytes: size from which on the ledger is
-    compacted while serving.
+    compacted while serving; index: of this controller among all ``controllers``; address: of each.
     ``failed`` is done when the controller cannot go on; its exception says why.
     """
 
@@ -67,17 +74,26 @@ class Controller:
         keys: Keys | None = None,
         unit_lost_s: float = 30.0,
         compact_bytes: int = 64 << 20,
+        index: int = 0,
+        controllers: int = 1,
+        address: Address = lambda _: None,
     ) -> None:
-        self.table = Table()
+        self.table = Table(index=index, controllers=controllers)
         bind = address_of(host, port)
         self.server = RpcServer(name="controller", bind=bind, keys=keys, advertise=advertise)
         self._ledger = Ledger(ledger_dir, sync=sync, compact=lambda: dump(self.table.books), limit=compact_bytes)
         self.sessions = Sessions(self.table, lost_s=unit_lost_s)
         self.ledger_dir = ledger_dir
-        self._claims: dict[Claim, tuple[asyncio.Future[Claimed], list[str]]] = {}
+        self._claims: dict[Claim, tuple[_Waiter, list[str]]] = {}
         self._parked: dict[str, dict[_Waiter, None]] = {}
+        self._deadlines = Deadlines()
         self._alarm: asyncio.TimerHandle | None = None
-        Handlers(self).route(self.server)
+        self.part = Alone(self)
+        if index:
+            self.part = Shard(self, address=address, keys=keys)
+        elif controllers > 1:
+            self.part = Home(self, controllers=controllers, address=address, keys=keys)
+        self.part.route(self.server)
 
     async def start(self) -> str:
         """Read the ledger, begin to serve, and give the address. Raises LedgerCorrupt, Refused."""
@@ -91,6 +107,7 @@ class Controller:
             self._ledger.begin(dump(self.table.books))
         except OSError as error:
             raise self._broken(error) from error
+        self.part.start()
         address = await self.server.start()
         self.settle()
         log.info("epoch %d serves at %s", self.table.controller, address)
@@ -98,7 +115,9 @@ class Controller:
 
     async def close(self) -> None:
         """Stop serving, and leave the ledger whole."""
+        await self.part.close()
         await self.server.close()
+        self._deadlines.close()
         if self._alarm is not None:
             self._alarm.cancel()
         if not self.failed.done():
@@ -108,6 +127,20 @@ class Controller:
         """Give the counts of now."""
         sessions = self.sessions
         return stats(self.table, Storage(sessions.used, sessions.limit, len(sessions), self._ledger.bytes))
+
+    async def rewrite(self) -> None:
+        """Write the ledger anew, because the books were replaced. Raises Refused where it cannot be written."""
+        if (pending := self.settle()) is not None:
+            await pending
+        try:
+            self._ledger.begin(dump(self.table.books))
+        except OSError as error:
+            raise self._broken(error) from error
+
+    def fail(self, error: BaseException) -> None:
+        """Stop serving: this controller cannot go on."""
+        if not self.failed.done():
+            self.failed.set_exception(error)
 
     @property
     def ledger_lag(self) -> float:
@@ -137,8 +170,8 @@ class Controller:
             pending = self._ledger.commit()
         except OSError as error:
             raise self._broken(error) from error
-        for future, answer in found:
-            self._give(future, answer, pending)
+        if found:
+            asyncio.get_running_loop().call_soon(self._give_all, found, pending)
         return pending
 
     def safe(self, reply: T) -> Soon[T]:
@@ -146,9 +179,9 @@ class Controller:
         pending = self.settle()
         if pending is None:
             return reply
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._give(future, reply, pending)
-        return future
+        later: Later[T] = Later()
+        self._give_all([(later, reply)], pending)
+        return later
 
     def until(
         self, partition: str, attempt: Callable[[], T | None], wait_s: float, otherwise: Callable[[], T]
@@ -157,7 +190,7 @@ class Controller:
         found = attempt()
         if found is None and wait_s <= 0:
             found = otherwise()
-        return self.safe(found) if found is not None else self._park(partition, attempt, wait_s, otherwise)
+        return self.safe(found) if found is not None else self._park(partition, attempt, wait_s, otherwise).later
 
     def claim(self, claim: Claim, wait_s: float, late: list[str]) -> Soon[Claimed]:
         """Give what ``claim`` is granted; nothing after ``wait_s``, or as soon as nothing more can come.
@@ -174,82 +207,71 @@ class Controller:
         if (found := ended()) is not None or wait_s <= 0:
             return self.safe(found or Claimed(None, False, late))
         self.table.claims.park(claim)
-        future = self._park(claim.partition, ended, wait_s, lambda: Claimed(None, False, late))
-        self._claims[claim] = (future, late)
+        waiter = self._park(claim.partition, ended, wait_s, lambda: Claimed(None, False, late))
+        self._claims[claim] = (waiter, late)
 
         def forget(_: object) -> None:
             self.table.claims.withdraw(claim)
             del self._claims[claim]
 
-        future.add_done_callback(forget)
-        return future
+        waiter.later.add_done_callback(forget)
+        return waiter.later
 
     def _park(
         self, partition: str, attempt: Callable[[], T | None], wait_s: float, otherwise: Callable[[], T]
-    ) -> asyncio.Future[T]:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-        waiter = _Waiter(attempt, future)
+    ) -> _Waiter:
+        later: Later[T] = Later()
+        deadline = self._deadlines.add(self.now() + wait_s, lambda: later.set_result(otherwise()))
+        waiter = _Waiter(partition, attempt, deadline, later)
         self._parked.setdefault(partition, {})[waiter] = None
-
-        def give_up() -> None:
-            if not future.done():
-                future.set_result(otherwise())
-
-        timer = loop.call_later(wait_s, give_up)
-
-        def forget(_: object) -> None:
-            timer.cancel()
-            waiting = self._parked[partition]
-            del waiting[waiter]
-            if not waiting:
-                del self._parked[partition]
-
-        future.add_done_callback(forget)
+        later.add_done_callback(lambda _: self._unpark(waiter))
         self.settle()
-        return future
+        return waiter
 
-    def _find_answers(self) -> list[tuple[asyncio.Future[Any], Any]]:
+    def _unpark(self, waiter: _Waiter) -> Later[Any]:
+        """Let a call wait no longer, as its answer is found or nobody wants it; give what will have the answer."""
+        self._deadlines.drop(waiter.deadline)
+        waiting = self._parked.get(waiter.partition, {})
+        if waiting.pop(waiter, 0) is None and not waiting:
+            del self._parked[waiter.partition]
+        return waiter.later
+
+    def _find_answers(self) -> list[tuple[Later[Any], Any]]:
         """Give the parked calls that can be answered now; an error is an answer too."""
         books = self.table.books
-        found: list[tuple[asyncio.Future[Any], Any]] = []
+        found: list[tuple[Later[Any], Any]] = []
         for grant in self.table.claims.serve(self.now()):
-            future, late = self._claims[grant.claim]
-            found.append((future, Claimed(grant.lot.shrunk(), False, late)))
-        for partition in self._parked.keys() & books.touched:
-            for waiter in self._parked[partition]:
-                if waiter.future.done():
-                    continue
+            waiter, late = self._claims[grant.claim]
+            found.append((self._unpark(waiter), Claimed(grant.lot.shrunk(), False, late)))
+        for partition in (*(self._parked.keys() & books.touched), FEED):
+            for waiter in list(self._parked.get(partition, ())):
                 try:
                     answer = waiter.attempt()
                 except AsyncFlowError as error:
                     answer = error
                 if answer is not None:
-                    found.append((waiter.future, answer))
+                    found.append((self._unpark(waiter), answer))
         books.touched.clear()
         return found
 
-    def _give(self, future: asyncio.Future[Any], answer: object, pending: asyncio.Future[None] | None) -> None:
-        """Answer a call once the ledger is ``pending`` no more."""
-        if pending is not None:
-            pending.add_done_callback(lambda done: self._give_safe(future, answer, done.exception()))
-        else:
-            self._give_safe(future, answer, None)
-
-    def _give_safe(self, future: asyncio.Future[Any], answer: object, broken: BaseException | None) -> None:
-        if future.done():
+    def _give_all(self, found: Sequence[tuple[Later[Any], Any]], pending: asyncio.Future[None] | None) -> None:
+        """Answer calls once the ledger is ``pending`` no more."""
+        if pending is not None and not pending.done():
+            pending.add_done_callback(lambda done: self._give_all(found, done))
             return
-        if isinstance(broken, OSError):
-            answer = self._broken(broken)
-        if isinstance(answer, AsyncFlowError):
-            future.set_exception(answer)
-        else:
-            future.set_result(answer)
+        broken = pending.exception() if pending is not None else None
+        for later, answer in found:
+            if later.done():
+                continue
+            error = self._broken(broken) if isinstance(broken, OSError) else answer
+            if isinstance(error, AsyncFlowError):
+                later.set_exception(error)
+            else:
+                later.set_result(answer)
 
     def _broken(self, error: OSError) -> Refused:
         """Stop serving: what was answered is in the ledger, what comes now cannot be."""
-        if not self.failed.done():
-            self.failed.set_exception(error)
+        self.fail(error)
         hint = "Free some space and start the controller again: nothing that was answered is lost"
         return Refused(f"the ledger cannot be written: {error}", where="controller", hint=hint)
 

@@ -45,7 +45,11 @@ def _rows_lost(books: Books, event: ev.RowsLost) -> None:
 
 
 def _declared(books: Books, event: ev.Declared) -> None:
-    books.partition(event.spec.partition).declare(event.spec)
+    partition = books.partition(event.spec.partition)
+    if event.controller == books.index:
+        partition.declare(event.spec)
+    else:
+        partition.elsewhere[event.spec.name] = event
 
 
 def _typed(books: Books, event: ev.Typed) -> None:

@@ -13,17 +13,22 @@ from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError, ProtocolError
 from asyncflow.flow.selection import Appetite
-from asyncflow.net.rpc import RpcServer
 from asyncflow.queue.controller import open_table
 from asyncflow.queue.controller.claims import Claim
+from asyncflow.queue.controller.feed import NewsFeed
+from asyncflow.queue.controller.news import gained
 from asyncflow.queue.controller.open_handlers import OpenHandlers
+from asyncflow.queue.controller.replica import gain
 from asyncflow.queue.controller.report import snapshot
+from asyncflow.queue.controller.routes import Routes
 from asyncflow.queue.controller.serving import Serving, Soon
 from asyncflow.queue.controller.table import told
+from asyncflow.queue.controller.taking import take_over
 from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.protocol import calls, moving_calls, open_calls, unit_calls
 from asyncflow.queue.protocol.messages import AuditReport, Wanted
 from asyncflow.queue.protocol.runs import expand, shrink, shrink_equal
+from asyncflow.queue.protocol.shard_calls import controller_of
 
 Frames = Sequence[memoryview]
 _DONE = calls.Done()
@@ -31,14 +36,15 @@ _ANY_VERSION = Appetite()
 
 
 class Handlers:
-    """The calls that a controller answers."""
+    """The calls that a controller answers. feed: told of what is admitted, where others follow."""
 
-    def __init__(self, controller: Serving) -> None:
+    def __init__(self, controller: Serving, *, feed: NewsFeed | None = None) -> None:
+        self._feed = feed
         self._controller = controller
         self._table = controller.table
         self._sessions = controller.sessions
 
-    def route(self, server: RpcServer) -> None:
+    def route(self, server: Routes) -> None:
         """Have ``server`` answer all of them."""
         table, training, now = self._table, self._table.training, self._controller.now
 
@@ -154,13 +160,20 @@ class Handlers:
     def _announce(self, call: unit_calls.Announce) -> unit_calls.Strangers:
         self._sessions.check(call.session, self._controller.now())
         strangers = self._table.hold(call.session.home, call.held)
+        if self._feed is not None:
+            others = frozenset(strangers)
+            self._feed.recalled([held for held in call.held if held.row not in others])
         if call.last:
             self._sessions.synced(call.session)
         return unit_calls.Strangers(strangers)
 
     def _admit(self, call: unit_calls.Admit) -> unit_calls.Admitted:
         self._sessions.check(call.session, self._controller.now())
-        return unit_calls.Admitted([self._verdict(entry, call.session) for entry in call.entries])
+        verdicts = [self._verdict(entry, call.session) for entry in call.entries]
+        if self._feed is not None:
+            for entry, verdict in zip(call.entries, verdicts, strict=True):
+                self._feed.admitted(entry, verdict.ok)
+        return unit_calls.Admitted(verdicts)
 
     def _lost(self, call: unit_calls.LostRows) -> None:
         self._sessions.check(call.session, self._controller.now())
@@ -196,9 +209,11 @@ class Handlers:
             )
             return unit_calls.Verdict(ok, rows=[] if all(ok) else shrink(rows))
         if isinstance(entry, unit_calls.MovedRows):
-            ok = table.take(session.home, numbers, entry)
+            ok = take_over(table, session.home, numbers, entry)
         elif isinstance(entry, unit_calls.NewRows):
             ok = table.create(entry.metas, numbers, entry.group_size, entry.cells, attempt=entry.attempt)
+        elif controller_of(entry.lease):
+            gain(table.books, gained(entry, ok := [True] * len(numbers)))
         elif entry.lease.startswith(open_calls.WRITE):
             ok = open_table.write(table.books, numbers, entry.cells, entry.tags)
         elif entry.reason:

@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from asyncflow.queue.protocol.shard_calls import LEASE_BITS
+
 _COUNTER_BITS = 40
 _REMEMBERED = 4096
 
@@ -37,9 +39,9 @@ class Lease:
         return f"{self.id:x}"
 
 
-def lease_id(*, epoch: int, counter: int) -> int:
+def lease_id(*, epoch: int, counter: int, controller: int = 0) -> int:
     """Give the id of the ``counter``-th lease of the controller with this epoch: never used again."""
-    return epoch << _COUNTER_BITS | counter
+    return controller << LEASE_BITS | epoch << _COUNTER_BITS | counter
 
 
 def parse_lease(name: str) -> int:

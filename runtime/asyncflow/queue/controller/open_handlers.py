@@ -14,10 +14,10 @@ from typing import Any
 from msgspec import Struct
 
 from asyncflow.net.batches import batches
-from asyncflow.net.rpc import RpcServer
 from asyncflow.queue.controller import open_table
 from asyncflow.queue.controller.outlook import view
 from asyncflow.queue.controller.partition import Partition
+from asyncflow.queue.controller.routes import Routes
 from asyncflow.queue.controller.serving import Serving
 from asyncflow.queue.controller.state import Row
 from asyncflow.queue.protocol import calls, open_calls
@@ -36,7 +36,7 @@ class OpenHandlers:
         self._table = controller.table
         self._books = controller.table.books
 
-    def route(self, server: RpcServer, command: Command) -> None:
+    def route(self, server: Routes, command: Command) -> None:
         """Have ``server`` answer all of them; ``command`` routes those that are answered at once."""
         command("open.find", open_calls.FindRows, self._find)
         command("open.peek", open_calls.Peek, self._peek)
@@ -77,9 +77,7 @@ class OpenHandlers:
 
     def _partitions(self, _call: open_calls.ListPartitions) -> open_calls.Partitions:
         held = self._books.partitions
-        names = sorted(held)
-        counts = [held[name].counts.total() for name in names]
-        return open_calls.Partitions(names, [held[name].purpose or "" for name in names], counts)
+        return open_calls.Partitions({name: held[name].counts.total() for name in sorted(held)})
 
     async def _list(self, call: open_calls.ListRows, _frames: Frames) -> open_calls.Listing:
         made = open_calls.Listing([], [], [])

@@ -191,7 +191,7 @@ def _is_ready(queue: TaskQueue, row: Row) -> bool:
 
 
 def _queue(partition: Partition, task: str) -> TaskQueue:
-    queue = partition.queues.get(task)
+    queue = partition.task(task)
     if queue is None:
         known = ", ".join(sorted(partition.queues)) or "none"
         raise Refused(f"there is no task {task!r}", where=partition.name, hint=f"It has {known}")

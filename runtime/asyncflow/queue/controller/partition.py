@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from asyncflow.errors import Fenced, Refused
+from asyncflow.errors import Fenced, Misdirected, Refused
 from asyncflow.queue.controller.gang import Gang
 from asyncflow.queue.controller.outcomes import Outcomes
 from asyncflow.queue.controller.readiness import TaskQueue
 from asyncflow.queue.controller.serials import Serials
 from asyncflow.queue.controller.state import Finished, Group, Row, Shape, State
+from asyncflow.queue.ledger.events import Declared
 from asyncflow.queue.protocol.messages import KEY_TAG, Purpose, TaskSpec
 
 
@@ -24,7 +25,7 @@ class Partition:
     schema: dtypes by column; revision: counts changes of ``wanted``; creator: the newest attempt of its creator; used:
     serials of open rows; keys: rows by their tag ``KEY_TAG``; cleared: how many open rows were; bare: no columns;
     expected: how many rows were announced; resets, peeked: rows that were taken from a task, and looked at; forgotten:
-    how many were cleared when the partition was last cleared as a whole.
+    how many were cleared when the partition was last cleared as a whole; elsewhere: tasks of other controllers.
     """
 
     def __init__(self, name: str) -> None:
@@ -33,6 +34,7 @@ class Partition:
         self.groups: dict[int, Group] = {}
         self.finished = Outcomes()
         self.queues: dict[str, TaskQueue] = {}
+        self.elsewhere: dict[str, Declared] = {}
         self.gang = Gang()
         self.counts: Counter[State] = Counter()
         self.wanted: dict[Row, None] = {}
@@ -56,6 +58,13 @@ class Partition:
     def gang_queue(self) -> TaskQueue | None:
         """The trainer's task, if one is declared."""
         return next((queue for queue in self.queues.values() if queue.spec.kind == "gang"), None)
+
+    def task(self, name: str) -> TaskQueue | None:
+        """Give the queue of a task, None if it is not known. Raises Misdirected for one of another controller."""
+        queue = self.queues.get(name)
+        if queue is None and (there := self.elsewhere.get(name)) is not None:
+            raise Misdirected.at(there.controller, f"the task {self.name}/{name} is not decided about here")
+        return queue
 
     def check_creator(self, attempt: int) -> None:
         """Refuse a creator of whom a newer attempt has taken over."""
@@ -86,6 +95,7 @@ class Partition:
             fresh.cleared = fresh.forgotten = self.cleared + self.counts.total()
         for queue in self.queues.values():
             fresh.declare(queue.spec)
+        fresh.elsewhere = self.elsewhere
         return fresh
 
     def declare(self, spec: TaskSpec) -> None:

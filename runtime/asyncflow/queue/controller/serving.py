@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar
 
+from asyncflow.net.later import Later
 from asyncflow.queue.controller.claims import Claim
 from asyncflow.queue.controller.sessions import Sessions
 from asyncflow.queue.controller.table import Table
@@ -17,8 +18,12 @@ from asyncflow.queue.protocol.calls import Claimed
 from asyncflow.queue.protocol.messages import QueueStats
 
 T = TypeVar("T")
-Soon: TypeAlias = "T | asyncio.Future[T]"
-"""An answer, or a future of it."""
+Soon: TypeAlias = "T | Later[T] | asyncio.Future[T]"
+"""An answer, or what will have it."""
+
+
+Address: TypeAlias = Callable[[int], str | None]
+"""Gives the address of the controller with this number, None while it has none."""
 
 
 class Serving(Protocol):
@@ -47,3 +52,13 @@ class Serving(Protocol):
 
     def claim(self, claim: Claim, wait_s: float, late: list[str]) -> Soon[Claimed]:
         """Give what ``claim`` is granted; nothing after ``wait_s``. late: leases that had ended."""
+
+
+class Following(Serving, Protocol):
+    """A controller that follows another, to what does this in its name."""
+
+    async def rewrite(self) -> None:
+        """Write the ledger anew, because the books were replaced."""
+
+    def fail(self, error: BaseException) -> None:
+        """Stop serving: this controller cannot go on."""

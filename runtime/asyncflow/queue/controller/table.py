@@ -20,22 +20,28 @@ from asyncflow.queue.controller.claims import Claims
 from asyncflow.queue.controller.folding import empty_books
 from asyncflow.queue.controller.moves import Moves
 from asyncflow.queue.controller.partition import Partition
+from asyncflow.queue.controller.placing import ends_rows, place
 from asyncflow.queue.controller.puts import Puts
 from asyncflow.queue.controller.state import Row, Shape, State
 from asyncflow.queue.controller.training import Training
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.messages import KEY_TAG, RowMeta, Tag, TaskSpec, Wanted, check_task
 from asyncflow.queue.protocol.runs import expand_equal
-from asyncflow.queue.protocol.unit_calls import Cells, Held, MovedRows
+from asyncflow.queue.protocol.unit_calls import Cells, Held
 
 _FARTHEST = 1 << 20
 
 
 class Table:
-    """All commands of the queue. Callers pass ``now``, seconds on any steady clock. controller: its epoch."""
+    """All commands of the queue. Callers pass ``now``, seconds on any steady clock. controller: its epoch.
 
-    def __init__(self) -> None:
+    index: of the controller among all ``controllers``.
+    """
+
+    def __init__(self, *, index: int = 0, controllers: int = 1) -> None:
         self.books = empty_books()
+        self.books.index = index
+        self._controllers = controllers
         self.claims = Claims(self.books)
         self.training = Training(self.books)
         self.puts = Puts(self.books)
@@ -55,7 +61,7 @@ class Table:
         self.moves.start()
 
     def declare(self, specs: Sequence[TaskSpec]) -> None:
-        """Make tasks known; the same ones again change nothing."""
+        """Make tasks known, each at one controller for ever; the same ones again change nothing."""
         for spec in specs:
             check_task(spec)
             partition = self.books.partition(spec.partition)
@@ -64,8 +70,16 @@ class Table:
                 hint = "The training transaction is that of one gang"
                 raise Refused(f"{spec.partition} has the gang {gang.spec.name} already", where=spec.name, hint=hint)
             known = partition.queues.get(spec.name)
-            if known is None or known.spec != spec:
-                self.books.record(ev.Declared(spec))
+            there = partition.elsewhere.get(spec.name)
+            if there is not None and ends_rows(spec):
+                hint = "Declare it under another name"
+                what = f"controller {there.controller} has the task, and only the home ends rows"
+                raise Refused(what, where=spec.name, hint=hint)
+            before = there.spec if there is not None else known.spec if known is not None else None
+            if before is None:
+                self.books.record(ev.Declared(spec, place(self.books, spec, self._controllers)))
+            elif before != spec:
+                self.books.record(ev.Declared(spec, there.controller if there is not None else 0))
 
     def join_unit(self, unit: int, incarnation: str) -> int:
         """Give the epoch of a unit's rows: the one it has, or a new one for a new incarnation (the old is lost)."""
@@ -100,20 +114,6 @@ class Table:
             partition.name_rows([row])
             partition.refresh(row.group)
         return strangers
-
-    def take(self, home: int, numbers: Sequence[int], entry: MovedRows) -> list[bool]:
-        """Let rows lie at ``home``, whose unit has taken them over; tell which lie there now."""
-        moved = self.moves.take(home, numbers, source=entry.home, ticket=entry.ticket)
-        names, sizes = told(entry.cells, len(numbers))
-        for index, number in enumerate(numbers):
-            if moved[index] and not self.books.rows[number].here:
-                cells = dict(zip(names, sizes[index], strict=True))
-                partial = {name: cells.pop(name) for name in entry.partial}
-                held = Held(
-                    row=number, columns=cells, partial=partial, tokens=entry.tokens[index], tags=entry.tags[index]
-                )
-                self.hold(home, [held])
-        return moved
 
     def miss(self, home: int) -> int:
         """Give up the rows of a unit that has now told all it has and did not name them; give their number."""

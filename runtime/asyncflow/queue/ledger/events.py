@@ -62,9 +62,10 @@ class Moved(Struct, frozen=True, array_like=True, tag="moved"):
 
 
 class Declared(Struct, frozen=True, array_like=True, tag="task"):
-    """A task was declared, or declared anew."""
+    """A task was declared, or declared anew. controller: which decides about its leases, once and for all."""
 
     spec: TaskSpec
+    controller: int = 0
 
 
 class Typed(Struct, frozen=True, array_like=True, tag="dtype"):

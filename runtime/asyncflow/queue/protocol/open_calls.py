@@ -131,8 +131,6 @@ class ListPartitions(Struct, frozen=True):
 
 
 class Partitions(Struct, frozen=True):
-    """The partitions, sorted, what each is for (empty: not known yet), and how many rows it has."""
+    """How many rows each partition has, by name, sorted."""
 
-    names: list[str]
-    purposes: list[str]
-    rows: list[int]
+    rows: dict[str, int]

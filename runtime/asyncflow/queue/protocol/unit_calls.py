@@ -5,14 +5,16 @@ Invariant: as in ``calls``, every call can be sent again after its answer was lo
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, TypeVar
 
+import msgspec
 from msgspec import Meta, Struct
 
 from asyncflow.identity import home
 from asyncflow.net.frames import BatchHeader
 from asyncflow.queue.protocol.calls import Attempt, Bytes, Seconds
 from asyncflow.queue.protocol.messages import RowMeta, Tag
+from asyncflow.queue.protocol.runs import shrink, shrink_equal
 
 
 class Cells(Struct, frozen=True, kw_only=True):
@@ -201,6 +203,16 @@ class MovedRows(Struct, frozen=True, tag="moved"):
 
 
 Entry: TypeAlias = NewRows | OpenRows | NewCells | MovedRows
+
+
+AnyEntry = TypeVar("AnyEntry", bound=Entry)
+
+
+def short(entry: AnyEntry) -> AnyEntry:
+    """Give ``entry`` in few bytes."""
+    sizes = {name: shrink_equal(of) for name, of in entry.cells.sizes.items()}
+    cells = Cells(dtypes=entry.cells.dtypes, sizes=sizes)
+    return msgspec.structs.replace(entry, rows=shrink(entry.rows), cells=cells)
 
 
 class Admit(Struct, frozen=True):

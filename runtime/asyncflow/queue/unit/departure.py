@@ -31,18 +31,18 @@ _BYTES = 4 << 20
 _CALL_S = 10.0
 _ROOM_S = 2.0
 _AWAY_S = 10.0
+_TOLD_S = 0.01
 _PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 
 
 class Departure:
-    """The way out of one unit. peer: gives the address of another unit, by its index."""
+    """The way out of the unit that ``order`` names. peer: gives the address of another one, by its index."""
 
     def __init__(
         self,
         *,
-        unit: int,
-        incarnation: str,
+        order: Drain,
         holdings: Holdings,
         transit: Transit,
         liaison: Liaison,
@@ -51,8 +51,8 @@ class Departure:
         keys: Keys | None,
     ) -> None:
         self.moved_rows = 0
-        self._unit = unit
-        self._incarnation = incarnation
+        self._order = order
+        self._unit = order.unit
         self._holdings = holdings
         self._transit = transit
         self._liaison = liaison
@@ -98,10 +98,11 @@ class Departure:
             await asyncio.sleep(_PAUSE_S)
             raise PeerLost("there is no session with the controller", where=f"storage unit {self._unit}")
         if session.epoch != self._told:
-            await self._controller.call("queue.drain", Drain(self._unit, self._incarnation), Done, timeout=_CALL_S)
+            await self._controller.call("queue.drain", self._order, Done, timeout=_CALL_S)
             self._told = session.epoch
         if not self._holdings:
             await self._transit.decided()
+            await self._all_told()
         rows, nbytes = self._transit.first(most=_ROWS, most_bytes=_BYTES)
         ask = AskLeg(session, shrink(rows), len(self._holdings), nbytes, self._failed)
         leg = await self._controller.call("units.leg", ask, Leg, timeout=_CALL_S)
@@ -116,11 +117,17 @@ class Departure:
         rows = expand(leg.rows)
         self._transit.freeze(rows)
         await self._transit.decided(rows)
+        await self._all_told()
         for pack in self._transit.packs(rows, most_bytes=_BYTES):
             self._failed = leg.unit
             await self._send(leg, pack)
             self._failed = NOWHERE
         self._pause = 0.0
+
+    async def _all_told(self) -> None:
+        """Wait until the controller has heard what its shards have admitted: nobody else could tell it."""
+        while self._liaison.has_news:
+            await asyncio.sleep(_TOLD_S)
 
     async def _send(self, leg: Leg, pack: Pack) -> None:
         """Have a unit take over a pack; free what lies there then."""

@@ -15,32 +15,20 @@ behind.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 from asyncflow.errors import AsyncFlowError, PeerLost, ProtocolError, StaleHandle
 from asyncflow.net.eager import begin
 from asyncflow.net.jagged import Jagged
+from asyncflow.net.later import Later
 from asyncflow.queue.backends.base import Backend, BytesLost, Place
+from asyncflow.queue.protocol.shard_calls import controller_of
 from asyncflow.queue.protocol.unit_calls import Cells, Entry, Held, MovedRows, NewCells, NewRows, Verdict
 from asyncflow.queue.unit.budget import Budget
-from asyncflow.queue.unit.pieces import HeldRow, Parcel, Piece, promised
-
-
-@dataclass(slots=True, eq=False)
-class Put:
-    """A parcel that is stored and not yet decided about. outputs: promised to each new row; verdict: when it comes."""
-
-    entry: Entry
-    parcel: Parcel
-    outputs: Mapping[str, int]
-    verdict: asyncio.Future[Verdict]
-
-    def touches(self, rows: frozenset[int], columns: Sequence[str]) -> bool:
-        """Tell whether one of these cells may change by it."""
-        return any(column in self.parcel.columns for column in columns) and not rows.isdisjoint(self.entry.rows)
+from asyncflow.queue.unit.pieces import HeldRow, Parcel, Piece, Put, promised
 
 
 class Holdings:
@@ -123,7 +111,7 @@ class Holdings:
 
     def propose(self, entry: Entry, parcel: Parcel, *, outputs: Mapping[str, int]) -> Put:
         """Keep what was stored until the controller has decided about ``entry``."""
-        put = Put(entry, parcel, outputs, asyncio.get_running_loop().create_future())
+        put = Put(entry, parcel, outputs, Later(), controller_of(parcel.lease))
         self.puts[put] = None
         return put
 
@@ -151,7 +139,6 @@ class Holdings:
             return
         if error is not None:
             put.verdict.set_exception(error)
-            put.verdict.exception()
         else:
             put.verdict.set_result(Verdict(ok, rows=verdict.rows))
 
@@ -189,7 +176,8 @@ class Holdings:
             raise ProtocolError("a fetch names no row", where=self._where)
         asked = frozenset(rows)
         while pending := [put.verdict for put in self.puts if put.touches(asked, columns)]:
-            await asyncio.wait(pending)
+            with contextlib.suppress(AsyncFlowError):
+                await pending[-1]
         got: dict[str, Jagged] = {}
         for places, names in self._together(rows, columns):
             try:

@@ -5,7 +5,8 @@ session is over, the unit begins anew with hello; the puts that were not decided
 
 Invariants: the controller hears of a put until it has decided, in the order in which they were stored; after a session
 began, it hears of everything that the unit holds before it may take a row for lost; it hears of every row that was lost
-until it has answered, because it takes a row for held of which a put has told it.
+until it has answered, because it takes a row for held of which a put has told it; it hears of what shards have admitted
+after that was admitted, and the unit keeps no more than ``_NEWS`` of it before it tells everything anew.
 """
 
 from __future__ import annotations
@@ -16,30 +17,34 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import TypeVar
 
-import msgspec
 from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost, from_wire
 from asyncflow.identity import RowPlace, home
+from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient
 from asyncflow.queue.protocol.calls import Done
-from asyncflow.queue.protocol.runs import shrink, shrink_equal
+from asyncflow.queue.protocol.runs import shrink
+from asyncflow.queue.protocol.shard_calls import chosen
 from asyncflow.queue.protocol.unit_calls import (
     Admit,
     Admitted,
     Announce,
-    Cells,
     Entry,
     Hello,
     LostRows,
+    NewCells,
     Orders,
     Session,
     Strangers,
+    Verdict,
     Watch,
     Welcome,
+    short,
 )
-from asyncflow.queue.unit.holdings import Holdings, Put
-from asyncflow.queue.unit.pieces import Parcel
+from asyncflow.queue.unit.holdings import Holdings
+from asyncflow.queue.unit.pieces import Parcel, Put
+from asyncflow.queue.unit.shards import Shards
 
 log = logging.getLogger(__name__)
 R = TypeVar("R", bound=Struct)
@@ -48,16 +53,26 @@ _CALL_S = 10.0
 _AGAIN_S = 0.1
 _ROWS = 2000
 _PUTS = 500
+_NEWS = 10_000
 
 
 class Liaison:
     """Keeps a unit and the controller in agreement, until the unit is replaced.
 
     epoch: that of the unit's rows, 0 before the first session; joined: set when the controller has taken the unit in;
-    leave: set when it wants the unit to leave.
+    leave: set when it wants the unit to leave; shard: gives the address of a shard.
     """
 
-    def __init__(self, *, unit: int, incarnation: str, controller: RpcClient, holdings: Holdings) -> None:
+    def __init__(
+        self,
+        *,
+        unit: int,
+        incarnation: str,
+        controller: RpcClient,
+        holdings: Holdings,
+        shard: Callable[[int], str | None] = lambda _: None,
+        keys: Keys | None = None,
+    ) -> None:
         self.epoch = 0
         self.joined = asyncio.Event()
         self.leave = asyncio.Event()
@@ -66,6 +81,9 @@ class Liaison:
         self._controller = controller
         self._holdings = holdings
         self._rows = 0
+        self._shards = Shards(name=f"storage unit {unit}", address=shard, keys=keys, decided=self._ruled)
+        self._news: list[NewCells] = []
+        self._forgot = False
         self._lost: dict[int, None] = {}
         self._session: Session | None = None
         self._broken: asyncio.Future[None] | None = None
@@ -77,6 +95,11 @@ class Liaison:
     def session(self) -> Session | None:
         """The session with the controller, while there is one."""
         return self._session
+
+    @property
+    def has_news(self) -> bool:
+        """Whether shards have admitted what the controller has not heard yet."""
+        return bool(self._news)
 
     @property
     def home(self) -> int:
@@ -94,6 +117,7 @@ class Liaison:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+        await self._shards.close()
 
     def new_rows(self, count: int) -> list[int]:
         """Give row ids that were never used before."""
@@ -104,7 +128,10 @@ class Liaison:
     def tell(self, entry: Entry, parcel: Parcel, *, outputs: Mapping[str, int] | None = None) -> Put:
         """Have the controller decide about what was stored; the verdict comes in the ``Put``."""
         put = self._holdings.propose(entry, parcel, outputs=outputs or {})
-        self._tell_on()
+        if put.shard:
+            self._shards.ask(put)
+        else:
+            self._tell_on()
         return put
 
     def lose(self, rows: Iterable[int]) -> None:
@@ -141,8 +168,11 @@ class Liaison:
             self.epoch, self._rows = welcome.epoch, 0
             self._lost.clear()
         session = Session(self._unit, welcome.controller, welcome.epoch)
+        self._forgot = False
         await self._tell_puts(session)
         await self._tell_all(session)
+        if self._forgot:
+            raise PeerLost("more was admitted than could be kept", where="controller")
         self.joined.set()
         self._broken = asyncio.get_running_loop().create_future()
         self._session, self._telling = session, False
@@ -158,9 +188,15 @@ class Liaison:
 
     async def _tell_puts(self, session: Session) -> None:
         """Tell of what was put before the session: what it changed is part of what the unit holds."""
-        while puts := list(islice(self._holdings.puts, _PUTS)):
-            admit = Admit(session, [_short(put.entry) for put in puts])
-            self._decide(puts, await self._controller.call("units.admit", admit, Admitted, timeout=_CALL_S))
+        while told := self._untold(session):
+            admit, puts = told
+            self._decide(admit, puts, await self._controller.call("units.admit", admit, Admitted, timeout=_CALL_S))
+
+    def _untold(self, session: Session) -> tuple[Admit, list[Put]] | None:
+        """Give what is to be told next: what shards have admitted, then puts; None where there is nothing."""
+        puts = list(islice((put for put in self._holdings.puts if not put.shard), _PUTS))
+        news = self._news[:_PUTS]
+        return (Admit(session, [*news, *(short(put.entry) for put in puts)]), puts) if news or puts else None
 
     async def _tell_all(self, session: Session) -> None:
         held = iter(list(self._holdings.held()))
@@ -180,10 +216,10 @@ class Liaison:
         if lost := list(islice(self._lost, _ROWS)):
             self._telling = True
             self._ask("units.lost", LostRows(session, lost), Done, lambda _: self._forget(lost))
-        elif puts := list(islice(self._holdings.puts, _PUTS)):
+        elif told := self._untold(session):
             self._telling = True
-            admit = Admit(session, [_short(put.entry) for put in puts])
-            self._ask("units.admit", admit, Admitted, lambda admitted: self._decide(puts, admitted))
+            admit, puts = told
+            self._ask("units.admit", admit, Admitted, lambda admitted: self._decide(admit, puts, admitted))
 
     def _ask(self, method: str, request: Struct, reply: type[R], answered: Callable[[R], None]) -> None:
         session = self._session
@@ -205,10 +241,30 @@ class Liaison:
         for row in lost:
             self._lost.pop(row, None)
 
-    def _decide(self, puts: Sequence[Put], admitted: Admitted) -> None:
-        for put, verdict in zip(puts, admitted.verdicts, strict=True):
+    def _decide(self, admit: Admit, puts: Sequence[Put], admitted: Admitted) -> None:
+        news = len(admit.entries) - len(puts)
+        del self._news[:news]
+        for put, verdict in zip(puts, admitted.verdicts[news:], strict=True):
             error = from_wire(verdict.error) if verdict.error is not None else None
             self._holdings.decide(put, verdict, error)
+
+    def _ruled(self, put: Put, verdict: Verdict, error: AsyncFlowError | None) -> None:
+        """Take the verdict of a shard, and have the home know which cells there are now."""
+        if put not in self._holdings.puts:
+            return
+        self._holdings.decide(put, verdict, error)
+        entry, mine = put.entry, [index for index, ok in enumerate(verdict.ok) if ok]
+        if not mine or not isinstance(entry, NewCells) or not (entry.cells.sizes or entry.tags):
+            return
+        cells = chosen(entry.cells, len(entry.rows), mine)
+        rows, tags = shrink([entry.rows[i] for i in mine]), [entry.tags[i] for i in mine] if entry.tags else []
+        self._news.append(NewCells(lease=entry.lease, rows=rows, cells=cells, tags=tags, reason=entry.reason))
+        if len(self._news) > _NEWS:
+            self._news.clear()
+            self._forgot = True
+            if self._broken is not None and not self._broken.done():
+                self._broken.set_exception(PeerLost("more was admitted than could be kept", where="controller"))
+        self._tell_on()
 
     async def _obey(self, session: Session, watch_s: float) -> None:
         done = 0
@@ -219,10 +275,3 @@ class Liaison:
             done = orders.number
             if orders.leave:
                 self.leave.set()
-
-
-def _short(entry: Entry) -> Entry:
-    """Give ``entry`` in few bytes."""
-    sizes = {name: shrink_equal(of) for name, of in entry.cells.sizes.items()}
-    cells = Cells(dtypes=entry.cells.dtypes, sizes=sizes)
-    return msgspec.structs.replace(entry, rows=shrink(entry.rows), cells=cells)

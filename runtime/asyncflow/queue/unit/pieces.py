@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asyncflow.net.jagged import Jagged
+from asyncflow.net.later import Later
 from asyncflow.queue.backends.base import Place
 from asyncflow.queue.protocol.messages import Tag
-from asyncflow.queue.protocol.unit_calls import Cells
+from asyncflow.queue.protocol.unit_calls import Cells, Entry, Verdict
 
 
 class Parcel:
@@ -33,7 +34,7 @@ class Parcel:
         self.size = sum(column.values.nbytes for column in columns.values())
         self.cells = Cells(
             dtypes={name: column.form for name, column in columns.items()},
-            sizes={name: (column.lengths * column.values.itemsize).tolist() for name, column in columns.items()},
+            sizes={name: column.sizes for name, column in columns.items()},
         )
 
 
@@ -100,6 +101,24 @@ class HeldRow:
     def promise(self) -> int:
         """Bytes that are kept for it."""
         return promised(self.outputs, [name for piece in self.whole for name in piece.columns])
+
+
+@dataclass(slots=True, eq=False)
+class Put:
+    """A parcel that is stored and not yet decided about. outputs: promised to each new row; verdict: when it comes.
+
+    shard: the controller that decides, 0 for the home.
+    """
+
+    entry: Entry
+    parcel: Parcel
+    outputs: Mapping[str, int]
+    verdict: Later[Verdict]
+    shard: int = 0
+
+    def touches(self, rows: frozenset[int], columns: Sequence[str]) -> bool:
+        """Tell whether one of these cells may change by it."""
+        return any(column in self.parcel.columns for column in columns) and not rows.isdisjoint(self.entry.rows)
 
 
 def promised(outputs: Mapping[str, int], present: Collection[str]) -> int:

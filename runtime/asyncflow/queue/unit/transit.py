@@ -7,12 +7,14 @@ elsewhere; the rows of a pack have the same columns in the same forms, and are p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from asyncflow.errors import Elsewhere
+from asyncflow.errors import AsyncFlowError, Elsewhere
 from asyncflow.identity import home_of
-from asyncflow.queue.protocol.unit_calls import MovedRows
+from asyncflow.net.later import Later
+from asyncflow.queue.protocol.unit_calls import MovedRows, Verdict
 from asyncflow.queue.unit.holdings import Holdings
 from asyncflow.queue.unit.pieces import Piece
 
@@ -76,7 +78,7 @@ class Transit:
             if not coming:
                 hint = "The controller knows where they lie"
                 raise Elsewhere(f"{len(away)} of {len(rows)} rows do not lie here", where=self._where, hint=hint)
-            await asyncio.wait(coming)
+            await _settled(coming[-1])
 
     def _away(self, rows: Sequence[int]) -> set[int]:
         """Give those that are not here and may be elsewhere: what was put here and never moved is gone for good."""
@@ -89,7 +91,7 @@ class Transit:
         while pending := [
             put.verdict for put in self._holdings.puts if asked is None or not asked.isdisjoint(put.entry.rows)
         ]:
-            await asyncio.wait(pending)
+            await _settled(pending[-1])
 
     def first(self, *, most: int, most_bytes: int) -> tuple[list[int], int]:
         """Give the first rows that are here, no more than said unless that is none, and their bytes."""
@@ -122,6 +124,11 @@ class Transit:
             pack.rows.append(number)
             pack.nbytes += row.size
         yield from open_.values()
+
+
+async def _settled(verdict: Later[Verdict]) -> None:
+    with contextlib.suppress(AsyncFlowError):
+        await verdict
 
 
 def _forms(pieces: Iterable[Piece]) -> tuple[_Form, ...]:

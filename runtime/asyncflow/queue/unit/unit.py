@@ -14,17 +14,18 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeAlias
 
-from asyncflow.errors import DeadlineExceeded, Elsewhere, ProtocolError, StaleHandle
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Elsewhere, ProtocolError, StaleHandle
 from asyncflow.net.eager import begin
 from asyncflow.net.frames import BatchHeader, Buffer, Jagged, decode_batch, encode_batch
 from asyncflow.net.hosts import address_of
 from asyncflow.net.keys import Keys
+from asyncflow.net.later import Later
 from asyncflow.net.rpc import NowHandler, Reply, RpcClient, RpcServer
 from asyncflow.plugins import load_plugin
 from asyncflow.queue.backends.base import BACKENDS, Backend, Site
 from asyncflow.queue.backends.memory import MemoryBackend
 from asyncflow.queue.protocol.calls import Verdicts
-from asyncflow.queue.protocol.moving_calls import TakeRows
+from asyncflow.queue.protocol.moving_calls import Drain, TakeRows
 from asyncflow.queue.protocol.runs import expand, shrink
 from asyncflow.queue.protocol.unit_calls import (
     CreateRows,
@@ -41,13 +42,13 @@ from asyncflow.queue.protocol.unit_calls import (
 )
 from asyncflow.queue.unit.budget import Budget
 from asyncflow.queue.unit.departure import Departure
-from asyncflow.queue.unit.holdings import Holdings, Put
+from asyncflow.queue.unit.holdings import Holdings
 from asyncflow.queue.unit.liaison import Liaison
-from asyncflow.queue.unit.pieces import Parcel
+from asyncflow.queue.unit.pieces import Parcel, Put
 from asyncflow.queue.unit.transit import Transit
 
 Frames = Sequence[memoryview]
-_Soon: TypeAlias = "Reply | asyncio.Future[Reply]"
+_Soon: TypeAlias = "Reply | Later[Reply]"
 _MOST = 1 << 40
 """Bytes of a put: the server bounds what comes in one message, the budget what is kept."""
 
@@ -62,9 +63,9 @@ class StorageUnit:
     """One unit.
 
     index: its place among the units; limit_bytes: most bytes of cells; controller: the controller's address, or a
-    function that gives it; incarnation: of this process, by default made here; host, port: where to listen (0: any);
-    keys: the job's key; backend: where the cells lie, by default this process's memory; peer: gives the address of
-    another unit, by its index.
+    function that gives it; shard: gives that of a further controller; incarnation: of this process, by default made
+    here; host, port: where to listen (0: any); keys: the job's key; backend: where the cells lie, by default this
+    process's memory; peer: gives the address of another unit, by its index.
     ``failed`` is done when the unit cannot go on; its exception says why. ``leaving`` is set when the controller wants
     it to ``leave``.
     """
@@ -77,6 +78,7 @@ class StorageUnit:
         index: int,
         limit_bytes: int,
         controller: str | Callable[[], str | None],
+        shard: Callable[[int], str | None] = lambda _: None,
         incarnation: str = "",
         host: str = "127.0.0.1",
         port: int = 0,
@@ -98,13 +100,17 @@ class StorageUnit:
         )
         self._controller = RpcClient(name=name, resolve=controller, keys=keys)
         self._liaison = Liaison(
-            unit=index, incarnation=self.incarnation, controller=self._controller, holdings=self.holdings
+            unit=index,
+            incarnation=self.incarnation,
+            controller=self._controller,
+            holdings=self.holdings,
+            shard=shard,
+            keys=keys,
         )
         self.leaving = self._liaison.leave
         self._transit = Transit(self.holdings, home=lambda: self._liaison.home, where=name)
         self.departure = Departure(
-            unit=index,
-            incarnation=self.incarnation,
+            order=Drain(index, self.incarnation),
             holdings=self.holdings,
             transit=self._transit,
             liaison=self._liaison,
@@ -136,11 +142,9 @@ class StorageUnit:
     async def leave(self, *, patient: bool = True) -> bool:
         """Take all rows to other units, and give True when none is left: the unit is no member any more then.
 
-        From now on it takes nothing new. patient: wait for other units, and for the controller, as long as it takes;
-        else False where they are not there.
+        It takes nothing new from now on. patient: wait for others and the controller; else False without them.
         """
-        left = await self.departure.run(patient=patient)
-        if left:
+        if left := await self.departure.run(patient=patient):
             await self._liaison.close()
         return left
 
@@ -174,7 +178,7 @@ class StorageUnit:
         if self._transit.leaving:
             raise Elsewhere("the unit leaves", where=f"storage unit {self.index}", hint="Put the rows on another")
 
-    async def _create(self, call: CreateRows, frames: Frames) -> asyncio.Future[Reply]:
+    async def _create(self, call: CreateRows, frames: Frames) -> Later[Reply]:
         await self._open(call.wait_s)
         count = len(call.metas)
         parcel = await self._store_new(call, frames, rows=count)
@@ -182,7 +186,7 @@ class StorageUnit:
         put = self._liaison.tell(entry, parcel, outputs=call.outputs)
         return _reply(put, lambda verdict: Verdicts(verdict.ok))
 
-    async def _put(self, call: PutRows, frames: Frames) -> asyncio.Future[Reply]:
+    async def _put(self, call: PutRows, frames: Frames) -> Later[Reply]:
         await self._open(call.wait_s)
         count = call.header.rows
         if count % call.group_size or (call.tags and len(call.tags) != count):
@@ -230,7 +234,7 @@ class StorageUnit:
         self.fetched_bytes += sum(memoryview(frame).nbytes for frame in out)
         return Fetched(header), out
 
-    async def _take(self, call: TakeRows, frames: Frames) -> asyncio.Future[Reply]:
+    async def _take(self, call: TakeRows, frames: Frames) -> Later[Reply]:
         await self._open(call.wait_s)
         rows = _expanded(call.rows)
         if not len(rows) == len(call.tokens) == len(call.tags):
@@ -270,17 +274,17 @@ def _expanded(rows: list[int]) -> list[int]:
         raise ProtocolError(str(wrong)) from wrong
 
 
-def _reply(put: Put, make: Callable[[Verdict], Reply]) -> asyncio.Future[Reply]:
+def _reply(put: Put, make: Callable[[Verdict], Reply]) -> Later[Reply]:
     """Give the reply that ``make`` makes of the verdict on ``put``, which is decided whether anybody waits or not."""
-    reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+    reply: Later[Reply] = Later()
 
-    def decided(verdict: asyncio.Future[Verdict]) -> None:
+    def decided(verdict: Later[Verdict]) -> None:
         if reply.done():
             return
-        if (error := verdict.exception()) is not None:
-            reply.set_exception(error)
-        else:
+        try:
             reply.set_result(make(verdict.result()))
+        except AsyncFlowError as error:
+            reply.set_exception(error)
 
     put.verdict.add_done_callback(decided)
     return reply
@@ -289,8 +293,8 @@ def _reply(put: Put, make: Callable[[Verdict], Reply]) -> asyncio.Future[Reply]:
 async def _whole(work: Awaitable[_Soon]) -> Reply:
     """Await ``work``, and then the reply that it promised."""
     reply = await work
-    return await reply if isinstance(reply, asyncio.Future) else reply
+    return await reply if isinstance(reply, Later) else reply
 
 
-def _unless_task(begun: _Soon | asyncio.Task[Any]) -> _Soon:
+def _unless_task(begun: _Soon | asyncio.Task[Any]) -> _Soon | asyncio.Task[Any]:
     return asyncio.create_task(_whole(begun)) if isinstance(begun, asyncio.Task) else begun

@@ -1,0 +1,44 @@
+"""What all controllers of a queue say together, of what each says of its own tasks.
+
+Invariant: what concerns rows is what the home says; what concerns a task is what its controller says; nothing is
+counted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from asyncflow.queue.protocol.messages import PartitionSnapshot, QueueStats, StepState
+from asyncflow.queue.protocol.views import PartitionView
+
+
+def merge_stats(home: QueueStats, shards: Sequence[QueueStats]) -> QueueStats:
+    """Give the counts of the whole queue."""
+    summed = {
+        field: sum(getattr(each, field) for each in (home, *shards))
+        for field in ("lease_expiries", "redeliveries", "fenced", "ledger_bytes")
+    }
+    by_task: dict[str, Any] = {
+        field: {task: count for each in (home, *shards) for task, count in getattr(each, field).items()}
+        for field in ("ready", "leased", "parked")
+    }
+    return replace(home, **summed, **by_task)
+
+
+def merge_snapshots(home: PartitionSnapshot, shards: Sequence[PartitionSnapshot]) -> PartitionSnapshot:
+    """Give how far a partition has come, with what the tasks of all controllers have done."""
+    return replace(home, steps={number: _step(number, state, shards) for number, state in home.steps.items()})
+
+
+def _step(number: int, state: StepState, shards: Sequence[PartitionSnapshot]) -> StepState:
+    there = [shard.steps[number] for shard in shards if number in shard.steps]
+    return replace(state, done={task: count for each in (state, *there) for task, count in each.done.items()})
+
+
+def merge_views(home: PartitionView, shards: Sequence[PartitionView]) -> PartitionView:
+    """Describe a partition with the tasks of all controllers."""
+    tasks = [task for each in (home, *shards) for task in each.tasks]
+    return replace(home, tasks=sorted(tasks, key=lambda task: task.name))

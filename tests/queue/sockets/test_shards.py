@@ -1,0 +1,317 @@
+"""A queue with three controllers, on sockets in this process: its tasks are decided about by different ones."""
+
+import asyncio
+
+import pytest
+
+from asyncflow.errors import DeadlineExceeded, Refused, StaleHandle
+from asyncflow.net.frames import Jagged
+from asyncflow.net.rpc import RpcClient
+from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.controller.controller import Controller
+from asyncflow.queue.ledger.audits import audit_ledgers
+from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.queue.protocol.open_calls import AskProgress, Progress
+from asyncflow.queue.unit.unit import StorageUnit
+
+P = "open"
+TASKS = [
+    TaskSpec(partition=P, name="grade", needs=["text"], writes=["score"]),
+    TaskSpec(partition=P, name="check", needs=["text", "score"], writes=["mark"]),
+    TaskSpec(partition=P, name="read", needs=["text", "mark"]),
+]
+PLACES = {"grade": 1, "check": 2, "read": 0}
+
+
+class Sharded:
+    """Three controllers and units."""
+
+    def __init__(self, folder, *, count=3, units=2, **options):
+        self.folder, self.count, self.options = folder, count, options
+        self.controllers = dict.fromkeys(range(count))
+        self.units = dict.fromkeys(range(units))
+        self.client = self.connect("test")
+
+    def address(self, server):
+        return server.server.address or None if server else None
+
+    def of(self, index):
+        return self.address(self.controllers[index])
+
+    def connect(self, worker):
+        return QueueClient(
+            controller=lambda: self.of(0),
+            shard=self.of,
+            unit=lambda index: self.address(self.units[index]),
+            units=lambda: [index for index, unit in self.units.items() if unit],
+            worker=worker,
+        )
+
+    async def start(self):
+        for index in self.controllers:
+            await self.start_controller(index)
+        for index in self.units:
+            await self.start_unit(index)
+        await self.client.declare(TASKS, timeout=10)
+        return self
+
+    async def start_controller(self, index):
+        folder = self.folder / "ledger" / str(index) if index else self.folder / "ledger"
+        self.controllers[index] = Controller(
+            ledger_dir=folder, index=index, controllers=self.count, address=self.of, **self.options
+        )
+        await self.controllers[index].start()
+
+    async def stop_controller(self, index):
+        stopping, self.controllers[index] = self.controllers[index], None
+        await stopping.close()
+
+    async def start_unit(self, index):
+        self.units[index] = StorageUnit(index=index, limit_bytes=1 << 20, controller=lambda: self.of(0), shard=self.of)
+        await self.units[index].start()
+        await self.units[index].joined(10)
+
+    async def put(self, count, **options):
+        texts = Jagged.from_rows([[number] for number in range(count)], "int64")
+        return (await self.client.put(P, {"text": texts}, timeout=10, **options)).rows
+
+    async def claim(self, task, *, rows=100, timeout=10):
+        return await self.client.claim(partition=P, task=task, max_rows=rows, timeout=timeout)
+
+    async def claim_all(self, task, count):
+        leased = []
+        while len(leased) < count:
+            more = await self.claim(task)
+            assert more, f"{task} has {len(leased)} of {count}"
+            leased += more
+        assert len(leased) == count
+        return leased
+
+    async def complete(self, leased, column=None):
+        columns = {column: Jagged.from_rows([[row.row] for row in leased], "int64")} if column else {}
+        return await self.client.complete(leased, columns, timeout=10)
+
+    async def through(self, count):
+        for task, column in (("grade", "score"), ("check", "mark"), ("read", None)):
+            assert all(await self.complete(await self.claim_all(task, count), column))
+
+    async def close(self):
+        await self.client.close()
+        for unit in self.units.values():
+            await unit.close()
+        for index, controller in self.controllers.items():
+            if controller:
+                await self.stop_controller(index)
+
+
+@pytest.fixture
+async def queue(tmp_path):
+    queue = Sharded(tmp_path)
+    try:
+        yield await queue.start()
+    finally:
+        await queue.close()
+
+
+def places(queue):
+    partition = queue.controllers[0].table.books.partitions[P]
+    return dict.fromkeys(partition.queues, 0) | {n: d.controller for n, d in partition.elsewhere.items()}
+
+
+async def test_tasks_are_spread_and_rows_go_through_all(queue):
+    assert places(queue) == PLACES
+    rows = await queue.put(20)
+    await queue.through(20)
+    fetched = await queue.client.fetch(rows, ["text", "score", "mark"], timeout=10)
+    assert [int(cell[0]) for cell in fetched["mark"].rows()] == rows
+    for task in PLACES:
+        progress = await queue.client.consumed(P, task, timeout=10)
+        assert (progress.rows, progress.done) == (20, 20)
+
+
+async def test_a_claim_at_the_wrong_controller_says_which_is_right(queue):
+    wrong = queue.connect("wrong")
+    wrong.verbs._places[P, "grade"] = -2
+    await queue.put(2)
+    assert len(await wrong.claim(partition=P, task="grade", max_rows=2, timeout=10)) == 2
+    assert wrong.verbs._places[P, "grade"] == -1
+    await wrong.close()
+
+
+async def test_a_claim_that_waits_for_a_task_is_sent_on_when_it_is_declared(queue):
+    claim = asyncio.create_task(queue.client.claim(partition=P, task="later", max_rows=1, timeout=10))
+    await queue.put(1)
+    await queue.client.declare([TaskSpec(partition=P, name="later", needs=["text"])], timeout=10)
+    assert len(await claim) == 1
+    assert places(queue)["later"] == 1
+
+
+async def test_a_task_of_a_shard_cannot_begin_to_end_rows(queue):
+    clearing = TaskSpec(partition=P, name="grade", needs=["text"], clears=True)
+    with pytest.raises(Refused, match="only the home ends rows"):
+        await queue.client.declare([clearing], timeout=10)
+
+
+async def test_a_shard_that_comes_back_knows_what_was_done_and_held(queue):
+    await queue.put(6)
+    held = await queue.claim("grade", rows=3)
+    done = await queue.claim("grade", rows=2)
+    assert all(await queue.complete(done, "score"))
+    await queue.stop_controller(1)
+    more = await queue.put(2)
+    await queue.start_controller(1)
+    assert all(await queue.complete(held, "score"))
+    rest = await queue.claim_all("grade", 3)
+    assert {row.row for row in rest}.isdisjoint(row.row for row in [*held, *done])
+    assert set(more) <= {row.row for row in rest}
+    assert all(await queue.complete(rest, "score"))
+    assert await queue.claim("grade", timeout=0.2) == []
+    await queue.claim_all("check", 8)
+
+
+async def test_tasks_go_on_while_the_home_is_away(queue):
+    await queue.put(4)
+    leased = await queue.claim_all("grade", 4)
+    await queue.complete(leased[:1], "score")
+    leased += await queue.claim("check", rows=1)
+    await queue.stop_controller(0)
+    assert all(await queue.complete(leased[1:4], "score"))
+    await queue.start_controller(0)
+    assert {row.row for row in await queue.claim_all("check", 3)} == {row.row for row in leased[1:4]}
+
+
+async def test_rows_that_end_end_for_every_task(queue):
+    rows = await queue.put(4)
+    leased = await queue.claim_all("grade", 4)
+    assert await queue.client.drop(leased[:1], reason="bad", timeout=10) == [True]
+    assert await queue.client.clear_rows(P, [leased[1].row], timeout=10) == 1
+    assert await queue.client.drop(leased[:1], reason="bad", timeout=10) == [False]
+    sight = await queue.client.peek(P, task="check", timeout=10)
+    assert sight.rows == [row for row in rows if row not in (leased[0].row, leased[1].row)]
+    assert await queue.complete(leased[1:], "score") == [False, True, True]
+    stats = await queue.client.stats(timeout=10)
+    assert (stats.live, stats.dropped) == (2, 1)
+    assert stats.leased == {f"{P}/grade": 0, f"{P}/check": 0, f"{P}/read": 0}
+    assert stats.ready[f"{P}/check"] == 2
+
+
+async def test_rows_of_a_lost_unit_are_made_again_and_go_through_once(tmp_path):
+    queue = Sharded(tmp_path, units=1, unit_lost_s=0.3)
+    try:
+        await queue.start()
+        await queue.put(3, keys=["a", "b", "c"])
+        first = await queue.claim_all("grade", 3)
+        assert all(await queue.complete(first[:2], "score"))
+        await queue.units[0].close()
+        await queue.start_unit(0)
+        assert await queue.complete(first[2:], "score") == [False]
+        wanted = await queue.client.wanted(partition=P, known=0, timeout=10)
+        assert len(wanted.keys) == 3
+        again = await queue.put(3, keys=["a", "b", "c"])
+        assert {row.row for row in await queue.claim_all("grade", 3)} == set(again)
+    finally:
+        await queue.close()
+
+
+async def test_a_column_has_one_dtype_whoever_writes_it_first(queue):
+    more = [TaskSpec(partition=P, name=name, needs=["text"], writes=["score"]) for name in ("fill", "other")]
+    await queue.client.declare(more, timeout=10)
+    await queue.put(2)
+    one, other = await queue.claim("grade", rows=1), await queue.claim("other", rows=2)
+    assert places(queue)["other"] == 2
+    texts = Jagged.from_rows([[1.5]] * 2, "float64")
+    ok, refused = await asyncio.gather(
+        queue.complete(one, "score"),
+        queue.client.complete(other, {"score": texts}, timeout=10),
+        return_exceptions=True,
+    )
+    assert (ok == [True]) != (refused == [True, True])
+    assert any(isinstance(result, Refused) and "one dtype" in result.hint for result in (ok, refused))
+
+
+async def test_what_was_given_back_unfinished_comes_with_the_next_lease(queue):
+    await queue.put(1)
+    leased = await queue.claim("grade")
+    part = {"score": Jagged.from_rows([[5]], "int64")}
+    assert await queue.client.give_back(leased, reason="half", columns=part, timeout=10) == [True]
+    (row,) = await queue.claim("grade")
+    assert (row.attempt, row.bytes["score"]) == (1, 8)
+
+
+async def test_leases_are_renewed_acknowledged_and_expired_where_they_are(queue):
+    reading = TaskSpec(partition=P, name="count", needs=["text"])
+    await queue.client.declare([reading], timeout=10)
+    await queue.put(6)
+    lot = (await queue.client.claim_lot(partition=P, task="count", max_rows=2, timeout=10)).lot
+    held = await queue.claim("grade", rows=2)
+    leases = [lot.lease, held[0].lease, "ff"]
+    assert sorted(await queue.client.renew(leases, timeout=10)) == sorted(leases[:2])
+    more = await queue.client.claim_lot(partition=P, task="count", max_rows=9, done=[lot.lease], timeout=10)
+    assert (len(more.lot.rows), more.late) == (4, [])
+    assert await queue.client.acknowledge([more.lot.lease, "ff"], timeout=10) == [True, False]
+    assert (await queue.client.consumed(P, "count", timeout=10)).all
+    await queue.client.expire(worker="test", timeout=10)
+    assert {row.row for row in await queue.claim_all("grade", 6)} >= {row.row for row in held}
+
+
+async def test_questions_about_a_task_are_no_older_than_they_are(queue):
+    for count in range(1, 6):
+        await queue.put(1)
+        assert (await queue.client.consumed(P, "check", timeout=10)).rows == count
+
+
+async def test_reset_reaches_every_task(queue):
+    await queue.put(3)
+    await queue.through(3)
+    assert await queue.client.reset(P, task="grade", timeout=10) == 3
+    assert await queue.client.reset(P, timeout=10) == 6
+    view = await queue.client.show(P, timeout=10)
+    assert [(task.name, task.ready, task.done) for task in view.tasks] == [
+        ("check", 3, 0),
+        ("grade", 3, 0),
+        ("read", 3, 0),
+    ]
+
+
+async def test_the_audit_reads_all_ledgers_and_counts_rows_once(queue):
+    await queue.put(5)
+    await queue.through(5)
+    leased = await queue.put(1) and await queue.claim("grade")
+    await queue.client.give_back(leased, reason="", timeout=10)
+    await queue.client.peek(P, task="grade", timeout=10)
+    report = await queue.client.audit(timeout=10)
+    assert report.ok, report.problems
+    assert (report.put, report.remaining, report.redeliveries, report.peeked) == (6, 6, 1, 6)
+    assert audit_ledgers(queue.folder / "ledger") == report
+
+
+async def test_a_shard_that_is_too_far_behind_takes_a_snapshot(queue):
+    queue.controllers[0].part._feed._limit = 1000
+    await queue.put(4)
+    await queue.through(4)
+    await queue.stop_controller(2)
+    rows = [row for _ in range(30) for row in await queue.put(2)]
+    cleared = rows[:10]
+    assert await queue.client.clear_rows(P, cleared, timeout=10) == 10
+    await queue.start_controller(2)
+    for task, column in (("grade", "score"), ("check", "mark")):
+        assert all(await queue.complete(await queue.claim_all(task, 50), column))
+
+
+async def test_a_question_about_a_task_whose_shard_is_gone_names_it(queue, monkeypatch):
+    monkeypatch.setattr("asyncflow.queue.controller.home._ASK_S", 0.2)
+    await queue.stop_controller(1)
+    asking = RpcClient(name="test", resolve=queue.of(0))
+    with pytest.raises(DeadlineExceeded, match="controller 1"):
+        await asking.call("open.progress", AskProgress(P, [], "grade"), Progress, timeout=10)
+    await asking.close()
+    assert (await queue.client.consumed(P, "read", timeout=10)).done == 0
+
+
+async def test_a_row_cleared_before_the_shard_knows_is_stale(queue):
+    rows = await queue.put(1)
+    leased = await queue.claim("grade")
+    await queue.client.clear_rows(P, rows, timeout=10)
+    with pytest.raises(StaleHandle):
+        await queue.client.fetch(leased, ["text"], timeout=10)
+    assert await queue.complete(leased, "score") == [False]

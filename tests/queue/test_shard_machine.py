@@ -1,0 +1,186 @@
+"""A shard follows a home to which anything may happen, in any order, and itself restarts and falls behind.
+
+The homes are those of the other two machines. What is asked of the shard: when it has caught up it has the home's rows;
+its own task has every row once, whatever the home did; its ledger makes the same books again, and its audit agrees.
+"""
+
+import sys
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import rule, run_state_machine_as_test
+
+from asyncflow.queue.controller.claims import Claim
+from asyncflow.queue.controller.compaction import dump, dump_rows
+from asyncflow.queue.controller.feed import NewsFeed
+from asyncflow.queue.controller.folding import empty_books
+from asyncflow.queue.controller.news import decode
+from asyncflow.queue.controller.replica import draft_of, install, take
+from asyncflow.queue.controller.table import Table
+from asyncflow.queue.ledger import events as ev
+from asyncflow.queue.ledger.audit import Auditor
+from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.queue.protocol.shard_calls import AskPart, Follow
+from asyncflow.queue.protocol.unit_calls import Cells, Held
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_machine import QueueMachine
+from test_open_machine import OpenMachine
+
+TASK = "away"
+
+
+class Shard:
+    """A shard's books, its ledger, and how far it has followed."""
+
+    def __init__(self):
+        self.log, self.home, self.position = [], 0, 0
+        self.start()
+
+    def start(self):
+        self.write()
+        self.table = Table(index=1, controllers=2)
+        for event in self.log:
+            self.table.books.apply(event)
+        self.table.start(0.0)
+        self.home = self.position = 0
+
+    def write(self):
+        if hasattr(self, "table"):
+            self.log += self.table.books.outbox
+            self.table.books.outbox.clear()
+
+    def follow(self, feed):
+        while (told := feed.answer(Follow(1, self.home, self.position, 0.0))) is not None:
+            if told.parts:
+                draft = draft_of(self.table.books)
+                for part in range(told.parts):
+                    for raw in feed.part(AskPart(1, told.position, part)).items:
+                        take(draft, decode(raw))
+                install(self.table.books, draft)
+                self.table.books.outbox.clear()
+                self.log = list(dump(self.table.books))
+            for raw in told.items:
+                take(self.table.books, decode(raw))
+            self.home, self.position = told.home, told.position
+
+
+class Followed:
+    """What a machine does beside its own rules. home: its table."""
+
+    shard = None
+    feed = None
+
+    def attend(self):
+        if self.feed is None or self.feed._books is not self.home.books:
+            self.feed = NewsFeed(self.home.books, shards=[1], limit=2000)
+            self.feed.start()
+            spec = TaskSpec(partition=self.partition_name, name=TASK, needs=[self.column])
+            if TASK not in self.home.books.partition(self.partition_name).elsewhere:
+                self.home.books.record(ev.Declared(spec, 1))
+        if self.shard is None:
+            self.shard, self.tickets_of_shard, self.lots = Shard(), 0, []
+
+    def catch_up(self):
+        self.attend()
+        rows = self.home.books.rows.values()
+        held = [Held(row=row.row, columns={self.column: 1}, partial={}, tokens=0, tags={}) for row in rows]
+        self.feed.recalled(held)
+        self.shard.follow(self.feed)
+
+    @rule()
+    def follow(self):
+        self.catch_up()
+
+        def rows(books):
+            return [event for event in dump_rows(books) if not isinstance(event, ev.Declared)]
+
+        assert rows(self.shard.table.books) == rows(self.home.books)
+
+    @rule()
+    def restart_shard(self):
+        self.attend()
+        self.shard.start()
+
+    @rule(most=st.integers(1, 4))
+    def claim_at_shard(self, most):
+        self.attend()
+        self.tickets_of_shard += 1
+        claim = Claim(self.partition_name, TASK, "w", f"s{self.tickets_of_shard}", max_rows=most)
+        lot = self.shard.table.claims.grant(claim, 0.0)
+        if lot is not None:
+            self.lots.append(lot)
+
+    @rule(data=st.data(), good=st.booleans())
+    def end_at_shard(self, data, good):
+        if not getattr(self, "lots", None):
+            return
+        lot = data.draw(st.sampled_from(self.lots))
+        claims, numbers = self.shard.table.claims, list(lot.rows)
+        lease = claims.holder(lot.lease)
+        held = [lease is not None and number in lease.rows for number in numbers]
+        if good:
+            done = claims.completed(lot.lease, numbers)
+            ok = self.shard.table.complete(lot.lease, numbers, Cells(dtypes={}, sizes={}), [])
+            assert ok == [a or b for a, b in zip(held, done, strict=True)]
+        else:
+            assert claims.give_back(lot.lease, numbers, "test") == held
+
+    def teardown(self):
+        super().teardown()
+        if self.shard is None:
+            return
+        self.catch_up()
+        lot = True
+        while lot:
+            self.tickets_of_shard += 1
+            claim = Claim(self.partition_name, TASK, "w", f"s{self.tickets_of_shard}", max_rows=100)
+            if lot := self.shard.table.claims.grant(claim, 0.0):
+                self.lots.append(lot)
+        for lot in self.lots:
+            self.shard.table.claims.complete(lot.lease, lot.rows)
+        partition = self.shard.table.books.partition(self.partition_name)
+        living = [row for group in partition.groups.values() for row in group.rows if row.state == 0]
+        assert all(row.work[TASK].done for row in living)
+        self.shard.write()
+        again, auditor = empty_books(), Auditor()
+        again.index = 1
+        for event in self.shard.log:
+            again.apply(event)
+            auditor.see(event)
+        assert list(dump(again)) == list(dump(self.shard.table.books))
+        assert not auditor.report().problems
+
+
+class FollowedOpen(Followed, OpenMachine):
+    partition_name, column = "scores", "text"
+
+    @property
+    def home(self):
+        return self.table
+
+
+class FollowedTraining(Followed, QueueMachine):
+    partition_name, column = "train", "prompt"
+
+    @property
+    def home(self):
+        return self.queue.table
+
+
+@pytest.mark.parametrize("machine", [FollowedOpen, FollowedTraining])
+def test_a_shard_has_the_rows_of_its_home_whatever_happens(machine, make_queue):
+    machine.make_queue = make_queue
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=40,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=HealthCheck,
+        ),
+    )
