@@ -152,6 +152,9 @@ def _show(controller: Controller, metrics: ControllerMetrics) -> None:
     metrics.ledger_lag.set(controller.ledger_lag)
     for task in stats.ready:
         metrics.parked.labels(task).set(stats.parked.get(task, 0))
+    metrics.unit_rows.clear()
+    for unit in controller.sessions.views().units:
+        metrics.unit_rows.labels(str(unit.unit), unit.state).set(unit.rows)
     metrics.unready.clear()
     for partition, task, row in waits(controller.table, controller.now()):
         metrics.unready.labels(f"{partition}/{task}", row.lacks[0]).set(row.seconds)

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from asyncflow.identity import RowPlace, SampleKey
+from asyncflow.identity import SampleKey
 from asyncflow.queue.ledger import compacted
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.audit_open import OpenAudit
+from asyncflow.queue.ledger.homes import Homes
 from asyncflow.queue.ledger.records import read_ledger
 from asyncflow.queue.protocol.messages import FILTERED, AuditReport
 
@@ -87,8 +88,8 @@ class Auditor:
     def __init__(self) -> None:
         self._histories: defaultdict[str, _History] = defaultdict(_History)
         self._others: set[str] = set()
-        self._open = OpenAudit()
-        self._gone_epochs: set[int] = set()
+        self._homes = Homes()
+        self._open = OpenAudit(self._homes)
         self._gone_rows: set[int] = {0}
         self._attempts: set[int] = set()
         self._counts = Counter(redeliveries=0, resets=0, peeked=0)
@@ -103,7 +104,6 @@ class Auditor:
             ev.Began: self._began,
             ev.Slotted: self._slotted,
             ev.Committed: self._committed,
-            ev.UnitLost: self._unit_lost,
             ev.RowsLost: self._rows_lost,
             ev.Cleared: self._cleared,
             ev.Closed: self._closed,
@@ -115,6 +115,7 @@ class Auditor:
 
     def see(self, event: ev.Event) -> None:
         """Take note of what happened next."""
+        self._homes.see(event)
         self._open.see(event)
         if (see := self._seen.get(type(event))) is not None:
             see(event)
@@ -235,9 +236,6 @@ class Auditor:
         history.commit(event.step)
         history.committed = max(history.committed, event.step)
 
-    def _unit_lost(self, event: ev.UnitLost) -> None:
-        self._gone_epochs.add(event.epoch)
-
     def _rows_lost(self, event: ev.RowsLost) -> None:
         self._gone_rows.update(event.rows)
 
@@ -259,7 +257,7 @@ class Auditor:
         return history
 
     def _gone(self, row: int) -> bool:
-        return row in self._gone_rows or RowPlace.of(row).epoch in self._gone_epochs
+        return row in self._gone_rows or self._homes.lost(row)
 
 
 @dataclass
