@@ -23,8 +23,9 @@ from asyncflow.queue.controller.compaction import dump_rows
 from asyncflow.queue.controller.news import Item, Recalled, encode, gained, told_of
 from asyncflow.queue.controller.state import Row
 from asyncflow.queue.ledger import events as ev
+from asyncflow.queue.protocol.runs import expand
 from asyncflow.queue.protocol.shard_calls import AskPart, Feed, Follow, Part
-from asyncflow.queue.protocol.unit_calls import Entry, Held, NewCells, NewRows, OpenRows
+from asyncflow.queue.protocol.unit_calls import Entry, Held, MovedRows
 
 FEED = "\0feed"
 """Stands in ``Books.touched`` where a partition does: the feed has something new, or may have after the others."""
@@ -73,7 +74,11 @@ class NewsFeed:
 
     def admitted(self, entry: Entry, ok: list[bool]) -> None:
         """Tell of the cells of an entry on which these are the verdicts."""
-        if any(ok) and isinstance(entry, NewRows | OpenRows | NewCells):
+        if isinstance(entry, MovedRows):
+            came = [number for number, here in zip(expand(entry.rows), ok, strict=False) if here]
+            rows = [row for number in came if (row := self._books.rows.get(number)) is not None and row.here]
+            self.recalled(map(_held, rows))
+        elif any(ok):
             self._add(gained(entry, ok))
 
     def recalled(self, held: Iterable[Held]) -> None:
