@@ -248,6 +248,23 @@ async def test_who_does_not_read_what_it_asks_for_is_cut_off(monkeypatch: Any) -
     await server.close()
 
 
+async def test_a_large_part_that_comes_in_small_pieces_is_there_with_its_last_byte(keys: Keys | None) -> None:
+    server = await serve(keys)
+    handshake = Handshake(keys)
+    with stranger(server) as slow:
+        slow.send(handshake.hello())
+        slow.send(handshake.welcomed(await welcomed(slow)))
+        outbox = Outbox(seal=handshake.outgoing)
+        for call, size in enumerate((1_300_000, 70_000, 3, 600_000)):
+            header, body = wire.encode(wire.Call(call, "add", 60.0, 1)), wire.encode(Number(value=1))
+            outbox.push(call, [header, body, bytes(size)])
+            while views := outbox.views():
+                outbox.sent(slow.send(views[0][:50_000]))
+                await asyncio.sleep(0.001)
+            await until(lambda call=call: server.counters.calls["add"] == call + 1)  # type: ignore[misc]
+    await server.close()
+
+
 async def test_a_recorded_connection_played_again_does_nothing(tmp_path: Path) -> None:
     keys = Keys.generate(tmp_path / "key")
     server = await serve(keys)

@@ -68,7 +68,7 @@ class Handshake:
         self._magic = _PLAIN if keys is None else _SEALED
         self._share: X25519PrivateKey | None = None
         self._said = b""
-        self._proof = _NOTHING
+        self._proof: bytes | None = None
         self.outgoing: Seal | None = None
         self.incoming: Seal | None = None
 
@@ -87,6 +87,8 @@ class Handshake:
 
     def proved(self, proof: bytes) -> None:
         """Take in what the caller made of the welcome. ProtocolError where it does not hold the key."""
+        if self._proof is None:
+            raise ProtocolError("a proof came before the hello")
         self._expect(self._proof, proof)
 
     def welcomed(self, welcome: bytes) -> bytes:
@@ -122,8 +124,10 @@ class Handshake:
     def _agreed(self, hello: bytes, welcome: bytes, *, theirs: bytes) -> tuple[bytes, bytes, Seal | None, Seal | None]:
         """Give the proofs of answerer and caller, and the seals of what caller and answerer send."""
         share, self._share = self._share, None
-        if self._secret is None or share is None:
+        if self._secret is None:
             return _NOTHING, _NOTHING, None, None
+        if share is None:
+            raise ProtocolError("a handshake has ended already")
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
 
         try:
