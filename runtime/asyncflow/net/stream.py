@@ -85,7 +85,8 @@ class Inbox:
     @property
     def worth(self) -> int:
         """Bytes that come for sure, and for which a reader may wait: to be woken for each packet costs more than it."""
-        return min(len(self._target) - self._filled, _WORTH) if self._direct else 1
+        left = len(self._target) - self._filled
+        return min(left, _WORTH) if left >= _DIRECT else 1
 
     def took(self, count: int) -> list[list[memoryview]]:
         """Take in ``count`` bytes that were put into ``room``; give the messages that are whole now."""
