@@ -148,6 +148,16 @@ def ls(address: str, key: Path | None, timeout: float, as_json: bool) -> None:
 
 @queue.command()
 @_looking
+@click.argument("unit", type=click.IntRange(min=0))
+def drain(address: str, unit: int, key: Path | None, timeout: float, as_json: bool) -> None:
+    """Take the rows of a storage unit to the others and wait, for --timeout seconds, until it has left."""
+    from asyncflow.commands import queue as command
+
+    command.drain(address, unit, key=key, timeout=timeout, as_json=as_json)
+
+
+@queue.command()
+@_looking
 @click.argument("partition")
 def show(address: str, partition: str, key: Path | None, timeout: float, as_json: bool) -> None:
     """Show how far the tasks of a partition are, and what each waits for."""

@@ -5,6 +5,7 @@
     │   └── NotYetError          the contract names it, this version does not do it
     ├── DeadlineExceeded         something that was waited for did not come in time
     ├── PeerLost                 the connection to a peer went away with calls in flight: try again
+    ├── Elsewhere                not here, or not here any more: whoever keeps the books knows where
     ├── Refused                  the other side understood and said no
     │   ├── Fenced               the caller belongs to an older attempt or an expired lease
     │   ├── StaleHandle          the row, version or lease named does not exist any more
@@ -68,6 +69,12 @@ class PeerLost(AsyncFlowError):
     """The connection to a peer went away with calls in flight; the call may be tried again."""
 
     code = "peer_lost"
+
+
+class Elsewhere(AsyncFlowError):
+    """What was asked for is not here, or nothing new is taken here any more; whoever keeps the books knows where."""
+
+    code = "elsewhere"
 
 
 class Refused(AsyncFlowError):

@@ -1,7 +1,8 @@
 """Who is who: samples, rows and weight versions.
 
 Invariants: a ``SampleKey`` names one sample for ever, also when it is generated again; a row id is never reused;
-versions are totally ordered by (trainer attempt, step), so that a step trained again is another version.
+a row id says where the row was put, which is where it lies unless it was moved since; versions are totally ordered by
+(trainer attempt, step), so that a step trained again is another version.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Version(NamedTuple):
 
 
 class RowPlace(NamedTuple):
-    """Where a row lies: the epoch that the controller granted to the unit, the unit, a counter within both."""
+    """Where a row was put: the epoch that the controller granted to the unit, the unit, a counter within both."""
 
     epoch: int
     unit: int
@@ -70,5 +71,25 @@ class RowPlace(NamedTuple):
 
 
 def unit_of(row: int) -> int:
-    """Give the unit where row id ``row`` lies."""
+    """Give the unit where row id ``row`` was put."""
     return row >> COUNTER_BITS & (1 << _UNIT_BITS) - 1
+
+
+def home_of(row: int) -> int:
+    """Give the home where row id ``row`` was put: epoch and unit, that is one incarnation of a unit, in one number."""
+    return row >> COUNTER_BITS
+
+
+def home(epoch: int, unit: int) -> int:
+    """Give the home that a unit is in this epoch."""
+    return epoch << _UNIT_BITS | unit
+
+
+def epoch_of(home: int) -> int:
+    """Give the epoch of a home."""
+    return home >> _UNIT_BITS
+
+
+def unit_at(home: int) -> int:
+    """Give the unit of a home."""
+    return home & (1 << _UNIT_BITS) - 1

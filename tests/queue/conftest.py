@@ -8,7 +8,7 @@ import pytest
 
 import debian
 from asyncflow.flow.selection import Appetite
-from asyncflow.identity import NEWEST, RowPlace
+from asyncflow.identity import NEWEST, RowPlace, home
 from asyncflow.queue.controller.claims import Claim
 from asyncflow.queue.controller.state import State, Work
 from asyncflow.queue.controller.table import Table
@@ -129,7 +129,7 @@ class Queue:
         self.log += books.outbox
         books.outbox.clear()
         for row in books.frees:
-            self.held.pop(row, None)
+            self.held.pop(row.row, None)
         books.frees.clear()
         return self.log
 
@@ -140,9 +140,9 @@ class Queue:
         for event in log:
             self.table.books.apply(event)
         self.table.start(now)
-        for row in self.table.hold(self.held.values()):
+        for row in self.table.hold(home(self.epoch, 0), self.held.values()):
             del self.held[row]
-        self.table.miss(self.epoch)
+        self.table.miss(home(self.epoch, 0))
 
     def replace_unit(self, incarnation):
         """Replace the unit by an empty one."""

@@ -31,7 +31,7 @@ class Unit:
 
     async def create(self, lengths, *, ok=None, outputs=OUTPUTS):
         columns = {"a": Jagged.from_rows([np.full(n, self.rows + i) for i, n in enumerate(lengths)], "int64")}
-        parcel = await self.holdings.store_new(columns, outputs=outputs, producer="", timeout=0)
+        parcel = await self.holdings.store_new(columns, rows=len(lengths), outputs=outputs, producer="", timeout=0)
         rows = list(range(self.rows, self.rows + len(lengths)))
         self.rows += len(lengths)
         metas = [RowMeta(partition="p", serial=row, sample=0, step=1) for row in rows]

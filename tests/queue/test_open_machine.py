@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from asyncflow.errors import Refused, StaleHandle
-from asyncflow.identity import RowPlace
+from asyncflow.identity import RowPlace, home
 from asyncflow.queue.controller import open_table
 from asyncflow.queue.controller.claims import Claim
 from asyncflow.queue.controller.compaction import dump
@@ -195,8 +195,8 @@ class OpenMachine(RuleBasedStateMachine):
         for event in self.log:
             self.table.books.apply(event)
         self.table.start(self.now)
-        assert set(self.table.hold(held)) == self.gone
-        assert self.table.miss(self.epoch) == 0
+        assert set(self.table.hold(home(self.epoch, 0), held)) == self.gone
+        assert self.table.miss(home(self.epoch, 0)) == 0
         self.lost = {number: row | {"key": ""} for number, row in self.lost.items()}
         self.gone.clear()
 

@@ -3,11 +3,13 @@
 A job's own queue has pods while its job is active; the job takes them away when it ends. The ends of controllers and
 units are entered here, and what cannot be mended is said by the condition Degraded, which the job reads.
 
-Invariant: units come and go in order, and only at the upper end: the units of a queue are 0 to n - 1.
+Invariant: units come and go in order, and only at the upper end: the units of a queue are 0 to n - 1. One that goes has
+``LEAVE_S`` seconds to take its rows to the others, and its holder goes after it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -107,7 +109,7 @@ def _act(draft: Draft[QueueStatus], state: QueueState, setting: _Setting, desire
     ready, verdict, moves = ready_of(setting.pods), None, Moves()
     records = dict(state.status.failures)
     for role in setting.roles:
-        pods = [pod for pod in state.pods if pod.role == role.name]
+        pods = [pod for pod in state.pods if pod.role == role.name and not _holds_for(pod, role, state.pods)]
         wanted = [pod for pod in pods if pod.index < role.replicas]
         stock = take_stock(role, wanted, records.get(role.name, RoleRecord()), draft.alarm)
         records[role.name] = stock.record
@@ -122,6 +124,12 @@ def _act(draft: Draft[QueueStatus], state: QueueState, setting: _Setting, desire
     draft.do_first(stale(desired.queue_supporting(state), seen=state.objects, pods=state.pods, begins=begins))
     draft.do_then(Apply(manifest=desired.queue_pod(state, seat.role, seat.index, seat.attempt)) for seat in moves.make)
     return verdict
+
+
+def _holds_for(pod: PodView, role: Role, pods: Collection[PodView]) -> bool:
+    """Tell whether ``pod`` is a holder too many whose unit is still there: its rows lie here until they have moved."""
+    units = {each.index for each in pods if each.role == "storage"}
+    return role.name == "holder" and pod.index >= role.replicas and pod.index in units
 
 
 def _tell(draft: Draft[QueueStatus], state: QueueState, setting: _Setting, verdict: Verdict | None) -> None:

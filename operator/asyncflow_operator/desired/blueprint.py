@@ -16,7 +16,7 @@ from asyncflow.api.base import Spec
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import LABEL_QUEUE, QUEUE_ROLES, RPC_PORT, RoleName, service
 from asyncflow.api.placement import SchedulingSpec, TemplateSpec
-from asyncflow.api.queue import StoreSpec, TransferQueue
+from asyncflow.api.queue import LEAVE_S, StoreSpec, TransferQueue
 from asyncflow.plan import plan
 from asyncflow.plan.roles import Role
 from asyncflow_operator.desired.images import Registry, image_of
@@ -81,6 +81,7 @@ def job_blueprint(
     role = planned.role(name)
     used = templates_of(job, name)
     grace_s = {"rollout": spec.rollout.drain_seconds + _DRAIN_MARGIN_S, "trainer": spec.limits.stop_seconds + _GRACE_S}
+    grace_s["storage"] = LEAVE_S + _GRACE_S
     return Blueprint(
         family=family,
         role=role,
@@ -115,6 +116,7 @@ def queue_blueprint(queue: TransferQueue, name: RoleName, *, family: Family, reg
         leads=name == "controller",
         labels={},
         mounts=queue_mounts(queue, role),
+        grace_s=LEAVE_S + _GRACE_S if name == "storage" else _GRACE_S,
         scheduling=SchedulingSpec(),
         store=spec.store if name == "storage" else None,
         first_seat=_before(role, queue_roles(queue)),

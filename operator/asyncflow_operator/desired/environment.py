@@ -18,11 +18,13 @@ from asyncflow.api.names import (
     KEY_FILE_ENV,
     LAST_WORD_ENV,
     LAST_WORD_FILE,
+    LEAVE_ENV,
     TOKEN_FILE,
     TOKEN_FILE_ENV,
     instance,
     service,
 )
+from asyncflow.api.queue import LEAVE_S
 from asyncflow_operator.desired.blueprint import Blueprint
 from asyncflow_operator.observed import Manifest
 
@@ -53,6 +55,7 @@ def make_environment(blueprint: Blueprint, index: int) -> list[Manifest]:
         {"name": KEY_FILE_ENV, "value": KEY_FILE},
         {"name": TOKEN_FILE_ENV, "value": TOKEN_FILE},
         {"name": LAST_WORD_ENV, "value": LAST_WORD_FILE},
+        *([{"name": LEAVE_ENV, "value": f"{LEAVE_S:g}"}] if blueprint.role.name == "storage" else []),
         *(
             {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
             for name, path in referred.items()

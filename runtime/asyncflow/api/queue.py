@@ -20,6 +20,9 @@ from asyncflow.api.status import Count, RoleRecord
 LEAST_BYTES = 1 << 20
 """No unit holds less: whoever looks for room for at most so much never hears that it can never be had."""
 
+LEAVE_S = 120.0
+"""Seconds that a unit whose pod is taken away has to take its rows to others."""
+
 
 class SecretEntry(Spec):
     """An entry of a Secret in the namespace of the object."""

@@ -1,11 +1,13 @@
-"""The commands that look into a live queue: ls, show and peek.
+"""The commands for a live queue: ls, show and peek look into it, drain has a storage unit leave.
 
-Invariant: they lease nothing and change nothing, but that the audit counts the rows that were looked at.
+Invariant: who looks leases nothing and changes nothing, but that the audit counts the rows that were looked at.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,18 +18,20 @@ from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
-from asyncflow.errors import ManifestError
+from asyncflow.errors import DeadlineExceeded, ManifestError
 from asyncflow.net.keys import Keys
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.queue.client.open_values import decode
 from asyncflow.queue.client.visitor import visit
 from asyncflow.queue.protocol.messages import QueueStats, Tag
+from asyncflow.queue.protocol.moving_calls import UnitView
 from asyncflow.queue.protocol.open_calls import Sight
 from asyncflow.queue.protocol.views import PartitionView, TaskView
 
 T = TypeVar("T")
 _WIDTH = 160
 _CALL_S = 10.0
+_LOOK_S = 0.5
 _LONGEST = 60
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -37,6 +41,7 @@ class Overview(Struct, frozen=True, kw_only=True):
 
     stats: QueueStats
     partitions: list[PartitionView]
+    units: list[UnitView]
 
 
 class SeenRow(Struct, frozen=True, kw_only=True):
@@ -57,7 +62,8 @@ def ls(address: str, *, key: Path | None, timeout: float, as_json: bool) -> None
     async def look(queue: QueueClient) -> Overview:
         names = await queue.partitions(timeout=_CALL_S)
         views = [await queue.show(name, timeout=_CALL_S) for name in names]
-        return Overview(stats=await queue.stats(timeout=_CALL_S), partitions=views)
+        units = await queue.units_there(timeout=_CALL_S)
+        return Overview(stats=await queue.stats(timeout=_CALL_S), partitions=views, units=units)
 
     overview = _look(address, look, key=key, timeout=timeout)
     if as_json:
@@ -69,10 +75,34 @@ def ls(address: str, *, key: Path | None, timeout: float, as_json: bool) -> None
         parked = _by_task(view, lambda task: task.parked)
         table.add_row(view.name, view.purpose or "-", str(view.rows), str(view.wanted), *counts, parked)
     _print(table)
+    _print(_of_units(overview.units))
     stats = overview.stats
     units = "1 unit" if stats.units == 1 else f"{stats.units} units"
     click.echo(f"{units}, {_bytes(stats.bytes)} of {_bytes(stats.limit)} held, ledger {_bytes(stats.ledger_bytes)}")
     click.echo(f"{stats.lease_expiries} leases ended without an answer, {stats.redeliveries} rows given out again")
+
+
+def drain(address: str, unit: int, *, key: Path | None, timeout: float, as_json: bool) -> None:
+    """Have a storage unit leave, and wait ``timeout`` seconds until it has. DeadlineExceeded where it has not."""
+
+    async def leave(queue: QueueClient) -> None:
+        deadline = time.monotonic() + timeout
+        await queue.drain_unit(unit, timeout=_CALL_S)
+        while left := [view for view in await queue.units_there(timeout=_CALL_S) if view.unit == unit]:
+            if left[0].state == "serving":
+                break
+            if time.monotonic() >= deadline:
+                hint = "It goes on; see asyncflow queue ls, and whether the other units have room"
+                raise DeadlineExceeded(f"{left[0].rows} rows are still to be moved", where=f"unit {unit}", hint=hint)
+            if not as_json:
+                click.echo(f"unit {unit}: {left[0].rows} rows, {_bytes(left[0].bytes)} to move")
+            await asyncio.sleep(_LOOK_S)
+
+    _look(address, leave, key=key, timeout=timeout)
+    if as_json:
+        click.echo(json.dumps({"unit": unit, "left": True}))
+    else:
+        click.echo(f"unit {unit} has left: nothing is lost")
 
 
 def show(address: str, partition: str, *, key: Path | None, timeout: float, as_json: bool) -> None:
@@ -175,6 +205,13 @@ def _state(sight: Sight, index: int) -> str:
     if sight.leased[index]:
         return "leased"
     return "ready" if sight.ready[index] else "its group is not ready"
+
+
+def _of_units(units: Sequence[UnitView]) -> Table:
+    table = _table("UNIT", "STATE", "ROWS", "HELD", "OF")
+    for unit in units:
+        table.add_row(str(unit.unit), unit.state, str(unit.rows), _bytes(unit.bytes), _bytes(unit.limit))
+    return table
 
 
 def _by_task(view: PartitionView, count: Callable[[TaskView], int]) -> str:

@@ -67,6 +67,7 @@ class Membership:
         self._members: dict[tuple[str, int], Member] = {}
         self._known_before: dict[tuple[str, int], Member] = {}
         self._told: dict[tuple[str, int], Member] = {}
+        self._by_role: dict[str, list[Member]] = {}
         self._trusted_from = 0.0
         self._revision = -1
         self._heartbeat_s = 1.0
@@ -97,7 +98,7 @@ class Membership:
 
     def peers(self, role: str) -> list[Member]:
         """Give the members of ``role`` that are known now, this process included, in order of their index."""
-        return [self._members[place] for place in sorted(self._members) if place[0] == role]
+        return list(self._by_role.get(role, ()))
 
     def peer(self, role: str, index: int = 0) -> Member | None:
         """Give one member, or None while there is none."""
@@ -200,6 +201,9 @@ class Membership:
         self._revision = revision
         self._told = {(member.role, member.index): member for member in members}
         self._members = self._known_before | self._told
+        self._by_role = {}
+        for place in sorted(self._members):
+            self._by_role.setdefault(place[0], []).append(self._members[place])
         self._wake()
         for told in self.on_peers:
             told()

@@ -89,6 +89,9 @@ class ControllerMetrics(RoleMetrics):
         self.fenced_writes = self.gauge("fenced_writes_count", "writes refused as too late, since the start")
         self.ledger_bytes = self.gauge("ledger_bytes", "size of the ledger")
         self.ledger_lag = self.gauge("ledger_lag_seconds", "age of the oldest change that is not as safe as it will be")
+        self.unit_rows = self.gauge(
+            "unit_rows_count", "rows by storage unit, those still to be moved where it leaves", "unit", "state"
+        )
         self.unready = self.gauge(
             "oldest_unready_seconds",
             "age of the oldest row that is not ready, and a column that it lacks",
@@ -108,6 +111,9 @@ class StorageMetrics(RoleMetrics):
         self.limit = self.gauge("limit_bytes", "bytes of cells allowed")
         self.put = self.gauge("put_bytes", "bytes written since the start")
         self.fetched = self.gauge("fetched_bytes", "bytes read since the start")
+        self.rows = self.gauge("rows_count", "rows held")
+        self.moved = self.gauge("moved_rows_count", "rows taken to other units, since the start")
+        self.to_move = self.gauge("leaving_rows_count", "rows still to be taken to other units; 0 unless it leaves")
         self.waiting = self.gauge("waiting_puts_count", "puts that wait for room")
         self.budget_waits = self.gauge("budget_waits_count", "puts that had to wait for room, since the start")
         self.budget_waited = self.gauge("budget_waited_seconds", "time that puts waited for room, since the start")

@@ -104,7 +104,7 @@ def test_pods_keep_the_restricted_standard(desired: Desired, job_state: JobState
 
 
 @pytest.mark.parametrize(
-    ("role", "grace"), [("driver", 10), ("controller", 10), ("storage", 10), ("trainer", 13), ("rollout", 26)]
+    ("role", "grace"), [("driver", 10), ("controller", 10), ("storage", 130), ("trainer", 13), ("rollout", 26)]
 )
 def test_the_grace_is_what_the_role_needs_to_leave_in_order(desired: Desired, job_state: JobStates, role, grace):
     state = job_state(rollout={"drainSeconds": 20.5}, limits={"stopSeconds": 2.5})

@@ -7,14 +7,20 @@ from hypothesis import strategies as st
 from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
 from asyncflow.net.frames import Jagged, decode_batch
 from asyncflow.queue.client import putting
+from asyncflow.queue.client.placement import Placement
 from asyncflow.queue.client.putting import Putter
 from asyncflow.queue.client.verbs import Ask, Pause, Together
 from asyncflow.queue.protocol.messages import SERIAL_BITS
+from asyncflow.queue.protocol.moving_calls import Shares
 from asyncflow.queue.protocol.unit_calls import Numbers
 
 
 def column(rows):
     return Jagged.from_rows([[row, row] for row in range(rows)], "int64")
+
+
+def putter_of(units):
+    return Putter(placement=Placement(units=units, clock=lambda: 0.0), worker="w", clock=lambda: 0.0)
 
 
 def put(putter, rows, **options):
@@ -33,6 +39,8 @@ def carry_out(verb, answer):
         reply, error = None, None
         if isinstance(effect, Together):
             reply = [carry_out(part, answer) for part in effect.verbs]
+        elif isinstance(effect, Ask) and effect.method == "queue.shares":
+            reply = Shares({}, 0), []
         elif isinstance(effect, Ask):
             try:
                 reply = answer(effect), []
@@ -54,7 +62,7 @@ def taken(asked):
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 3), st.integers(1, 5))
 def test_all_rows_arrive_once_whole_groups_together_and_serials_follow_each_other(sizes, group_size, units):
-    putter, asked = Putter(units=lambda: range(units), worker="w", clock=lambda: 0.0), []
+    putter, asked = putter_of(lambda: range(units)), []
     for groups in sizes:
         before = len(asked)
         carry_out(put(putter, groups * group_size, group_size=group_size), taken(asked))
@@ -74,7 +82,7 @@ def test_all_rows_arrive_once_whole_groups_together_and_serials_follow_each_othe
 
 
 def test_small_puts_go_to_one_unit_after_another():
-    putter, asked = Putter(units=lambda: [3, 5, 9], worker="w", clock=lambda: 0.0), []
+    putter, asked = putter_of(lambda: [3, 5, 9]), []
     for _ in range(6):
         carry_out(put(putter, 2), taken(asked))
     homes = [ask.unit for ask in asked]
@@ -84,7 +92,7 @@ def test_small_puts_go_to_one_unit_after_another():
 
 def test_a_large_put_is_split_and_its_ids_come_in_order(monkeypatch):
     monkeypatch.setattr(putting, "_SPLIT_BYTES", 64)
-    putter, asked = Putter(units=lambda: [0, 1, 2], worker="w", clock=lambda: 0.0), []
+    putter, asked = putter_of(lambda: [0, 1, 2]), []
 
     def answer(ask):
         asked.append(ask)
@@ -99,7 +107,7 @@ def test_a_large_put_is_split_and_its_ids_come_in_order(monkeypatch):
 
 
 def test_what_got_no_answer_is_put_again_elsewhere_under_the_same_serial():
-    putter, asked = Putter(units=lambda: [0, 1], worker="w", clock=lambda: 0.0), []
+    putter, asked = putter_of(lambda: [0, 1]), []
 
     def answer(ask):
         asked.append(ask)
@@ -115,11 +123,11 @@ def test_what_got_no_answer_is_put_again_elsewhere_under_the_same_serial():
 def test_two_clients_never_share_a_serial():
     asked = []
     for _ in range(50):
-        carry_out(put(Putter(units=lambda: [0], worker="w", clock=lambda: 0.0), 3), taken(asked))
+        carry_out(put(putter_of(lambda: [0]), 3), taken(asked))
     assert len({ask.request.serial for ask in asked}) == 50
 
 
 @pytest.mark.parametrize(("rows", "options"), [(0, {}), (3, {"group_size": 2}), (3, {"tags": [{}]})])
 def test_what_makes_no_groups_is_refused(rows, options):
     with pytest.raises(Refused, match="make no groups"):
-        carry_out(put(Putter(units=lambda: [0], worker="w", clock=lambda: 0.0), rows, **options), taken([]))
+        carry_out(put(putter_of(lambda: [0]), rows, **options), taken([]))

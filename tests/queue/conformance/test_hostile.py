@@ -381,7 +381,11 @@ async def test_requests_with_a_few_bytes_changed_do_no_harm(victim, stranger_at)
                 assert answer.call == number
                 if isinstance(answer, wire.Failure):
                     code = wire.error_body(rest[0])["code"]
-                    assert code in ("protocol", "refused", "stale_handle", "fenced", "deadline"), (method, parts, rest)
+                    assert code in ("protocol", "refused", "stale_handle", "elsewhere", "fenced", "deadline"), (
+                        method,
+                        parts,
+                        rest,
+                    )
         for name in await made.client.partitions(timeout=10):
             await made.client.clear_partition(partition=name, timeout=10)
         assert made.memory - before < ROOM

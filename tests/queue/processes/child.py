@@ -54,6 +54,7 @@ async def unit(folder: Path, index: str, limit: str, backend: str = "memory", st
         controller=address_in(folder / "controller"),
         incarnation=site.incarnation,
         backend=(made := open_backend(backend, site)),
+        peer=lambda other: address_in(folder / f"unit-{other}")(),
     )
     address = await serving.start()
     await made.open()
@@ -62,9 +63,14 @@ async def unit(folder: Path, index: str, limit: str, backend: str = "memory", st
     return serving
 
 
-async def serve_unit(*words: str) -> None:
-    await unit(*words)
-    await asyncio.Event().wait()
+async def serve_unit(folder: Path, index: str, *words: str) -> None:
+    """Serve until told to leave."""
+    serving = await unit(folder, index, *words)
+    await serving.leaving.wait()
+    await serving.leave()
+    (folder / f"unit-{index}").unlink()
+    await asyncio.sleep(0.3)
+    await serving.close()
 
 
 async def serve_unit_aloud(*words: str) -> None:

@@ -72,6 +72,12 @@ class Crew:
             await process.wait()
         process._transport.close()
 
+    async def left(self, name, *, within_s=30):
+        """Wait until a unit that was told to leave has ended."""
+        async with asyncio.timeout(within_s):
+            assert await self.children[name].wait() == 0
+        await self.kill(name)
+
     def stop(self, name):
         self.children[name].send_signal(signal.SIGSTOP)
 

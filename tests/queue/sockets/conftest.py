@@ -1,5 +1,6 @@
 """A whole queue on sockets in this process, in short words."""
 
+import asyncio
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -41,10 +42,21 @@ class Cluster:
 
     async def start_unit(self, index):
         self.units[index] = StorageUnit(
-            index=index, limit_bytes=self.limit, controller=lambda: self.address(self.controller), keys=self.keys
+            index=index,
+            limit_bytes=self.limit,
+            controller=lambda: self.address(self.controller),
+            keys=self.keys,
+            peer=lambda other: self.address(self.units.get(other)),
         )
         await self.units[index].start()
         await self.units[index].joined(10)
+
+    async def drain(self, index, *, within_s=10):
+        """Have a unit leave, and take it away."""
+        async with asyncio.timeout(within_s):
+            assert await self.units[index].leave()
+        unit, self.units[index] = self.units[index], None
+        await unit.close()
 
     def address(self, server):
         return server.server.address or None if server else None
@@ -52,7 +64,7 @@ class Cluster:
     def connect(self, worker, *, attempt=0):
         client = QueueClient(
             controller=lambda: self.address(self.controller),
-            unit=lambda index: self.address(self.units[index]),
+            unit=lambda index: self.address(self.units.get(index)),
             units=lambda: [index for index, unit in self.units.items() if unit],
             worker=worker,
             attempt=attempt,

@@ -86,10 +86,11 @@ async def test_promises_end_with_their_rows(cluster):
 async def test_a_group_that_finds_no_room_at_its_unit_goes_to_another(cluster, monkeypatch):
     monkeypatch.setattr(patience, "_ROOM_S", 0.01)
     async with cluster(limit=200, units=2) as queue:
-        await queue.create(0, 2, length=6)
-        assert [unit.holdings.budget.used for unit in queue.units.values()] == [192, 0]
-        assert await queue.create(4, 6, length=6) == [True] * 4
-        assert [unit.holdings.budget.used for unit in queue.units.values()] == [192, 192]
+        await queue.create(0, length=12)
+        await queue.create(1, length=1)
+        assert [unit.holdings.budget.used for unit in queue.units.values()] == [192, 16]
+        assert await queue.create(2, length=6) == [True] * 2
+        assert [unit.holdings.budget.used for unit in queue.units.values()] == [192, 112]
 
 
 async def test_a_put_larger_than_a_unit_goes_in_parts(cluster):

@@ -77,9 +77,9 @@ async def test_a_replaced_unit_does_not_take_its_place_back(cluster):
     async with cluster() as queue:
         old = queue.units[1]
         await queue.start_unit(1)
-        await queue.create(1)
+        await queue.create(0, 1)
         with pytest.raises(Fenced, match="another incarnation"):
             await asyncio.wait_for(asyncio.shield(old.failed), 10)
-        assert {row.unit for row in await queue.claim("rollout")} == {1}
+        assert {(row.meta.serial, row.unit) for row in await queue.claim("rollout")} == {(0, 0), (1, 1)}
         assert (await queue.client.wanted(partition=P, known=-1, timeout=0)).keys == []
         await old.close()

@@ -18,6 +18,7 @@ from asyncflow.net.keys import Keys
 from asyncflow.net.membership import Membership
 from asyncflow.queue.client.lane import Lane
 from asyncflow.queue.client.open_verbs import OpenVerbs
+from asyncflow.queue.client.placement import taking
 from asyncflow.queue.client.verbs import Peer, Verb
 
 P = ParamSpec("P")
@@ -61,7 +62,7 @@ class BlockingQueue:
         return cls(
             controller=lambda: membership.address("controller"),
             unit=lambda index: membership.address("storage", index),
-            units=lambda: [member.index for member in membership.peers("storage")],
+            units=lambda: taking(membership),
             worker=membership.member.incarnation,
             attempt=membership.member.attempt,
             keys=keys,
@@ -126,6 +127,8 @@ class BlockingQueue:
     wanted = _blocking(OpenVerbs.wanted)
     expire = _blocking(OpenVerbs.expire)
     stats = _blocking(OpenVerbs.stats)
+    units_there = _blocking(OpenVerbs.units_there)
+    drain_unit = _blocking(OpenVerbs.drain_unit)
     take_over = _blocking(OpenVerbs.take_over)
     snapshot = _blocking(OpenVerbs.snapshot)
     audit = _blocking(OpenVerbs.audit)

@@ -16,6 +16,7 @@ from asyncflow.net.keys import Keys
 from asyncflow.net.membership import Membership
 from asyncflow.queue.client.connections import Connections
 from asyncflow.queue.client.open_verbs import OpenVerbs
+from asyncflow.queue.client.placement import taking
 from asyncflow.queue.client.verbs import Verb
 
 P = ParamSpec("P")
@@ -62,7 +63,7 @@ class QueueClient:
         return cls(
             controller=lambda: membership.address("controller"),
             unit=lambda index: membership.address("storage", index),
-            units=lambda: [member.index for member in membership.peers("storage")],
+            units=lambda: taking(membership),
             worker=membership.member.incarnation,
             attempt=membership.member.attempt,
             keys=keys,
@@ -107,6 +108,8 @@ class QueueClient:
     wanted = _awaited(OpenVerbs.wanted)
     expire = _awaited(OpenVerbs.expire)
     stats = _awaited(OpenVerbs.stats)
+    units_there = _awaited(OpenVerbs.units_there)
+    drain_unit = _awaited(OpenVerbs.drain_unit)
     take_over = _awaited(OpenVerbs.take_over)
     snapshot = _awaited(OpenVerbs.snapshot)
     audit = _awaited(OpenVerbs.audit)

@@ -9,13 +9,14 @@ hold, unless that is one group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from asyncflow.api.queue import LEAST_BYTES
-from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
+from asyncflow.errors import DeadlineExceeded, Elsewhere, PeerLost, Refused
 from asyncflow.net.batches import weighed_batches
 from asyncflow.net.frames import Jagged, encode_batch
 from asyncflow.queue.client.patience import patience
+from asyncflow.queue.client.placement import Placement
 from asyncflow.queue.client.scatter import part_of, parts_by
 from asyncflow.queue.client.verbs import Clock, Verb, left_of, once, persist, together
 from asyncflow.queue.protocol import calls, unit_calls
@@ -23,14 +24,13 @@ from asyncflow.queue.protocol.messages import RowMeta
 
 
 class Creator:
-    """Creates samples for one client; see ``RowVerbs.create``. units: the indices of those that are there."""
+    """Creates samples for one client; see ``RowVerbs.create``. placement: chooses the units."""
 
-    def __init__(self, *, units: Callable[[], Sequence[int]], worker: str, attempt: int, clock: Clock) -> None:
-        self._units = units
+    def __init__(self, *, placement: Placement, worker: str, attempt: int, clock: Clock) -> None:
+        self._placement = placement
         self._worker = worker
         self._attempt = attempt
         self._clock = clock
-        self._turn = 0
 
     def create(
         self,
@@ -48,6 +48,8 @@ class Creator:
         columns = part_of(columns, range(len(metas)), len(metas))
         sizes = _bytes_of_rows(columns, len(metas), later=sum(outputs.values()))
         weights = {group: sum(sizes[index] for index in indices) for group, indices in left.items()}
+        tried: set[int] = set()
+        yield from self._placement.begin()
 
         def send(unit: int, groups: list[tuple[int, str]], others: bool) -> Verb[None]:
             nbytes = sum(weights[group] for group in groups)
@@ -58,37 +60,37 @@ class Creator:
             request = unit_calls.CreateRows(
                 mine, group_size, header, dict(outputs), room_s, self._attempt, producer=self._worker
             )
-            answer, _ = yield from once(unit, "unit.create", request, calls.Verdicts, timeout=answer_s, frames=frames)
+            try:
+                answer, _ = yield from once(
+                    unit, "unit.create", request, calls.Verdicts, timeout=answer_s, frames=frames
+                )
+            except Elsewhere:
+                self._placement.avoid(unit)
+                return
+            except (PeerLost, DeadlineExceeded):
+                tried.add(unit)
+                raise
             verdicts.update(zip(indices, answer.ok, strict=True))
             for group in groups:
                 del left[group]
 
         def attempt() -> Verb[None]:
-            homes = {group: self._homes(group[0]) for group in left}
-            others = any(len(units) > 1 for units in homes.values())
+            there = self._placement.there()
+            if tried.issuperset(there):
+                tried.clear()
             by_unit: dict[int, list[tuple[int, str]]] = {}
-            for group, units in homes.items():
-                by_unit.setdefault(units[self._turn % len(units)], []).append(group)
-            try:
-                yield from together(
-                    send(unit, groups, others)
-                    for unit, mine in by_unit.items()
-                    for groups in weighed_batches(mine, weights.__getitem__, heaviest=LEAST_BYTES)
-                )
-            except DeadlineExceeded:
-                self._turn += 1
-                raise
+            for group in left:
+                by_unit.setdefault(self._placement.choose(len(left[group]), but=tried), []).append(group)
+            yield from together(
+                send(unit, groups, len(there) > 1)
+                for unit, mine in by_unit.items()
+                for groups in weighed_batches(mine, weights.__getitem__, heaviest=LEAST_BYTES)
+            )
+            if left:
+                raise PeerLost(f"units leave; {len(left)} groups go to others", where="queue client")
 
         yield from persist(attempt, what=f"creating {len(metas)} samples", timeout=timeout, clock=self._clock)
         return list(verdicts.values())
-
-    def _homes(self, serial: int) -> list[int]:
-        """Give the units that are there, the one first that takes the samples of a prompt. PeerLost for none."""
-        units = sorted(self._units())
-        if not units:
-            raise PeerLost("no storage unit is there", where="queue client")
-        first = serial % len(units)
-        return units[first:] + units[:first]
 
 
 def _bytes_of_rows(columns: Mapping[str, Jagged], rows: int, *, later: int) -> list[int]:

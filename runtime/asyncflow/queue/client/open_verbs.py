@@ -1,7 +1,7 @@
 """The verbs for rows of open partitions, by their ids: written, tagged, found, looked at, taken again and cleared.
 
-Ids are handles: they say where the row lies, are never used again, and one whose row is gone is refused, for reading as
-for writing. Put, claim and complete are as for all rows (``RowVerbs``).
+Ids are handles: they say where the row was put, are never used again, and one whose row is gone is refused, for
+reading as for writing. Put, claim and complete are as for all rows (``RowVerbs``).
 
 Invariant: a verb that names rows does what it says to all of them, or raises; no row is passed over in silence but by
 ``clear_rows``, for which one that is not there is as good as cleared.
@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from asyncflow.errors import Refused, StaleHandle
 from asyncflow.identity import unit_of
 from asyncflow.net.frames import BatchHeader, Jagged, encode_batch
-from asyncflow.queue.client.scatter import part_of
-from asyncflow.queue.client.verbs import Verb, left_of, scatter
+from asyncflow.queue.client.routing import at_homes
+from asyncflow.queue.client.scatter import part_of, spread_out
+from asyncflow.queue.client.verbs import Verb, left_of, once
 from asyncflow.queue.client.verbs_rows import RowVerbs
 from asyncflow.queue.protocol import calls, open_calls, unit_calls
 from asyncflow.queue.protocol.messages import KEY_TAG, Tag
@@ -52,26 +53,24 @@ class OpenVerbs(RowVerbs):
             return
         writer = f"{_WRITER}{next(_WRITES)}"
 
-        def send(indices: list[int]) -> Verb[list[None]]:
-            numbers = [rows[i] for i in indices]
+        def send(unit: int, indices: list[int], seconds: float) -> Verb[list[bool]]:
             header, frames = encode_batch(part_of(columns, indices, len(rows))) if columns else (_NO_COLUMNS, [])
             request = unit_calls.WriteRows(
                 lease=writer,
-                rows=shrink(numbers),
+                rows=shrink([rows[i] for i in indices]),
                 header=header,
                 tags=[dict(tags[i]) for i in indices] if tags is not None else [],
                 reason="",
-                wait_s=0.9 * timeout,
+                wait_s=0.9 * seconds,
             )
-            verdicts, _ = yield from self.ask_unit(
-                unit_of(numbers[0]), "unit.write", request, calls.Verdicts, timeout=timeout, frames=frames
-            )
-            if not all(verdicts.ok):
-                gone = [number for number, ok in zip(numbers, verdicts.ok, strict=True) if not ok]
-                raise StaleHandle(f"rows {gone} were lost with their unit", where="write", hint="Put them again")
-            return [None] * len(indices)
+            verdicts, _ = yield from once(unit, "unit.write", request, calls.Verdicts, timeout=seconds, frames=frames)
+            return verdicts.ok
 
-        yield from scatter((unit_of(row) for row in rows), send)
+        keys = [(unit_of(row), None) for row in rows]
+        parts = yield from at_homes(self, rows, keys, send, what="writing rows", timeout=timeout)
+        written = spread_out(parts, len(rows), False)
+        if gone := [row for row, ok in zip(rows, written, strict=True) if not ok]:
+            raise StaleHandle(f"rows {gone} were lost with their unit", where="write", hint="Put them again")
 
     def tag(self, rows: Sequence[int], tags: Sequence[Mapping[str, Tag]], *, timeout: float) -> Verb[None]:
         """Merge ``tags`` into those of the rows; raises as ``write`` does."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from asyncflow.errors import PeerLost, Refused
+from asyncflow.errors import Elsewhere, PeerLost, Refused
 from asyncflow.net.frames import BatchHeader, Jagged, encode_batch
 from asyncflow.queue.client.patience import patience
+from asyncflow.queue.client.placement import Placement
 from asyncflow.queue.client.verbs import Clock, Verb, left_of, once, persist, together
 from asyncflow.queue.protocol.messages import SERIAL_BITS, Tag
 from asyncflow.queue.protocol.runs import expand
@@ -28,15 +29,14 @@ _MOST_BYTES = 64 << 20
 
 
 class Putter:
-    """Puts rows for one client; see ``RowVerbs.put``. units: the indices of those that are there."""
+    """Puts rows for one client; see ``RowVerbs.put``. placement: chooses the units."""
 
-    def __init__(self, *, units: Callable[[], Sequence[int]], worker: str, clock: Clock) -> None:
-        self._units = units
+    def __init__(self, *, placement: Placement, worker: str, clock: Clock) -> None:
+        self._placement = placement
         self._worker = worker
         self._clock = clock
         self._nonce = 1 + secrets.randbelow((1 << 31) - 1)
         self._groups = 0
-        self._turn = self._nonce
         self._lock = threading.Lock()
 
     def put(
@@ -55,13 +55,13 @@ class Putter:
             what = f"{rows} rows with {rows if tags is None else len(tags)} sets of tags make no groups of {group_size}"
             raise Refused(what, where="queue client", hint="Give whole groups, and tags for all rows or none")
         groups, deadline = rows // group_size, self._clock() + timeout
+        yield from self._placement.begin()
+        sizes = _cut(groups, sum(column.nbytes for column in columns.values()), len(self._placement.there()))
         with self._lock:
             serial = self._nonce << SERIAL_BITS | self._groups
-            first, self._groups = self._turn, self._groups + groups
-            sizes = _cut(groups, sum(column.nbytes for column in columns.values()), len(self._units()))
-            self._turn += len(sizes)
+            self._groups += groups
 
-        def part(start: int, stop: int, turn: int) -> Verb[Numbers]:
+        def part(start: int, stop: int) -> Verb[Numbers]:
             a, b = start * group_size, stop * group_size
             mine = {name: _run(column, a, b) for name, column in columns.items()}
             header, frames = encode_batch(mine)
@@ -69,24 +69,29 @@ class Putter:
                 header, frames = BatchHeader(rows=b - a, columns=[]), []
             told = [dict(tag) for tag in tags[a:b]] if tags is not None else []
 
+            tried: set[int] = set()
+
             def attempt() -> Verb[Numbers]:
-                nonlocal turn
-                units = sorted(self._units())
-                if not units:
-                    raise PeerLost("no storage unit is there", where="queue client")
+                there = self._placement.there()
+                if tried.issuperset(there):
+                    tried.clear()
                 nbytes = sum(column.nbytes for column in mine.values())
-                room_s, answer_s = patience(left_of(deadline, self._clock), nbytes=nbytes, others=len(units) > 1)
+                room_s, answer_s = patience(left_of(deadline, self._clock), nbytes=nbytes, others=len(there) > 1)
                 request = PutRows(
                     partition, serial + start, group_size, header, told, dict(outputs), room_s, producer=self._worker
                 )
-                unit, turn = units[turn % len(units)], turn + 1
-                numbers, _ = yield from once(unit, "unit.put", request, Numbers, timeout=answer_s, frames=frames)
+                unit = self._placement.choose(b - a, but=tried)
+                tried.add(unit)
+                try:
+                    numbers, _ = yield from once(unit, "unit.put", request, Numbers, timeout=answer_s, frames=frames)
+                except Elsewhere as leaving:
+                    self._placement.avoid(unit)
+                    raise PeerLost(str(leaving), where=f"storage unit {unit}") from leaving
                 return msgspec.structs.replace(numbers, rows=expand(numbers.rows))
 
             return persist(attempt, what=f"putting {b - a} rows", timeout=timeout, clock=self._clock)
 
-        spans = list(_spans(sizes))
-        parts = yield from together(part(a, b, first + turn) for turn, (a, b) in enumerate(spans))
+        parts = yield from together(part(a, b) for a, b in _spans(sizes))
         return parts[0] if len(parts) == 1 else _joined(parts)
 
 

@@ -12,6 +12,7 @@ from asyncflow.errors import Refused
 from asyncflow.net.frames import Jagged
 
 K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 
 
 def parts_by(keys: Iterable[K]) -> dict[K, list[int]]:
@@ -36,6 +37,16 @@ def join(parts: Sequence[dict[str, Jagged]], indices: Iterable[Sequence[int]]) -
         return parts[0] if parts else {}
     runs = _runs(indices)
     return {name: Jagged.gather([(parts[part][name], start, stop) for part, start, stop in runs]) for name in parts[0]}
+
+
+def spread_out(parts: Iterable[tuple[Sequence[int], Sequence[T] | None]], count: int, otherwise: T) -> list[T]:
+    """Give what came of each of ``count`` rows, by index; ``otherwise`` for those of which nothing came."""
+    made = [otherwise] * count
+    for indices, answers in parts:
+        if answers is not None:
+            for index, answer in zip(indices, answers, strict=True):
+                made[index] = answer
+    return made
 
 
 def _runs(indices: Iterable[Sequence[int]]) -> list[tuple[int, int, int]]:

@@ -14,11 +14,11 @@ from typing import TypeVar
 from msgspec import Struct
 
 from asyncflow.errors import Misdirected, Refused
-from asyncflow.net.frames import Buffer
 from asyncflow.queue.client.scatter import parts_by
 from asyncflow.queue.client.verbs import Clock, Peer, Verb, left_of, name_of, once, persist, shard, together
 from asyncflow.queue.protocol import calls
 from asyncflow.queue.protocol.messages import AuditReport, PartitionSnapshot, QueueStats, Slot, TaskSpec, Wanted
+from asyncflow.queue.protocol.moving_calls import Drain, Units, UnitView
 from asyncflow.queue.protocol.shard_calls import controller_of
 
 R = TypeVar("R", bound=Struct)
@@ -133,6 +133,17 @@ class ControlVerbs:
         """Give the counts of now."""
         return (yield from self.ask("queue.stats", calls.Nothing(), QueueStats, timeout=timeout))
 
+    def units_there(self, *, timeout: float) -> Verb[list[UnitView]]:
+        """Give the storage units as the controller knows them, by index."""
+        return (yield from self.ask("queue.units", calls.Nothing(), Units, timeout=timeout)).units
+
+    def drain_unit(self, unit: int, *, timeout: float) -> Verb[None]:
+        """Have a storage unit leave: it takes nothing new, and its rows move to others, which takes its time.
+
+        Raises Refused where there is no such unit.
+        """
+        yield from self.ask("queue.drain", Drain(unit), calls.Done, timeout=timeout)
+
     def take_over(self, *, partition: str, timeout: float) -> Verb[None]:
         """Say that this attempt of the partition's creator begins.
 
@@ -165,8 +176,14 @@ class ControlVerbs:
 
     def ask(self, method: str, request: Struct, reply: type[R], *, timeout: float, peer: Peer = None) -> Verb[R]:
         """Call a controller until it answers."""
-        answer, _ = yield from self._until_answered(peer, method, request, reply, timeout, ())
-        return answer
+        deadline = self.clock() + timeout
+
+        def attempt() -> Verb[R]:
+            left = left_of(deadline, self.clock)
+            answer, _ = yield from once(peer, method, request, reply, timeout=left)
+            return answer
+
+        return persist(attempt, what=f"{method} at {name_of(peer)}", timeout=timeout, clock=self.clock)
 
     def at_task(self, partition: str, task: str, call: Callable[[Peer], Verb[R]]) -> Verb[R]:
         """Make a call at the controller that decides about a task; it is remembered, because tasks never move."""
@@ -176,12 +193,6 @@ class ControlVerbs:
             except Misdirected as there:
                 self._places[partition, task] = shard(there.controller)
         raise Refused(f"no controller decides about {partition}/{task}", where="queue client")
-
-    def ask_unit(
-        self, unit: int, method: str, request: Struct, reply: type[R], *, timeout: float, frames: Sequence[Buffer] = ()
-    ) -> Verb[tuple[R, list[memoryview]]]:
-        """Call a unit until it answers; give the reply and its frames."""
-        return self._until_answered(unit, method, request, reply, timeout, frames)
 
     def park(
         self,
@@ -202,14 +213,3 @@ class ControlVerbs:
 
         left = max(0.0, deadline - self.clock())
         return persist(attempt, what=what, timeout=left + GRACE_S, clock=self.clock)
-
-    def _until_answered(
-        self, unit: Peer, method: str, request: Struct, reply: type[R], timeout: float, frames: Sequence[Buffer]
-    ) -> Verb[tuple[R, list[memoryview]]]:
-        deadline = self.clock() + timeout
-
-        def attempt() -> Verb[tuple[R, list[memoryview]]]:
-            left = left_of(deadline, self.clock)
-            return once(unit, method, request, reply, timeout=left, frames=frames)
-
-        return persist(attempt, what=f"{method} at {name_of(unit)}", timeout=timeout, clock=self.clock)

@@ -3,7 +3,8 @@
 Every verb survives the restart of whomever it talks to. What cannot survive, rows on a unit that died, says so: writes
 are fenced, reads raise StaleHandle.
 
-Invariant: all rows of one prompt go to one unit; columns come back in the order of the rows asked for.
+Invariant: all rows of one prompt go to one unit; a row is found wherever it lies (``routing``); columns come back in
+the order of the rows asked for.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from typing import TypeAlias
 
 import msgspec
 
+from asyncflow.errors import StaleHandle
 from asyncflow.identity import unit_of
 from asyncflow.net.frames import BatchHeader, Jagged, decode_batch, encode_batch
 from asyncflow.queue.client.creation import Creator
+from asyncflow.queue.client.placement import Placement
 from asyncflow.queue.client.putting import Putter
-from asyncflow.queue.client.scatter import join, part_of, parts_by
-from asyncflow.queue.client.verbs import Ask, Clock, Farewell, Peer, Verb, left_of, scatter, shard, together
+from asyncflow.queue.client.routing import at_homes
+from asyncflow.queue.client.scatter import join, part_of, spread_out
+from asyncflow.queue.client.verbs import Ask, Clock, Farewell, Peer, Verb, left_of, once, scatter, shard
 from asyncflow.queue.client.verbs_control import GRACE_S, ControlVerbs
 from asyncflow.queue.protocol import calls, unit_calls
 from asyncflow.queue.protocol.lot import Lot
@@ -44,8 +48,9 @@ class RowVerbs(ControlVerbs):
         self, *, units: Callable[[], Sequence[int]], worker: str, attempt: int = 0, clock: Clock = time.monotonic
     ) -> None:
         super().__init__(units=units, worker=worker, attempt=attempt, clock=clock)
-        self._creator = Creator(units=units, worker=worker, attempt=attempt, clock=clock)
-        self._putter = Putter(units=units, worker=worker, clock=clock)
+        placement = Placement(units=units, clock=clock)
+        self._creator = Creator(placement=placement, worker=worker, attempt=attempt, clock=clock)
+        self._putter = Putter(placement=placement, worker=worker, clock=clock)
         self._ticket_base = uuid.uuid4().hex[:8]
         self._ticket_numbers = itertools.count()
 
@@ -155,19 +160,22 @@ class RowVerbs(ControlVerbs):
 
         Raises StaleHandle for a row that was cleared or lost.
         """
-        numbers = rows.rows if isinstance(rows, Lot) else [row if isinstance(row, int) else row.row for row in rows]
-        by_unit = parts_by(unit_of(row) for row in numbers)
+        numbers, homes = located(rows)
 
-        def get(unit: int, indices: list[int]) -> Verb[dict[str, Jagged]]:
+        def get(unit: int, indices: list[int], seconds: float) -> Verb[dict[str, Jagged]]:
             mine = numbers if len(indices) == len(numbers) else [numbers[i] for i in indices]
             request = unit_calls.FetchRows(shrink(mine), list(columns))
-            reply, frames = yield from self.ask_unit(unit, "unit.fetch", request, unit_calls.Fetched, timeout=timeout)
+            reply, frames = yield from once(unit, "unit.fetch", request, unit_calls.Fetched, timeout=seconds)
             return decode_batch(reply.header, frames, max_bytes=_MOST)
 
         if not numbers:
             return {name: Jagged.from_rows([], "int64") for name in columns}
-        parts = yield from together(get(unit, indices) for unit, indices in by_unit.items())
-        return join(parts, by_unit.values())
+        keys = zip(homes, itertools.repeat(None), strict=False)
+        parts = yield from at_homes(self, numbers, keys, get, what="fetching rows", timeout=timeout)
+        if lost := [numbers[i] for indices, got in parts if got is None for i in indices]:
+            hint = "It was cleared, or was lost with its unit; a lost sample will be created again"
+            raise StaleHandle(f"row {lost[0]} is not there, with {len(lost) - 1} others", where="fetch", hint=hint)
+        return join([got for _, got in parts if got is not None], [indices for indices, _ in parts])
 
     def complete(
         self,
@@ -209,27 +217,26 @@ class RowVerbs(ControlVerbs):
         reason: str,
         timeout: float,
     ) -> Verb[list[bool]]:
-        numbers = rows.rows if isinstance(rows, Lot) else [row.row for row in rows]
-        leases = [rows.lease] * len(numbers) if isinstance(rows, Lot) else [row.lease for row in rows]
+        numbers, homes = located(rows)
+        leases = itertools.repeat(rows.lease) if isinstance(rows, Lot) else [row.lease for row in rows]
+        keys = list(zip(homes, leases, strict=False))
 
-        def send(indices: list[int]) -> Verb[list[bool]]:
+        def send(unit: int, indices: list[int], seconds: float) -> Verb[list[bool]]:
             header, frames = encode_batch(part_of(columns, indices, len(numbers))) if columns else (_EMPTY, [])
             request = unit_calls.WriteRows(
-                lease=leases[indices[0]],
+                lease=keys[indices[0]][1],
                 rows=shrink([numbers[i] for i in indices]),
                 header=header,
                 tags=[dict(tags[i]) for i in indices] if tags is not None else [],
                 reason=reason,
-                wait_s=0.9 * timeout,
+                wait_s=0.9 * seconds,
                 producer=self.worker,
             )
-            unit = unit_of(numbers[indices[0]])
-            verdicts, _ = yield from self.ask_unit(
-                unit, "unit.write", request, calls.Verdicts, timeout=timeout, frames=frames
-            )
+            verdicts, _ = yield from once(unit, "unit.write", request, calls.Verdicts, timeout=seconds, frames=frames)
             return verdicts.ok
 
-        return scatter(zip(leases, map(unit_of, numbers), strict=True), send)
+        parts = yield from at_homes(self, numbers, keys, send, what="writing rows", timeout=timeout)
+        return spread_out(parts, len(numbers), False)
 
     def _end(self, rows: Sequence[LeasedRow], *, reason: str, drop: bool, timeout: float) -> Verb[list[bool]]:
         def send(indices: list[int]) -> Verb[list[bool]]:
@@ -279,3 +286,11 @@ class RowVerbs(ControlVerbs):
                 return msgspec.structs.replace(claimed, lot=claimed.lot.expanded())
             if claimed.ended or self.clock() >= deadline:
                 return claimed
+
+
+def located(rows: Rows) -> tuple[list[int], list[int]]:
+    """Give the ids of rows, and the unit of each as their holder was told it, or as its id says."""
+    if isinstance(rows, Lot):
+        return rows.rows, rows.homes
+    numbers = [row if isinstance(row, int) else row.row for row in rows]
+    return numbers, [unit_of(row) if isinstance(row, int) else row.unit for row in rows]

@@ -17,6 +17,7 @@ from asyncflow.net.keys import Keys
 from asyncflow.net.membership import Membership
 from asyncflow.net.roster import Member
 from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.client.placement import taking
 
 ROLE = "client"
 _JOIN_S = 30.0
@@ -38,7 +39,7 @@ async def visit(
     queue = QueueClient(
         controller=lambda: membership.address("controller"),
         unit=lambda index: membership.address("storage", index),
-        units=lambda: [unit.index for unit in membership.peers("storage")],
+        units=lambda: taking(membership),
         worker=worker or member.incarnation,
         keys=keys,
         shard=lambda index: membership.address("controller", index),

@@ -28,9 +28,10 @@ Fold: TypeAlias = Callable[["Books", Any], None]
 class Books:
     """Partitions, leases, units and rows. folds: what each event does, by its type.
 
-    rows: those that have bytes, by id; outbox: events to be written; frees: rows whose bytes are not needed any more;
-    touched: partitions whose indexes or gang may have changed since it was last emptied; now: clock of ``Row.since``;
-    index: of the controller whose books these are; news: told of each event before it happens, for who follows.
+    rows: those that have bytes, by id; units: those there, by index; leaving: epochs of those that shall leave; outbox:
+    events to be written; frees: rows whose bytes are not needed any more; touched: partitions whose indexes or gang may
+    have changed since it was last emptied; now: clock of ``Row.since``; index: of the controller whose books these are;
+    news: told of each event before it happens, for who follows.
     """
 
     def __init__(self, folds: Mapping[type, Fold]) -> None:
@@ -39,9 +40,10 @@ class Books:
         self.partitions: dict[str, Partition] = {}
         self.leases = Leases()
         self.units: dict[int, ev.UnitJoined] = {}
+        self.leaving: set[int] = set()
         self.rows: dict[int, Row] = {}
         self.outbox: list[ev.Event] = []
-        self.frees: list[int] = []
+        self.frees: list[Row] = []
         self.touched: set[str] = set()
         self.now = 0.0
         self.index = 0
@@ -162,7 +164,7 @@ class Books:
         for row in rows:
             self.let_go(row)
             if self.rows.pop(row.row, None) is not None:
-                self.frees.append(row.row)
+                self.frees.append(row)
             partition = self.partition(row.group.partition)
             partition.move(row, state)
             partition.unname(row)

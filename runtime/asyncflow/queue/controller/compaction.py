@@ -23,10 +23,14 @@ _CHUNK = 1000
 
 def dump(books: Books) -> Iterator[ev.Event]:
     """Give the events that make the durable state of ``books``, in an order in which they can be folded."""
-    yield from (books.units[unit] for unit in sorted(books.units))
+    units = [books.units[unit] for unit in sorted(books.units)]
+    yield from units
+    yield from (ev.UnitLeaving(unit.epoch, unit.unit) for unit in units if unit.epoch in books.leaving)
     yield ev.Started(books.epoch)
     for name in sorted(books.partitions):
         yield from _partition(books.partitions[name], books.index)
+        yield from _again(books.partitions[name])
+    yield from _moved(books)
     for lease in sorted(books.leases, key=lambda lease: lease.id):
         yield ev.Leased(lease.id, lease.partition, lease.task, lease.worker, lease.ticket, list(lease.rows))
     if completed := books.leases.completed():
@@ -37,6 +41,22 @@ def dump_rows(books: Books) -> Iterator[ev.Event]:
     """Give the events that make the rows of ``books``, without what their tasks have done with them."""
     for name in sorted(books.partitions):
         yield from _partition(books.partitions[name], books.index, works=False)
+    yield from _moved(books)
+
+
+def _moved(books: Books) -> Iterator[ev.Event]:
+    """Give the rows that lie elsewhere than where they were put, by where that is."""
+    homes: dict[int, list[int]] = {}
+    for number, row in books.rows.items():
+        if row.moved:
+            homes.setdefault(row.moved, []).append(number)
+    for home in sorted(homes):
+        yield from (ev.Moved(home, chunk) for chunk in batches(sorted(homes[home]), _CHUNK))
+
+
+def _again(partition: Partition) -> Iterator[ev.Event]:
+    if partition.returned or partition.attempts:
+        yield compacted.Again(partition.name, partition.returned, sorted(partition.attempts))
 
 
 def _partition(partition: Partition, index: int, *, works: bool = True) -> Iterator[ev.Event]:

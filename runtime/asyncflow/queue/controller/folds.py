@@ -6,7 +6,7 @@ Invariant: as for all folds, see ``Books``.
 from __future__ import annotations
 
 from asyncflow.flow.schedule import Window
-from asyncflow.identity import RowPlace
+from asyncflow.identity import home
 from asyncflow.queue.controller.books import Books, Fold
 from asyncflow.queue.controller.leases import Lease
 from asyncflow.queue.controller.state import Group, State, Work
@@ -26,7 +26,18 @@ def _unit_joined(books: Books, event: ev.UnitJoined) -> None:
 def _unit_lost(books: Books, event: ev.UnitLost) -> None:
     if (unit := books.units.get(event.unit)) and unit.epoch == event.epoch:
         del books.units[event.unit]
-    books.lose([row for row in books.rows.values() if RowPlace.of(row.row).epoch == event.epoch])
+    books.leaving.discard(event.epoch)
+    gone = home(event.epoch, event.unit)
+    books.lose([row for row in books.rows.values() if row.home == gone])
+
+
+def _unit_leaving(books: Books, event: ev.UnitLeaving) -> None:
+    books.leaving.add(event.epoch)
+
+
+def _moved(books: Books, event: ev.Moved) -> None:
+    for number in event.rows:
+        books.rows[number].moved = event.home
 
 
 def _rows_lost(books: Books, event: ev.RowsLost) -> None:
@@ -81,6 +92,7 @@ def _returned(books: Books, event: ev.Returned) -> None:
     queue, rows = books.end_rows(event.lease, event.rows, done=False)
     for row in rows:
         queue.freed(row)
+    books.partition(queue.spec.partition).returned += len(rows)
 
 
 def _dropped(books: Books, event: ev.Dropped) -> None:
@@ -94,7 +106,7 @@ def _cleared(books: Books, event: ev.Cleared) -> None:
         for row in group.rows:
             books.let_go(row)
             if books.rows.pop(row.row, None) is not None:
-                books.frees.append(row.row)
+                books.frees.append(row)
         group.rows = []
     books.partitions[event.partition] = old.emptied()
 
@@ -112,6 +124,8 @@ FOLDS: dict[type, Fold] = {
     ev.UnitJoined: _unit_joined,
     ev.UnitLost: _unit_lost,
     ev.RowsLost: _rows_lost,
+    ev.UnitLeaving: _unit_leaving,
+    ev.Moved: _moved,
     ev.Declared: _declared,
     ev.Typed: _typed,
     ev.Created: _created,

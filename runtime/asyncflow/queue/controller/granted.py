@@ -34,6 +34,7 @@ def lot_of(lease: Lease, rows: Sequence[Row], task: str, now: float) -> Lot:
         tokens=[] if plain else _unless([row.tokens for row in rows], 0),
         tags=tags if any(tags) else [],
         sizes=_sizes(rows),
+        units=[row.unit for row in rows] if any(row.moved for row in rows) else [],
     )
 
 

@@ -23,10 +23,11 @@ from asyncflow.queue.controller.report import snapshot
 from asyncflow.queue.controller.routes import Routes
 from asyncflow.queue.controller.serving import Serving, Soon
 from asyncflow.queue.controller.table import told
+from asyncflow.queue.controller.taking import take_over
 from asyncflow.queue.ledger.audit import audit_ledger
-from asyncflow.queue.protocol import calls, open_calls, unit_calls
+from asyncflow.queue.protocol import calls, moving_calls, open_calls, unit_calls
 from asyncflow.queue.protocol.messages import AuditReport, Wanted
-from asyncflow.queue.protocol.runs import expand, shrink
+from asyncflow.queue.protocol.runs import expand, shrink, shrink_equal
 from asyncflow.queue.protocol.shard_calls import controller_of
 
 Frames = Sequence[memoryview]
@@ -80,6 +81,11 @@ class Handlers:
         command("units.announce", unit_calls.Announce, self._announce)
         command("units.admit", unit_calls.Admit, self._admit)
         command("units.lost", unit_calls.LostRows, self._lost)
+        command("queue.drain", moving_calls.Drain, self._sessions.drain)
+        command("queue.where", moving_calls.AskWhere, self._where)
+        command("queue.units", calls.Nothing, lambda _: self._sessions.views())
+        command("queue.shares", calls.Nothing, lambda _: self._sessions.shares())
+        command("units.leg", moving_calls.AskLeg, self._leg)
         answer("units.watch", unit_calls.Watch, self._watch)
         answer("queue.claim", calls.ClaimRows, self._claim)
         answer("queue.slot", calls.AskSlot, self._slot)
@@ -144,18 +150,26 @@ class Handlers:
             await pending
         return await asyncio.to_thread(audit_ledger, self._controller.ledger_dir)
 
+    def _where(self, call: moving_calls.AskWhere) -> moving_calls.Whereabouts:
+        return moving_calls.Whereabouts(shrink_equal(self._table.moves.where(expand(call.rows))))
+
+    def _leg(self, call: moving_calls.AskLeg) -> moving_calls.Leg:
+        self._sessions.check(call.session, self._controller.now())
+        return self._sessions.leg(call)
+
     def _announce(self, call: unit_calls.Announce) -> unit_calls.Strangers:
         self._sessions.check(call.session, self._controller.now())
-        strangers = self._table.hold(call.held)
+        strangers = self._table.hold(call.session.home, call.held)
         if self._feed is not None:
-            self._feed.recalled(call.held)
+            others = frozenset(strangers)
+            self._feed.recalled([held for held in call.held if held.row not in others])
         if call.last:
             self._sessions.synced(call.session)
         return unit_calls.Strangers(strangers)
 
     def _admit(self, call: unit_calls.Admit) -> unit_calls.Admitted:
         self._sessions.check(call.session, self._controller.now())
-        verdicts = [self._verdict(entry) for entry in call.entries]
+        verdicts = [self._verdict(entry, call.session) for entry in call.entries]
         if self._feed is not None:
             for entry, verdict in zip(call.entries, verdicts, strict=True):
                 self._feed.admitted(entry, verdict.ok)
@@ -163,17 +177,23 @@ class Handlers:
 
     def _lost(self, call: unit_calls.LostRows) -> None:
         self._sessions.check(call.session, self._controller.now())
-        self._table.lose_rows(call.rows)
+        rows = self._table.books.rows
+        self._table.lose_rows(
+            [number for number in call.rows if number in rows and rows[number].home == call.session.home]
+        )
 
-    def _verdict(self, entry: unit_calls.Entry) -> unit_calls.Verdict:
+    def _verdict(self, entry: unit_calls.Entry, session: unit_calls.Session) -> unit_calls.Verdict:
         try:
-            return self._admitted(entry)
+            verdict = self._admitted(entry, session)
         except ValueError as wrong:
             return unit_calls.Verdict([], ProtocolError(str(wrong), where="controller").to_wire())
         except AsyncFlowError as error:
             return unit_calls.Verdict([], error.to_wire())
+        if isinstance(entry, unit_calls.NewRows | unit_calls.OpenRows):
+            self._sessions.placed(session, sum(verdict.ok))
+        return verdict
 
-    def _admitted(self, entry: unit_calls.Entry) -> unit_calls.Verdict:
+    def _admitted(self, entry: unit_calls.Entry, session: unit_calls.Session) -> unit_calls.Verdict:
         table, numbers = self._table, expand(entry.rows)
         if isinstance(entry, unit_calls.OpenRows):
             names, sizes = told(entry.cells, len(numbers))
@@ -188,7 +208,9 @@ class Handlers:
                 tags=entry.tags,
             )
             return unit_calls.Verdict(ok, rows=[] if all(ok) else shrink(rows))
-        if isinstance(entry, unit_calls.NewRows):
+        if isinstance(entry, unit_calls.MovedRows):
+            ok = take_over(table, session.home, numbers, entry)
+        elif isinstance(entry, unit_calls.NewRows):
             ok = table.create(entry.metas, numbers, entry.group_size, entry.cells, attempt=entry.attempt)
         elif controller_of(entry.lease):
             gain(table.books, gained(entry, ok := [True] * len(numbers)))

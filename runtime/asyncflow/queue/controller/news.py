@@ -20,7 +20,7 @@ from asyncflow.queue.protocol.runs import expand, shrink
 from asyncflow.queue.protocol.shard_calls import chosen
 from asyncflow.queue.protocol.unit_calls import Cells, Entry, Held, NewCells, NewRows
 
-SILENT = (ev.Started, ev.UnitJoined, ev.Leased, ev.Completed, ev.Returned, ev.Reset, ev.Peeked)
+SILENT = (ev.Started, ev.UnitJoined, ev.UnitLeaving, ev.Leased, ev.Completed, ev.Returned, ev.Reset, ev.Peeked)
 """Events that say nothing of rows; but a completion that clears does."""
 
 

@@ -10,10 +10,17 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
 
 from asyncflow.errors import Fenced
-from asyncflow.identity import COUNTER_BITS, RowPlace
+from asyncflow.identity import epoch_of, unit_at
+from asyncflow.queue.controller.moves import Room
+from asyncflow.queue.controller.state import Row
 from asyncflow.queue.controller.table import Table
+from asyncflow.queue.protocol.moving_calls import AskLeg, Drain, Leg, Shares, Units, UnitView
+from asyncflow.queue.protocol.runs import expand, shrink
 from asyncflow.queue.protocol.unit_calls import Hello, Orders, Session, Watch, Welcome
 
 log = logging.getLogger(__name__)
@@ -24,19 +31,23 @@ _ORDERS = 10_000
 
 @dataclass(slots=True)
 class _Unit:
+    """held: rows that it said it holds; given: rows put there, counted on from the least of the others."""
+
     epoch: int
     seen: float
     used: int = 0
     limit: int = 0
+    held: int = 0
+    given: int = 0
     synced: bool = False
     first: int = 1
     frees: list[int] = field(default_factory=list)
     watching: tuple[asyncio.Future[Orders], asyncio.TimerHandle] | None = None
 
-    def orders(self) -> Orders:
+    def orders(self, *, leave: bool) -> Orders:
         """Give the first of the rows that it must free."""
         rows = self.frees[:_ORDERS]
-        return Orders(self.first + len(rows) - 1, rows)
+        return Orders(self.first + len(rows) - 1, rows, leave)
 
 
 def _answer(future: asyncio.Future[Orders], orders: Orders) -> None:
@@ -52,10 +63,12 @@ class Sessions:
         self._lost_s = lost_s
         self._units: dict[int, _Unit] = {}
         self._replaced: set[str] = set()
+        self._turn = 0
 
     def start(self, now: float) -> None:
         """Expect the units of the ledger to come back."""
         self._units = {index: _Unit(unit.epoch, now) for index, unit in self._table.books.units.items()}
+        self._turn = 0
 
     @property
     def used(self) -> int:
@@ -84,7 +97,8 @@ class Sessions:
         epoch = self._table.join_unit(hello.unit, hello.incarnation)
         known = self._units.get(hello.unit)
         if known is None or known.epoch != epoch:
-            self._units[hello.unit] = known = _Unit(epoch, now)
+            others = [unit.given for index, unit in self._units.items() if index != hello.unit]
+            self._units[hello.unit] = known = _Unit(epoch, now, given=min(others, default=0))
         known.seen, known.limit = now, hello.limit
         return Welcome(self._table.controller, epoch, min(_WATCH_S, self._lost_s / 4))
 
@@ -97,36 +111,36 @@ class Sessions:
 
     def synced(self, session: Session) -> None:
         """Note that a unit has told all it holds: what it did not name is lost."""
-        missing = self._table.miss(session.epoch)
+        missing = self._table.miss(session.home)
         self._units[session.unit].synced = True
         if missing:
             log.warning("storage unit %d came back without %d rows", session.unit, missing)
 
-    def order(self, rows: Iterable[int]) -> None:
+    def order(self, rows: Iterable[Row]) -> None:
         """Have the units free ``rows``; those of units that are gone are gone with them."""
         told: dict[int, list[int]] = {}
         for row in rows:
-            told.setdefault(row >> COUNTER_BITS, []).append(row)
-        for mine in told.values():
-            place = RowPlace.of(mine[0])
-            unit = self._units.get(place.unit)
-            if unit is not None and unit.epoch == place.epoch:
+            told.setdefault(row.home, []).append(row.row)
+        for home, mine in told.items():
+            unit = self._units.get(unit_at(home))
+            if unit is not None and unit.epoch == epoch_of(home):
                 unit.frees += mine
                 self._tell(unit)
 
     def orders(self, watch: Watch) -> Orders | asyncio.Future[Orders]:
         """Give what a unit must free, as soon as there is something or after ``wait_s``."""
         unit = self._units[watch.session.unit]
-        unit.used = watch.used
+        unit.used, unit.held = watch.used, watch.held
         carried_out = watch.done + 1 - unit.first
         if 0 < carried_out <= len(unit.frees):
             del unit.frees[:carried_out]
             unit.first += carried_out
         if unit.frees:
-            return unit.orders()
+            return unit.orders(leave=self._leaving(unit))
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Orders] = loop.create_future()
-        timer = loop.call_later(watch.wait_s, _answer, future, Orders(watch.done, []))
+        idle = Orders(watch.done, [], self._leaving(unit))
+        timer = loop.call_later(watch.wait_s, _answer, future, idle)
         unit.watching = (future, timer)
         return future
 
@@ -135,7 +149,56 @@ class Sessions:
             future, timer = unit.watching
             unit.watching = None
             timer.cancel()
-            _answer(future, unit.orders())
+            _answer(future, unit.orders(leave=self._leaving(unit)))
+
+    def _leaving(self, unit: _Unit) -> bool:
+        return unit.epoch in self._table.books.leaving
+
+    def placed(self, session: Session, rows: int) -> None:
+        """Note that so many new rows were put on a unit."""
+        self._units[session.unit].given += rows
+
+    def shares(self) -> Shares:
+        """Give how many rows the units that take some were given."""
+        self._turn += 1
+        return Shares({index: unit.given for index, unit in self._taking()}, self._turn - 1)
+
+    def views(self) -> Units:
+        """Describe all units."""
+        return Units([self._view(index, unit) for index, unit in sorted(self._units.items())])
+
+    def _view(self, index: int, unit: _Unit) -> UnitView:
+        state: Literal["serving", "leaving", "away"] = "serving" if unit.synced else "away"
+        if self._leaving(unit):
+            state = "leaving"
+        return UnitView(unit=index, state=state, rows=unit.held, bytes=unit.used, limit=unit.limit)
+
+    def drain(self, drain: Drain) -> None:
+        """Have a unit leave."""
+        if self._table.moves.drain(drain.unit, drain.incarnation) and drain.unit in self._units:
+            log.info("storage unit %d leaves: its rows move to others", drain.unit)
+            self._tell(self._units[drain.unit])
+
+    def leg(self, ask: AskLeg) -> Leg:
+        """Say what a unit that leaves moves next; its session ends when nothing is left."""
+        rooms = {
+            index: Room(unit.held, unit.limit - unit.used)
+            for index, unit in self._taking()
+            if index != ask.session.unit
+        }
+        rows = expand(ask.rows)
+        leg = self._table.moves.leg(ask.session.home, rows, held=ask.held, nbytes=ask.nbytes, rooms=rooms, but=ask.but)
+        if leg.over:
+            log.info("storage unit %d has left: nothing is lost", ask.session.unit)
+            del self._units[ask.session.unit]
+            self._table.lose_unit(ask.session.unit)
+        elif leg.rows:
+            self._units[leg.unit].held += len(leg.rows)
+        return msgspec.structs.replace(leg, rows=shrink(leg.rows), gone=shrink(leg.gone))
+
+    def _taking(self) -> list[tuple[int, _Unit]]:
+        """Give the units to which rows may go."""
+        return [(index, unit) for index, unit in self._units.items() if unit.synced and not self._leaving(unit)]
 
     def lose_silent(self, now: float) -> None:
         """Give up the units that have been silent for too long."""

@@ -7,8 +7,9 @@ What is ready, leased or done is told for each task by ``Work``.
 There may be a million rows, so what many have in common they share: a ``Shape`` names the columns of all rows that got
 the same ones in the same order, a ``Work`` serves all rows of a lease, and neither changes.
 
-Invariants: a sample has one ``Row`` and that has one state; a row id belongs to one ``Row`` for ever; the rows of a
-group whose bytes exist lie on one unit. Fields marked volatile are told by the units and not by the ledger.
+Invariants: a sample has one ``Row`` and that has one state; a row id belongs to one ``Row`` for ever, wherever it lies;
+the rows of a group are put on one unit, and go to another together. Fields marked volatile are told by the units and
+not by the ledger.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from asyncflow.flow.schedule import Window
-from asyncflow.identity import RowPlace, SampleKey
+from asyncflow.identity import SampleKey, home_of, unit_at
 from asyncflow.queue.protocol.messages import TOKENS_TAG, Purpose, RowMeta, Tag
 
 
@@ -77,7 +78,7 @@ class Shape:
 
 
 class Row:
-    """One sample. lost: its bytes are gone although it is bound.
+    """One sample. lost: its bytes are gone although it is bound; moved: its home, 0 while it lies where it was put.
 
     work (by task), tags and partial are replaced and never changed, so that rows may share them.
 
@@ -90,6 +91,7 @@ class Row:
         "group",
         "here",
         "lost",
+        "moved",
         "partial",
         "row",
         "sample",
@@ -109,6 +111,7 @@ class Row:
         self.shape = shape
         self.since = since
         self.lost = False
+        self.moved = 0
         self.here = False
         self.work: Mapping[str, Work] = _NO_WORK
         self.cells: tuple[int, ...] = ()
@@ -146,7 +149,12 @@ class Row:
     @property
     def unit(self) -> int:
         """Index of the unit that holds it."""
-        return RowPlace.of(self.row).unit
+        return unit_at(self.home)
+
+    @property
+    def home(self) -> int:
+        """Where it lies: an incarnation of a unit, see ``identity.home``."""
+        return self.moved or home_of(self.row)
 
     @property
     def meta(self) -> RowMeta:

@@ -15,9 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from asyncflow.errors import Refused
-from asyncflow.identity import RowPlace
+from asyncflow.identity import epoch_of
 from asyncflow.queue.controller.claims import Claims
 from asyncflow.queue.controller.folding import empty_books
+from asyncflow.queue.controller.moves import Moves
 from asyncflow.queue.controller.partition import Partition
 from asyncflow.queue.controller.placing import ends_rows, place
 from asyncflow.queue.controller.puts import Puts
@@ -44,6 +45,7 @@ class Table:
         self.claims = Claims(self.books)
         self.training = Training(self.books)
         self.puts = Puts(self.books)
+        self.moves = Moves(self.books)
         self.controller = 0
 
     def start(self, now: float) -> None:
@@ -56,6 +58,7 @@ class Table:
         self.books.record(ev.Started(self.books.epoch + 1))
         self.controller = self.books.epoch
         self.claims.start(now)
+        self.moves.start()
 
     def declare(self, specs: Sequence[TaskSpec]) -> None:
         """Make tasks known, each at one controller for ever; the same ones again change nothing."""
@@ -93,12 +96,15 @@ class Table:
             self.books.record(ev.UnitLost(known.epoch, unit))
             self.puts.heard(known.epoch)
 
-    def hold(self, held: Iterable[Held]) -> list[int]:
-        """Take note of rows that a unit says it has; give those whose bytes it must free because nobody needs them."""
+    def hold(self, home: int, held: Iterable[Held]) -> list[int]:
+        """Take note of rows that the unit at ``home`` says it has; give those that it must free, as they are not its.
+
+        Nobody needs them any more, or they have moved to another.
+        """
         strangers: list[int] = []
         for told in held:
             row = self.books.rows.get(told.row)
-            if row is None:
+            if row is None or row.home != home:
                 strangers.append(told.row)
                 continue
             partition = self.books.partition(row.group.partition)
@@ -109,28 +115,28 @@ class Table:
             partition.refresh(row.group)
         return strangers
 
-    def miss(self, epoch: int) -> int:
+    def miss(self, home: int) -> int:
         """Give up the rows of a unit that has now told all it has and did not name them; give their number."""
-        unnamed = [number for number, row in self.books.rows.items() if not row.here]
-        self.puts.heard(epoch)
-        return self.lose_rows(number for number in unnamed if RowPlace.of(number).epoch == epoch)
+        unnamed = [number for number, row in self.books.rows.items() if not row.here and row.home == home]
+        self.puts.heard(epoch_of(home))
+        return self.lose_rows(unnamed)
 
     def lose_rows(self, numbers: Iterable[int]) -> int:
         """Give up rows whose bytes are gone; give their number. Those that nobody needs any more are passed over.
 
         Those of a step go with their whole group: it is judged as one, and made again as one.
         """
-        missing: dict[str, dict[int, None]] = {}
+        missing: dict[str, dict[int, Row]] = {}
         asked = dict.fromkeys(numbers)
         for number in asked:
             if (row := self.books.rows.get(number)) is not None:
                 group = row.group
                 whole = [row] if group.purpose == "open" else group.rows
-                here = [each.row for each in whole if each.row in self.books.rows]
-                missing.setdefault(group.partition, {}).update(dict.fromkeys(here))
+                here = {each.row: each for each in whole if each.row in self.books.rows}
+                missing.setdefault(group.partition, {}).update(here)
         for partition, rows in missing.items():
             self.books.record(ev.RowsLost(partition, list(rows)))
-            self.books.frees += [number for number in rows if number not in asked]
+            self.books.frees += [row for number, row in rows.items() if number not in asked]
         return sum(map(len, missing.values()))
 
     def take_over(self, partition: str, attempt: int) -> None:

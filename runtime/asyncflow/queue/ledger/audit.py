@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from asyncflow.identity import RowPlace, SampleKey
+from asyncflow.identity import SampleKey
 from asyncflow.queue.ledger import compacted
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.audit_open import OpenAudit
+from asyncflow.queue.ledger.homes import Homes
 from asyncflow.queue.ledger.records import read_ledger
 from asyncflow.queue.protocol.messages import FILTERED, AuditReport
 
@@ -32,18 +33,20 @@ def audit_ledger(directory: Path) -> AuditReport:
     """Audit the ledger in ``directory``. Raises LedgerCorrupt, and FileNotFoundError where there is none."""
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory} is no ledger")
-    auditor = Auditor()
-    for event in read_ledger(directory):
-        auditor.see(event)
-    return auditor.report()
+    return _read(directory).report()
 
 
 def trained_samples(directory: Path, partition: str) -> Counter[SampleKey]:
     """Give how often each sample counts in the weights that survive, as the ledger in ``directory`` has it."""
+    trained = _read(directory).trained(partition)
+    return Counter({SampleKey(*key): times for key, times in trained.items() if times})
+
+
+def _read(directory: Path) -> Auditor:
     auditor = Auditor()
     for event in read_ledger(directory):
         auditor.see(event)
-    return Counter({SampleKey(*key): times for key, times in auditor.trained(partition).items() if times})
+    return auditor
 
 
 @dataclass
@@ -85,13 +88,11 @@ class Auditor:
     def __init__(self) -> None:
         self._histories: defaultdict[str, _History] = defaultdict(_History)
         self._others: set[str] = set()
-        self._open = OpenAudit()
-        self._gone_epochs: set[int] = set()
+        self._homes = Homes()
+        self._open = OpenAudit(self._homes)
         self._gone_rows: set[int] = {0}
         self._attempts: set[int] = set()
-        self._redeliveries = 0
-        self._resets = 0
-        self._peeked = 0
+        self._counts = Counter(redeliveries=0, resets=0, peeked=0)
         self._seen: dict[type, Callable[[Any], None]] = {
             ev.Created: self._created,
             compacted.Kept: self._kept,
@@ -103,17 +104,18 @@ class Auditor:
             ev.Began: self._began,
             ev.Slotted: self._slotted,
             ev.Committed: self._committed,
-            ev.UnitLost: self._unit_lost,
             ev.RowsLost: self._rows_lost,
             ev.Cleared: self._cleared,
             ev.Closed: self._closed,
             ev.Reset: self._reset,
             ev.Peeked: self._looked_at,
             compacted.Counted: self._counted,
+            compacted.Again: self._again,
         }
 
     def see(self, event: ev.Event) -> None:
         """Take note of what happened next."""
+        self._homes.see(event)
         self._open.see(event)
         if (see := self._seen.get(type(event))) is not None:
             see(event)
@@ -127,29 +129,26 @@ class Auditor:
         histories = [history for name, history in self._histories.items() if name not in self._others]
         findings = [_judge(history) for history in histories]
         created = [(history, key) for history in histories for key in history.place]
-        problems = [problem for finding in findings for problem in finding.problems]
+        problems = [*(words for finding in findings for words in finding.problems), *self._open.problems]
         trained = sum(history.trained[key] > 0 for history, key in created)
-        filtered = sum(history.ended.get(key) == "filtered" for history, key in created)
-        dropped = sum(history.ended.get(key) == "dropped" for history, key in created)
+        ended = Counter(history.ended.get(key) for history, key in created)
         overdue = sum(len(finding.overdue) for finding in findings)
         return AuditReport(
             dispatched=len(created),
             trained=trained,
-            filtered=filtered,
-            dropped=dropped,
-            unfinished=len(created) - trained - filtered - dropped - overdue,
+            filtered=ended["filtered"],
+            dropped=ended["dropped"],
+            unfinished=len(created) - trained - ended["filtered"] - ended["dropped"] - overdue,
             lost=overdue + sum(finding.absent for finding in findings),
             duplicated=sum(len(finding.twice) for finding in findings),
             last_committed_step=max((history.committed for history in histories), default=0),
             attempts=len(self._attempts),
-            redeliveries=self._redeliveries,
             closed=bool(histories) and all(history.closed is not None for history in histories),
-            problems=(problems + self._open.problems)[:_WORDS],
+            problems=problems[:_WORDS],
             put=self._open.put,
             cleared=self._open.cleared + self._open.dropped,
             remaining=self._open.remaining,
-            resets=self._resets,
-            peeked=self._peeked,
+            **self._counts,
         )
 
     def _created(self, event: ev.Created) -> None:
@@ -192,17 +191,20 @@ class Auditor:
             history.ended[key] = outcome
 
     def _reset(self, event: ev.Reset) -> None:
-        self._resets += event.rows
+        self._counts["resets"] += event.rows
 
     def _looked_at(self, event: ev.Peeked) -> None:
-        self._peeked += event.rows
+        self._counts["peeked"] += event.rows
 
     def _counted(self, event: compacted.Counted) -> None:
-        self._resets += event.resets
-        self._peeked += event.peeked
+        self._counts.update(resets=event.resets, peeked=event.peeked)
+
+    def _again(self, event: compacted.Again) -> None:
+        self._counts["redeliveries"] += event.returned
+        self._attempts.update(event.attempts)
 
     def _returned(self, event: ev.Returned) -> None:
-        self._redeliveries += len(event.rows)
+        self._counts["redeliveries"] += len(event.rows)
 
     def _dropped(self, event: ev.Dropped) -> None:
         if event.partition in self._open.names:
@@ -234,9 +236,6 @@ class Auditor:
         history.commit(event.step)
         history.committed = max(history.committed, event.step)
 
-    def _unit_lost(self, event: ev.UnitLost) -> None:
-        self._gone_epochs.add(event.epoch)
-
     def _rows_lost(self, event: ev.RowsLost) -> None:
         self._gone_rows.update(event.rows)
 
@@ -258,7 +257,7 @@ class Auditor:
         return history
 
     def _gone(self, row: int) -> bool:
-        return row in self._gone_rows or RowPlace.of(row).epoch in self._gone_epochs
+        return row in self._gone_rows or self._homes.lost(row)
 
 
 @dataclass

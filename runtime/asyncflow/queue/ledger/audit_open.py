@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncflow.identity import RowPlace
 from asyncflow.queue.ledger import compacted
 from asyncflow.queue.ledger import events as ev
+from asyncflow.queue.ledger.homes import Homes
 
 Place = tuple[str, str]
 """Partition and task."""
@@ -28,8 +28,13 @@ _LIVE, _WANTED = 0, 2
 
 @dataclass
 class OpenAudit:
-    """What became of open rows. names: the open partitions; rows: the living ones, by id; lost: those without bytes."""
+    """What became of open rows.
 
+    homes: where rows lie, which has seen an event before ``see``; names: the open partitions; rows: the living ones, by
+    id; lost: those without bytes.
+    """
+
+    homes: Homes
     names: set[str] = field(default_factory=set)
     put: int = 0
     cleared: int = 0
@@ -56,7 +61,7 @@ class OpenAudit:
             ev.Dropped: self._dropped,
             ev.RowsCleared: self._rows_cleared,
             ev.RowsLost: lambda event: self._lose(event.rows),
-            ev.UnitLost: lambda event: self._lose([r for r in self.rows if RowPlace.of(r).epoch == event.epoch]),
+            ev.UnitLost: lambda _: self._lose([row for row in self.rows if self.homes.lost(row)]),
             ev.Reset: self._reset,
             ev.Cleared: self._all_cleared,
         }

@@ -47,6 +47,20 @@ class RowsLost(Struct, frozen=True, array_like=True, tag="gone"):
     rows: list[int]
 
 
+class UnitLeaving(Struct, frozen=True, array_like=True, tag="leave"):
+    """The unit with this epoch takes nothing new, and its rows move to others."""
+
+    epoch: int
+    unit: int
+
+
+class Moved(Struct, frozen=True, array_like=True, tag="moved"):
+    """These rows lie at ``home`` now (see ``identity.home``), under the ids that they always had."""
+
+    home: int
+    rows: list[int]
+
+
 class Declared(Struct, frozen=True, array_like=True, tag="task"):
     """A task was declared, or declared anew. controller: which decides about its leases, once and for all."""
 
@@ -253,4 +267,7 @@ Event: TypeAlias = (
     | Expected
     | Peeked
     | compacted.Counted
+    | compacted.Again
+    | UnitLeaving
+    | Moved
 )

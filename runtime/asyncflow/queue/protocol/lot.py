@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct, field
 
-from asyncflow.identity import NEWEST, RowPlace
+from asyncflow.identity import NEWEST, unit_of
 from asyncflow.queue.protocol.messages import LeasedRow, Purpose, RowMeta, Tag
 from asyncflow.queue.protocol.runs import expand, expand_equal, shrink, shrink_equal
 
@@ -19,8 +19,8 @@ class Lot(Struct, frozen=True, array_like=True, kw_only=True):
     """The rows of one lease, column by column; ``leased`` gives them one by one.
 
     rows, serials: one for each row; the other lists too, or empty where all rows have the default (0; for ``newest``
-    NEWEST; no tags). sizes: bytes by column, -1 where a row has not got it. It crosses the socket
-    ``shrunk``, which ``short`` says.
+    NEWEST; no tags). sizes: bytes by column, -1 where a row has not got it; units: where each row lies, or empty where
+    all lie where their ids say. It crosses the socket ``shrunk``, which ``short`` says.
     """
 
     partition: str
@@ -38,6 +38,12 @@ class Lot(Struct, frozen=True, array_like=True, kw_only=True):
     tags: list[dict[str, Tag]] = field(default_factory=list)
     sizes: dict[str, list[int]] = field(default_factory=dict)
     short: bool = False
+    units: list[int] = field(default_factory=list)
+
+    @property
+    def homes(self) -> list[int]:
+        """The unit of each row."""
+        return self.units or [unit_of(row) for row in self.rows]
 
     def shrunk(self) -> Lot:
         """Give the same in few bytes, where there are many."""
@@ -52,6 +58,7 @@ class Lot(Struct, frozen=True, array_like=True, kw_only=True):
             oldest=shrink_equal(self.oldest),
             newest=shrink_equal(self.newest),
             sizes={name: shrink_equal(sizes) for name, sizes in self.sizes.items()},
+            units=shrink_equal(self.units),
         )
 
     def expanded(self) -> Lot:
@@ -68,6 +75,7 @@ class Lot(Struct, frozen=True, array_like=True, kw_only=True):
             oldest=expand_equal(self.oldest, len(rows)),
             newest=expand_equal(self.newest, len(rows)),
             sizes={name: expand_equal(sizes, len(rows)) for name, sizes in self.sizes.items()},
+            units=expand_equal(self.units, len(rows)),
         )
 
     def leased(self) -> list[LeasedRow]:
@@ -75,6 +83,7 @@ class Lot(Struct, frozen=True, array_like=True, kw_only=True):
         count = len(self.rows)
         zeros = [0] * count
         samples, attempts, steps = self.samples or zeros, self.attempts or zeros, self.steps or zeros
+        units = self.homes
         oldest, newest, tokens = self.oldest or zeros, self.newest or [NEWEST] * count, self.tokens or zeros
         made = []
         for index, row in enumerate(self.rows):
@@ -97,7 +106,7 @@ class Lot(Struct, frozen=True, array_like=True, kw_only=True):
                     attempt=attempts[index],
                     lease=self.lease,
                     until=self.until,
-                    unit=RowPlace.of(row).unit,
+                    unit=units[index],
                     bytes=held,
                 )
             )

@@ -10,6 +10,7 @@ from typing import Annotated, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from asyncflow.identity import home
 from asyncflow.net.frames import BatchHeader
 from asyncflow.queue.protocol.calls import Attempt, Bytes, Seconds
 from asyncflow.queue.protocol.messages import RowMeta, Tag
@@ -128,6 +129,11 @@ class Session(Struct, frozen=True):
     controller: int
     epoch: int
 
+    @property
+    def home(self) -> int:
+        """Where the rows of this unit lie."""
+        return home(self.epoch, self.unit)
+
 
 class Announce(Struct, frozen=True):
     """Some of the rows that a unit holds. last: there are no others."""
@@ -181,7 +187,22 @@ class NewCells(Struct, frozen=True, tag="cells"):
     reason: str
 
 
-Entry: TypeAlias = NewRows | OpenRows | NewCells
+class MovedRows(Struct, frozen=True, tag="moved"):
+    """Rows that came from ``home``, where they are no more once this is admitted. ticket: of ``Leg``.
+
+    partial: those of the columns that are unfinished; tokens, tags: of each row.
+    """
+
+    home: int
+    ticket: int
+    rows: list[int]
+    cells: Cells
+    partial: list[str]
+    tokens: list[int]
+    tags: list[dict[str, Tag]]
+
+
+Entry: TypeAlias = NewRows | OpenRows | NewCells | MovedRows
 
 
 AnyEntry = TypeVar("AnyEntry", bound=Entry)
@@ -219,16 +240,21 @@ class Admitted(Struct, frozen=True):
 
 
 class Watch(Struct, frozen=True):
-    """A unit says how full it is and waits for orders. done: number of the last order that it carried out."""
+    """A unit says how full it is and waits for orders.
+
+    done: number of the last order that it carried out; used: bytes; held: rows.
+    """
 
     session: Session
     done: int
     used: int
     wait_s: Seconds
+    held: int = 0
 
 
 class Orders(Struct, frozen=True):
-    """Rows to free; number: of the last of these orders."""
+    """Rows to free; number: of the last of these orders; leave: move all rows to other units."""
 
     number: int
     rows: list[int]
+    leave: bool = False

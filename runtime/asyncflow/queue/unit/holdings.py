@@ -17,8 +17,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import islice
 
 from asyncflow.errors import AsyncFlowError, PeerLost, ProtocolError, StaleHandle
 from asyncflow.net.eager import begin
@@ -26,27 +26,9 @@ from asyncflow.net.jagged import Jagged
 from asyncflow.net.later import Later
 from asyncflow.queue.backends.base import Backend, BytesLost, Place
 from asyncflow.queue.protocol.shard_calls import controller_of
-from asyncflow.queue.protocol.unit_calls import Cells, Entry, Held, NewCells, NewRows, Verdict
+from asyncflow.queue.protocol.unit_calls import Cells, Entry, Held, MovedRows, NewCells, NewRows, Verdict
 from asyncflow.queue.unit.budget import Budget
-from asyncflow.queue.unit.pieces import HeldRow, Parcel, Piece, promised
-
-
-@dataclass(slots=True, eq=False)
-class Put:
-    """A parcel that is stored and not yet decided about. outputs: promised to each new row; verdict: when it comes.
-
-    shard: the controller that decides, 0 for the home.
-    """
-
-    entry: Entry
-    parcel: Parcel
-    outputs: Mapping[str, int]
-    verdict: Later[Verdict]
-    shard: int = 0
-
-    def touches(self, rows: frozenset[int], columns: Sequence[str]) -> bool:
-        """Tell whether one of these cells may change by it."""
-        return any(column in self.parcel.columns for column in columns) and not rows.isdisjoint(self.entry.rows)
+from asyncflow.queue.unit.pieces import HeldRow, Parcel, Piece, Put, promised
 
 
 class Holdings:
@@ -68,15 +50,27 @@ class Holdings:
     def __contains__(self, row: int) -> bool:
         return row in self._rows
 
-    async def store_new(
-        self, columns: Mapping[str, Jagged], *, outputs: Mapping[str, int], producer: str, timeout: float
-    ) -> Parcel:
-        """Store ``columns`` of new rows, as soon as it is the producer's turn and there is room for them and outputs.
+    @property
+    def rows(self) -> Mapping[int, HeldRow]:
+        """What is here, by row."""
+        return self._rows
 
-        outputs: most bytes of each column that a row gets later.
+    async def store_new(
+        self,
+        columns: Mapping[str, Jagged],
+        *,
+        rows: int,
+        outputs: Mapping[str, int],
+        partial: Collection[str] = (),
+        producer: str,
+        timeout: float,
+    ) -> Parcel:
+        """Store ``columns`` of ``rows`` new rows, in the producer's turn, when there is room for them and outputs.
+
+        outputs: most bytes of each column that a row gets later; partial: columns that are unfinished.
         """
-        parcel = Parcel(next(self._numbers), columns, lease="")
-        promise = promised(outputs, columns) * max(map(len, columns.values()), default=0)
+        parcel = Parcel(next(self._numbers), columns, partial=partial)
+        promise = promised(outputs, parcel.whole) * rows
         await self.budget.reserve(parcel.size, promise=promise, timeout=timeout, producer=producer)
         return await self._put(parcel, columns, promise=promise)
 
@@ -126,7 +120,7 @@ class Holdings:
         ok = verdict.ok or [False] * len(put.entry.rows)
         refused: list[Piece] = []
         void = 0
-        promise = promised(put.outputs, put.parcel.columns)
+        promise = promised(put.outputs, put.parcel.whole)
         for index, number in enumerate(put.entry.rows):
             piece = Piece(Place(put.parcel.number, index), put.parcel, put.parcel.columns)
             if not ok[index]:
@@ -134,6 +128,9 @@ class Holdings:
                 void += promise
             elif isinstance(put.entry, NewCells):
                 void += self._write(number, piece, put.entry, index, refused)
+            elif isinstance(put.entry, MovedRows) and (number in self._rows or self._comes_again(put, number)):
+                refused.append(piece)
+                void += promise
             else:
                 self._rows[number] = _new_row(put, index, piece)
         del self.puts[put]
@@ -144,6 +141,17 @@ class Holdings:
             put.verdict.set_exception(error)
         else:
             put.verdict.set_result(Verdict(ok, rows=verdict.rows))
+
+    def _comes_again(self, put: Put, number: int) -> bool:
+        """Tell whether a row was sent here once more after ``put``, which then is not what the controller meant."""
+        later = itertools.dropwhile(lambda other: other is not put, self.puts)
+        return any(
+            isinstance(other.entry, MovedRows) and number in other.entry.rows for other in islice(later, 1, None)
+        )
+
+    def discard(self, parcel: Parcel, rows: int) -> None:
+        """Free what was stored and is not proposed."""
+        self._free([Piece(Place(parcel.number, index), parcel, parcel.columns) for index in range(rows)])
 
     def _write(self, number: int, piece: Piece, entry: NewCells, index: int, refused: list[Piece]) -> int:
         """Make a piece part of a row; give the bytes of kept promises, and to ``refused`` what is not needed.
@@ -268,6 +276,10 @@ class Holdings:
 
 def _new_row(put: Put, index: int, piece: Piece) -> HeldRow:
     entry = put.entry
+    if isinstance(entry, MovedRows):
+        whole = [piece._replace(columns=piece.parcel.whole)] if piece.parcel.whole else []
+        partial = [piece._replace(columns=tuple(entry.partial))] if entry.partial else []
+        return HeldRow(entry.tokens[index], dict(entry.tags[index]), put.outputs, whole, partial)
     if isinstance(entry, NewRows):
         meta = entry.metas[index]
         return HeldRow(meta.tokens, dict(meta.tags), put.outputs, [piece])

@@ -20,7 +20,7 @@ from typing import TypeVar
 from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost, from_wire
-from asyncflow.identity import RowPlace
+from asyncflow.identity import RowPlace, home
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient
 from asyncflow.queue.protocol.calls import Done
@@ -42,8 +42,8 @@ from asyncflow.queue.protocol.unit_calls import (
     Welcome,
     short,
 )
-from asyncflow.queue.unit.holdings import Holdings, Put
-from asyncflow.queue.unit.pieces import Parcel
+from asyncflow.queue.unit.holdings import Holdings
+from asyncflow.queue.unit.pieces import Parcel, Put
 from asyncflow.queue.unit.shards import Shards
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Liaison:
     """Keeps a unit and the controller in agreement, until the unit is replaced.
 
     epoch: that of the unit's rows, 0 before the first session; joined: set when the controller has taken the unit in;
-    shard: gives the address of a shard.
+    leave: set when it wants the unit to leave; shard: gives the address of a shard.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Liaison:
     ) -> None:
         self.epoch = 0
         self.joined = asyncio.Event()
+        self.leave = asyncio.Event()
         self._unit = unit
         self._incarnation = incarnation
         self._controller = controller
@@ -89,6 +90,21 @@ class Liaison:
         self._telling = False
         self._task: asyncio.Task[None] | None = None
         self._closing = False
+
+    @property
+    def session(self) -> Session | None:
+        """The session with the controller, while there is one."""
+        return self._session
+
+    @property
+    def has_news(self) -> bool:
+        """Whether shards have admitted what the controller has not heard yet."""
+        return bool(self._news)
+
+    @property
+    def home(self) -> int:
+        """Where the unit's own rows lie."""
+        return home(self.epoch, self._unit)
 
     def start(self) -> asyncio.Task[None]:
         """Begin to talk, in a task that only ends with an error."""
@@ -253,7 +269,9 @@ class Liaison:
     async def _obey(self, session: Session, watch_s: float) -> None:
         done = 0
         while True:
-            watch = Watch(session, done, self._holdings.budget.used, watch_s)
+            watch = Watch(session, done, self._holdings.budget.used, watch_s, len(self._holdings))
             orders = await self._controller.call("units.watch", watch, Orders, timeout=watch_s + _CALL_S)
             self._holdings.clear(orders.rows)
             done = orders.number
+            if orders.leave:
+                self.leave.set()

@@ -10,20 +10,27 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asyncflow.net.jagged import Jagged
+from asyncflow.net.later import Later
 from asyncflow.queue.backends.base import Place
 from asyncflow.queue.protocol.messages import Tag
-from asyncflow.queue.protocol.unit_calls import Cells
+from asyncflow.queue.protocol.unit_calls import Cells, Entry, Verdict
 
 
 class Parcel:
-    """What one put brought to the back end. number: there; lease: that wrote it; cells: as the controller is told."""
+    """What one put brought to the back end.
 
-    __slots__ = ("cells", "columns", "lease", "number", "size")
+    number: there; lease: that wrote it; cells: as the controller is told; whole: the columns that are not unfinished.
+    """
 
-    def __init__(self, number: int, columns: Mapping[str, Jagged], *, lease: str) -> None:
+    __slots__ = ("cells", "columns", "lease", "number", "size", "whole")
+
+    def __init__(
+        self, number: int, columns: Mapping[str, Jagged], *, lease: str = "", partial: Collection[str] = ()
+    ) -> None:
         self.number = number
         self.lease = lease
         self.columns = tuple(columns)
+        self.whole = tuple(name for name in columns if name not in partial) if partial else self.columns
         self.size = sum(column.values.nbytes for column in columns.values())
         self.cells = Cells(
             dtypes={name: column.form for name, column in columns.items()},
@@ -81,6 +88,11 @@ class HeldRow:
         return replaced
 
     @property
+    def size(self) -> int:
+        """Bytes of its cells."""
+        return sum(piece.size(name) for piece in (*self.whole, *self.partial) for name in piece.columns)
+
+    @property
     def places(self) -> list[Place]:
         """Where it lies."""
         return [piece.place for piece in (*self.whole, *self.partial)]
@@ -89,6 +101,24 @@ class HeldRow:
     def promise(self) -> int:
         """Bytes that are kept for it."""
         return promised(self.outputs, [name for piece in self.whole for name in piece.columns])
+
+
+@dataclass(slots=True, eq=False)
+class Put:
+    """A parcel that is stored and not yet decided about. outputs: promised to each new row; verdict: when it comes.
+
+    shard: the controller that decides, 0 for the home.
+    """
+
+    entry: Entry
+    parcel: Parcel
+    outputs: Mapping[str, int]
+    verdict: Later[Verdict]
+    shard: int = 0
+
+    def touches(self, rows: frozenset[int], columns: Sequence[str]) -> bool:
+        """Tell whether one of these cells may change by it."""
+        return any(column in self.parcel.columns for column in columns) and not rows.isdisjoint(self.entry.rows)
 
 
 def promised(outputs: Mapping[str, int], present: Collection[str]) -> int:

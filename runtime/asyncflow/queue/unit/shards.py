@@ -18,7 +18,7 @@ from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient
 from asyncflow.queue.protocol.shard_calls import AdmitCells, controller_of
 from asyncflow.queue.protocol.unit_calls import Admitted, NewCells, Verdict, short
-from asyncflow.queue.unit.holdings import Put
+from asyncflow.queue.unit.pieces import Put
 
 log = logging.getLogger(__name__)
 

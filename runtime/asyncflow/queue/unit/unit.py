@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeAlias
 
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ProtocolError, StaleHandle
-from asyncflow.identity import RowPlace
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Elsewhere, ProtocolError, StaleHandle
 from asyncflow.net.eager import begin
 from asyncflow.net.frames import BatchHeader, Buffer, Jagged, decode_batch, encode_batch
 from asyncflow.net.hosts import address_of
@@ -26,11 +25,13 @@ from asyncflow.plugins import load_plugin
 from asyncflow.queue.backends.base import BACKENDS, Backend, Site
 from asyncflow.queue.backends.memory import MemoryBackend
 from asyncflow.queue.protocol.calls import Verdicts
+from asyncflow.queue.protocol.moving_calls import Drain, TakeRows
 from asyncflow.queue.protocol.runs import expand, shrink
 from asyncflow.queue.protocol.unit_calls import (
     CreateRows,
     Fetched,
     FetchRows,
+    MovedRows,
     NewCells,
     NewRows,
     Numbers,
@@ -40,9 +41,11 @@ from asyncflow.queue.protocol.unit_calls import (
     WriteRows,
 )
 from asyncflow.queue.unit.budget import Budget
-from asyncflow.queue.unit.holdings import Holdings, Put
+from asyncflow.queue.unit.departure import Departure
+from asyncflow.queue.unit.holdings import Holdings
 from asyncflow.queue.unit.liaison import Liaison
-from asyncflow.queue.unit.pieces import Parcel
+from asyncflow.queue.unit.pieces import Parcel, Put
+from asyncflow.queue.unit.transit import Transit
 
 Frames = Sequence[memoryview]
 _Soon: TypeAlias = "Reply | Later[Reply]"
@@ -62,8 +65,9 @@ class StorageUnit:
     index: its place among the units; limit_bytes: most bytes of cells; controller: the controller's address, or a
     function that gives it; shard: gives that of a further controller; incarnation: of this process, by default made
     here; host, port: where to listen (0: any); keys: the job's key; backend: where the cells lie, by default this
-    process's memory.
-    ``failed`` is done when the unit cannot go on; its exception says why.
+    process's memory; peer: gives the address of another unit, by its index.
+    ``failed`` is done when the unit cannot go on; its exception says why. ``leaving`` is set when the controller wants
+    it to ``leave``.
     """
 
     failed: asyncio.Task[None]
@@ -80,6 +84,7 @@ class StorageUnit:
         port: int = 0,
         keys: Keys | None = None,
         backend: Backend | None = None,
+        peer: Callable[[int], str | None] = lambda _: None,
     ) -> None:
         self.index = index
         self.incarnation = incarnation or uuid.uuid4().hex
@@ -102,11 +107,23 @@ class StorageUnit:
             shard=shard,
             keys=keys,
         )
+        self.leaving = self._liaison.leave
+        self._transit = Transit(self.holdings, home=lambda: self._liaison.home, where=name)
+        self.departure = Departure(
+            order=Drain(index, self.incarnation),
+            holdings=self.holdings,
+            transit=self._transit,
+            liaison=self._liaison,
+            controller=self._controller,
+            peer=peer,
+            keys=keys,
+        )
         self.server = RpcServer(name=name, bind=address_of(host, port), keys=keys)
         self.server.route_now("unit.create", CreateRows, self._now(self._create))
         self.server.route_now("unit.put", PutRows, self._now(self._put))
         self.server.route_now("unit.write", WriteRows, self._now(self._write))
         self.server.route_now("unit.fetch", FetchRows, self._now(self._fetch))
+        self.server.route_now("unit.take", TakeRows, self._now(self._take))
 
     async def start(self) -> str:
         """Begin to serve, and to look for the controller; give the address."""
@@ -118,8 +135,18 @@ class StorageUnit:
         """Stop serving and forget everything."""
         await self.server.close()
         await self._liaison.close()
+        await self.departure.close()
         await self._controller.close()
         await self._backend.close()
+
+    async def leave(self, *, patient: bool = True) -> bool:
+        """Take all rows to other units, and give True when none is left: the unit is no member any more then.
+
+        It takes nothing new from now on. patient: wait for others and the controller; else False without them.
+        """
+        if left := await self.departure.run(patient=patient):
+            await self._liaison.close()
+        return left
 
     async def joined(self, timeout: float) -> None:
         """Wait until the controller knows this unit. Raises DeadlineExceeded."""
@@ -145,22 +172,28 @@ class StorageUnit:
             return lambda call, frames: _unless_task(begin(handler(call, frames)))
         return lambda call, frames: asyncio.create_task(_whole(handler(call, frames)))
 
+    async def _open(self, wait_s: float) -> None:
+        """Wait until new rows can be taken. Raises Elsewhere where none are any more."""
+        await self.joined(wait_s)
+        if self._transit.leaving:
+            raise Elsewhere("the unit leaves", where=f"storage unit {self.index}", hint="Put the rows on another")
+
     async def _create(self, call: CreateRows, frames: Frames) -> Later[Reply]:
-        await self.joined(call.wait_s)
+        await self._open(call.wait_s)
         count = len(call.metas)
-        parcel = await self._store_new(call, self._columns(call.header, frames, rows=count))
+        parcel = await self._store_new(call, frames, rows=count)
         entry = NewRows(call.metas, self._liaison.new_rows(count), call.group_size, parcel.cells, call.attempt)
         put = self._liaison.tell(entry, parcel, outputs=call.outputs)
         return _reply(put, lambda verdict: Verdicts(verdict.ok))
 
     async def _put(self, call: PutRows, frames: Frames) -> Later[Reply]:
-        await self.joined(call.wait_s)
+        await self._open(call.wait_s)
         count = call.header.rows
         if count % call.group_size or (call.tags and len(call.tags) != count):
             raise ProtocolError(f"{count} rows came in groups of {call.group_size}, with {len(call.tags)} sets of tags")
         if not call.header.columns and not call.tags:
             raise ProtocolError("rows came without columns and without tags")
-        parcel = await self._store_new(call, self._columns(call.header, frames, rows=count))
+        parcel = await self._store_new(call, frames, rows=count)
         rows = self._liaison.new_rows(count)
         entry = OpenRows(call.partition, call.serial, call.group_size, rows, parcel.cells, call.tags)
         put = self._liaison.tell(entry, parcel, outputs=call.outputs)
@@ -172,29 +205,43 @@ class StorageUnit:
         columns = self._columns(call.header, frames, rows=len(rows))
         if call.tags and len(call.tags) != len(rows):
             raise ProtocolError(f"{len(rows)} rows came with {len(call.tags)} sets of tags")
-        if any(self._foreign(row) for row in rows):
-            return Verdicts([False] * len(rows))
-        parcel = await self.holdings.store_outputs(
-            columns,
-            rows=rows,
-            lease=call.lease,
-            partial=bool(call.reason),
-            producer=call.producer,
-            timeout=call.wait_s,
-        )
+        while True:
+            await self._transit.writable(rows)
+            parcel = await self.holdings.store_outputs(
+                columns,
+                rows=rows,
+                lease=call.lease,
+                partial=bool(call.reason),
+                producer=call.producer,
+                timeout=call.wait_s,
+            )
+            if not self._transit.blocks(rows):
+                break
+            self.holdings.discard(parcel, len(rows))
         self.put_bytes += parcel.size
         entry = NewCells(lease=call.lease, rows=rows, cells=parcel.cells, tags=call.tags, reason=call.reason)
         return _reply(self._liaison.tell(entry, parcel), lambda verdict: Verdicts(verdict.ok))
 
     async def _fetch(self, call: FetchRows, _frames: Frames) -> tuple[Fetched, list[Buffer]]:
         rows = _expanded(call.rows)
-        for row in rows:
-            if self._foreign(row):
-                hint = "The unit was restarted; the sample will be created again"
-                raise StaleHandle(f"row {row} was lost", where=f"storage unit {self.index}", hint=hint)
-        header, out = encode_batch(await self.holdings.fetch(rows, call.columns))
+        await self._transit.readable(rows)
+        try:
+            columns = await self.holdings.fetch(rows, call.columns)
+        except StaleHandle:
+            await self._transit.readable(rows)
+            raise
+        header, out = encode_batch(columns)
         self.fetched_bytes += sum(memoryview(frame).nbytes for frame in out)
         return Fetched(header), out
+
+    async def _take(self, call: TakeRows, frames: Frames) -> Later[Reply]:
+        await self._open(call.wait_s)
+        rows = _expanded(call.rows)
+        if not len(rows) == len(call.tokens) == len(call.tags):
+            raise ProtocolError(f"{len(rows)} rows came with {len(call.tokens)} counts, {len(call.tags)} sets of tags")
+        parcel = await self._store_new(call, frames, rows=len(rows), partial=call.partial)
+        entry = MovedRows(call.home, call.ticket, rows, parcel.cells, call.partial, call.tokens, call.tags)
+        return _reply(self._liaison.tell(entry, parcel, outputs=call.outputs), lambda verdict: Verdicts(verdict.ok))
 
     def _columns(self, header: BatchHeader, frames: Frames, *, rows: int) -> dict[str, Jagged]:
         """Read the columns of a put; there may be none at all."""
@@ -204,18 +251,20 @@ class StorageUnit:
             raise ProtocolError(f"{rows} rows came with columns of {header.rows}")
         return decode_batch(header, frames, max_bytes=_MOST)
 
-    async def _store_new(self, call: CreateRows | PutRows, columns: Mapping[str, Jagged]) -> Parcel:
+    async def _store_new(
+        self, call: CreateRows | PutRows | TakeRows, frames: Frames, *, rows: int, partial: Sequence[str] = ()
+    ) -> Parcel:
+        columns = self._columns(call.header, frames, rows=rows)
+        if not set(partial) <= columns.keys():
+            raise ProtocolError(f"the unfinished columns {partial} are not among {sorted(columns)}")
         parcel = await self.holdings.store_new(
-            columns, outputs=call.outputs, producer=call.producer, timeout=call.wait_s
+            columns, rows=rows, outputs=call.outputs, partial=partial, producer=call.producer, timeout=call.wait_s
         )
         self.put_bytes += parcel.size
         return parcel
 
     def _lost(self, rows: list[int]) -> None:
         self._liaison.lose(rows)
-
-    def _foreign(self, row: int) -> bool:
-        return RowPlace.of(row).epoch != self._liaison.epoch
 
 
 def _expanded(rows: list[int]) -> list[int]:

@@ -1,0 +1,94 @@
+"""Units leave and come under load, in real processes, and are killed over it: each sample still counts once."""
+
+import asyncio
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from asyncflow.queue.ledger.audit import audit_ledger
+
+sys.path.insert(0, str(Path(__file__).parent))
+from counting_crew import CountingTrainer, compute_advantages, recreate
+
+pytestmark = pytest.mark.process
+
+P = "train"
+STEPS, PER_STEP = 6, 4
+LIMIT = 1 << 20
+
+
+async def train(crew, trouble, *, seed):
+    """Have a trainer count samples while ``trouble`` goes on; check what it counted, and give the audit."""
+    for step in range(1, STEPS + 1):
+        await crew.client.open_step(partition=P, step=step, groups=PER_STEP, group_size=2, timeout=30)
+    for number in range(2):
+        await crew.start(f"worker-{number}", "work", "rollout", "response", f"w{number}", 3)
+    trainer = CountingTrainer(crew, steps=STEPS, rng=random.Random(seed))
+    jobs = (compute_advantages(crew), recreate(crew, STEPS * PER_STEP, PER_STEP), trouble)
+    helpers = [asyncio.create_task(job) for job in jobs]
+    await asyncio.gather(trainer.run(), helpers[2])
+    for task in helpers:
+        task.cancel()
+    await asyncio.wait(helpers)
+    assert [task.exception() for task in helpers if not task.cancelled()] == [None]
+    assert trainer.weights[STEPS] == Counter((s, j) for s in range(STEPS * PER_STEP) for j in range(2))
+    await crew.client.close_partition(partition=P, step=STEPS, timeout=30)
+    report = audit_ledger(crew.folder / "ledger")
+    assert report.ok, report
+    assert (report.trained, report.unfinished, report.closed) == (STEPS * PER_STEP * 2, 0, True)
+    return report
+
+
+async def drained(crew, unit):
+    await crew.client.drain_unit(unit, timeout=30)
+    await crew.left(f"unit-{unit}")
+
+
+async def serving(crew):
+    """Wait until all three units serve."""
+    async with asyncio.timeout(30):
+        while [unit.state for unit in await crew.client.units_there(timeout=30)] != ["serving"] * 3:
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("backend", ["memory"])
+async def test_units_leave_and_come_under_load_and_no_row_is_lost(crew, stores, backend):
+    async def come_and_go():
+        await drained(crew, 1)
+        await crew.start_unit(3)
+        await drained(crew, 0)
+        await crew.start_unit(1)
+        await drained(crew, 2)
+
+    await crew.start_queue(lease_s=30, units=3)
+    report = await train(crew, come_and_go(), seed=1)
+    assert report.redeliveries == 0
+    units = await crew.client.units_there(timeout=30)
+    assert [(unit.unit, unit.state) for unit in units] == [(1, "serving"), (3, "serving")]
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_whoever_dies_while_rows_move_each_sample_counts_once(crew, seed):
+    rng = random.Random(seed)
+
+    async def move_and_kill():
+        for _ in range(4):
+            unit = rng.choice([0, 1, 2])
+            await serving(crew)
+            await crew.client.drain_unit(unit, timeout=30)
+            await asyncio.sleep(rng.uniform(0.0, 0.02))
+            victim = rng.choice([f"unit-{unit}", f"unit-{(unit + 1) % 3}", "controller"])
+            words = ["unit", victim[-1], LIMIT] if victim != "controller" else ["controller"]
+            await crew.kill(victim)
+            await crew.start(victim, *words)
+            if victim != f"unit-{unit}":
+                await crew.left(f"unit-{unit}")
+                await crew.start_unit(unit)
+
+    await crew.start_queue(lease_s=2, units=3)
+    await train(crew, move_and_kill(), seed=seed + 100)
