@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import resource
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -181,6 +183,40 @@ async def test_a_peer_that_does_not_shake_hands_is_cut_off(monkeypatch: Any) -> 
     with stranger(server) as silent:
         await until(lambda: server.counters.dropped["peer"] == 1)
         assert silent.recv(1) == b""
+    assert await serves(server)
+    await server.close()
+
+
+def half_way(server: RpcServer) -> list[weakref.ref[Any]]:
+    """Give the boxes of the only peer of a server, once there is something in them."""
+    assert server._door is not None
+    for peer in server._door._peers.values():
+        if peer._inbox is not None and peer.outbox is not None and (peer._inbox._filled or not peer.outbox.idle):
+            return [weakref.ref(peer._inbox), weakref.ref(peer.outbox)]
+    return []
+
+
+@pytest.mark.parametrize("asks", [False, True])
+async def test_what_a_connection_held_goes_with_it_without_the_garbage_collector(asks: bool) -> None:
+    server = await serve()
+    gone = stranger(server)
+    await greet(gone)
+    outbox = Outbox(seal=None)
+    call = wire.encode(wire.Call(1, "add", 60.0, 1))
+    outbox.push(1, [call, wire.encode(Number(value=1)), bytes(20_000_000)])
+    first, frame = outbox.views()
+    gc.disable()
+    try:
+        gone.setblocking(True)
+        await asyncio.to_thread(gone.sendall, first)
+        await asyncio.to_thread(gone.sendall, frame if asks else memoryview(frame)[:10_000_000])
+        await until(lambda: server.counters.calls["add"] == asks)
+        await until(lambda: bool(half_way(server)))
+        boxes = half_way(server)
+        gone.close()
+        await until(lambda: not any(box() for box in boxes))
+    finally:
+        gc.enable()
     assert await serves(server)
     await server.close()
 

@@ -5,9 +5,10 @@
                           <-       welcome = magic, nonce, share, answerer's proof
     caller's proof                                    ->       listens if it is right
 
-``secret`` is derived from the job's key. A nonce is 16 random bytes. A share is the public half of a new X25519 key,
-whose other half never leaves the process and is dropped when the handshake ends. The mac is HMAC-SHA256 under the
-secret, of what stands before it in the hello. From the hello and the welcome without its proof, each side computes
+``secret`` is derived from the job's key, within a host from the name of the place too. A nonce is 16 random bytes. A
+share is the public half of a new X25519 key, whose other half never leaves the process and is dropped when the
+handshake ends. The mac is HMAC-SHA256 under the secret, of what stands before it in the hello. From the hello and the
+welcome without its proof, each side computes
 
     root    = HMAC-SHA256(secret, X25519 of both shares)                           HKDF-Extract of RFC 5869
     derived = HMAC-SHA256(root, purpose, SHA-256(hello, welcome), 1)               HKDF-Expand, one block
@@ -57,14 +58,14 @@ _HINT = "Do both sides hold the key of this job?"
 
 
 class Handshake:
-    """One connection's. keys: of the job, None for plain text.
+    """One connection's. keys: of the job, None for plain text; place: where it is, if hands may be shaken only there.
 
     The caller sends ``hello`` and answers the welcome by ``welcomed``; the other answers by ``welcome`` and ``proved``.
     outgoing, incoming: the seals of what is sent and what comes, None in plain text.
     """
 
-    def __init__(self, keys: Keys | None) -> None:
-        self._secret = None if keys is None else keys.derived("streams")
+    def __init__(self, keys: Keys | None, *, place: str = "") -> None:
+        self._secret = None if keys is None else keys.derived(f"streams{place}")
         self._magic = _PLAIN if keys is None else _SEALED
         self._share: X25519PrivateKey | None = None
         self._said = b""

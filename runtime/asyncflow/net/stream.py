@@ -105,6 +105,11 @@ class Inbox:
         whole, self._whole = self._whole, []
         return whole
 
+    def close(self) -> None:
+        """Let go of what has not come whole; nothing more comes."""
+        self._reader.close()
+        self._target = _TO_COME
+
     def _take_blocks(self, begin: int, count: int) -> int:
         """Take the blocks that lie whole in the staging memory from ``begin`` on; give where the rest begins.
 
@@ -241,6 +246,12 @@ class Outbox:
                 return
             count -= len(first)
             self._views.popleft()
+
+    def close(self) -> None:
+        """Let go of what did not go; nothing more goes."""
+        self._messages.clear()
+        self._views.clear()
+        self._pieces = None
 
     @property
     def idle(self) -> bool:
