@@ -16,9 +16,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from bars import MOONCAKE, OURS, PEER, RAW, SHARED
 from environment import RAY_ENV, peer_python
 from lines import read
-from report import MOONCAKE, OURS, PEER, RAW, against_raw, faults, own_cases
+from report import against_raw, faults, own_cases
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -37,6 +38,8 @@ SHARED_CASES = {
     "sixteen": ["bench_pipeline.py", "--rows", "400", "--train-n", "16"],
 }
 """Those of the shared ``run_all.py``, by name."""
+SHARED_MEMORY_CASES = ("data", "data2048", "dense")
+"""Those of them that measure shared memory too."""
 OWN_CASES = {
     "claims": (["own_claims.py"], 0),
     "memory": (["own_memory.py"], 1),
@@ -54,6 +57,8 @@ def commands(chosen: argparse.Namespace, number: int) -> Iterator[tuple[str, lis
     for case, words in SHARED_CASES.items():
         if case in chosen.cases:
             for peer in chosen.peers:
+                if peer in SHARED.values() and case not in SHARED_MEMORY_CASES:
+                    continue
                 python = str(peer_python()) if peer == PEER else sys.executable
                 yield peer, [python, str(shared / words[0]), "--peer", peer, *words[1:]]
     for case, (words, rounds) in OWN_CASES.items():
@@ -99,7 +104,7 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--shared", type=Path, default=ROOT.parent / "shared" / "bench" / "queue")
     options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--peers", nargs="+", default=[OURS["plain"], OURS["keys"], PEER, RAW])
+    options.add_argument("--peers", nargs="+", default=[*OURS.values(), *SHARED.values(), PEER, RAW])
     options.add_argument("--cases", nargs="+", default=[*SHARED_CASES, *OWN_CASES], metavar="CASE")
     options.add_argument("--out", type=Path, default=ROOT / ".bench" / f"queue-{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
     options.add_argument("--report", type=Path, help="print the table of an earlier run's results, and run nothing")
@@ -113,7 +118,7 @@ def main() -> int:
         failed = run(chosen, chosen.out)
     results = read(chosen.report or chosen.out)
     known = {result["peer"] for result in results}
-    columns = {words: peer for words, peer in {**OURS, **MOONCAKE}.items() if peer in known}
+    columns = {words: peer for words, peer in {**OURS, **SHARED, **MOONCAKE}.items() if peer in known}
     ratios, own = against_raw(results, columns), own_cases(results)
     print(f"\n{ratios.text()}\n\n{own.text()}\n\n{ratios.met + own.met} bars are met")
     for missed in [*ratios.missed, *own.missed]:

@@ -65,11 +65,12 @@ class _Held:
 
 
 class AsyncFlow(Peer):
-    """The queue with its ordinary back end, memory, and without keys."""
+    """The queue with its ordinary back end, memory, over TCP and without keys."""
 
     name = "asyncflow"
     backend = "memory"
     keys = False
+    shared_memory = False
 
     def __init__(self) -> None:
         self._made = contextlib.ExitStack()
@@ -83,7 +84,8 @@ class AsyncFlow(Peer):
         partition: str = "p0",
         **_options: Any,
     ) -> _Attached:
-        self._servers = self._made.enter_context(servers(units=storage_units, backend=self.backend, keys=self.keys))
+        options = {"backend": self.backend, "keys": self.keys, "shared_memory": self.shared_memory}
+        self._servers = self._made.enter_context(servers(units=storage_units, **options))
         handle = _Attached(handle=self._servers.handle, partition=partition, tasks=dict(tasks or {}))
         self.attach(handle)
         self._declare(partition)
@@ -169,6 +171,20 @@ class AsyncFlowKeys(AsyncFlow):
     """With keys: nobody reads or writes who does not hold them."""
 
     name = "asyncflow with keys"
+    keys = True
+
+
+class AsyncFlowShared(AsyncFlow):
+    """Between processes of one host through shared memory, as it is by default."""
+
+    name = "asyncflow, shared memory"
+    shared_memory = True
+
+
+class AsyncFlowSharedKeys(AsyncFlowShared):
+    """With keys, which seal nothing within a host."""
+
+    name = "asyncflow, shared memory, with keys"
     keys = True
 
 

@@ -135,7 +135,7 @@ def main() -> int:
     chosen = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     sizes = {"controllers": chosen.controllers, "units": chosen.units, "bytes_per_unit": "64Mi"}
-    with servers(**sizes, backend=chosen.backend, keys=True) as made:
+    with servers(**sizes, backend=chosen.backend, keys=True, shared_memory=True) as made:
         problems, outcomes, figures = asyncio.run(run(made, chosen))
         if chosen.keep is not None:
             shutil.copytree(made.folder, chosen.keep)

@@ -6,110 +6,13 @@ Invariant: a ratio compares results of one run only; a line of which nothing was
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-RAW, PEER = "rawzmq", "tq"
-OURS = {"plain": "adapter:AsyncFlow", "keys": "adapter:AsyncFlowKeys"}
-MOONCAKE = {"mooncake": "adapter:AsyncFlowMooncake", "mooncake, keys": "adapter:AsyncFlowMooncakeKeys"}
+from bars import LINES, OURS, PEER, RAW, Line, bar_of, bars
+
 Results = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """One line of the table: a figure of one benchmark with some settings, as a ratio to raw sockets.
-
-    bar: at least (larger is better) or at most (``most``) this ratio; keyed: the bar with keys, where it is another.
-    """
-
-    words: str
-    bench: str
-    figure: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    bar: float | None = None
-    keyed: float | None = None
-    most: bool = False
-    unit: str = ""
-
-
-def _data(words: str, **settings: Any) -> Iterable[Line]:
-    chunk = 128 if settings["rows"] == 2048 else 16
-    for what, figure in (
-        ("put", "put_GBps"),
-        ("get all", "get_GBps"),
-        (f"get in {chunk}s", f"get_chunk{chunk}_GBps"),
-        ("put from samples", "prepare_put_GBps"),
-        ("get to samples", "get_unpack_GBps"),
-    ):
-        yield Line(
-            words=f"{what}, {words}",
-            bench="dataplane",
-            figure=figure,
-            settings=settings,
-            bar=0.8,
-            keyed=0.5,
-            unit="GB/s",
-        )
-
-
-LINES: tuple[Line, ...] = (
-    *_data("256 rows, 1 unit", rows=256, units=1, dense=0),
-    *_data("256 rows, 2 units", rows=256, units=2, dense=0),
-    *_data("2,048 rows, 1 unit", rows=2048, units=1, dense=0),
-    *_data("2,048 rows, 2 units", rows=2048, units=2, dense=0),
-    *_data("256 equal rows, 1 unit", rows=256, units=1, dense=2304),
-    *(
-        Line(
-            words=f"claim of 16 rows of {rows:,}, p50",
-            bench="control",
-            figure="claim_ms.p50",
-            settings={"rows": rows},
-            bar=2.5,
-            most=True,
-            unit="ms",
-        )
-        for rows in (1000, 10_000, 100_000)
-    ),
-    *(
-        Line(
-            words="pipeline of three processes, rows/s" + words,
-            bench="pipeline",
-            figure="rows_per_s",
-            settings=settings,
-            bar=bar,
-            unit="rows/s",
-        )
-        for words, bar, settings in (
-            ("", 0.65, {"rows": 6000, "rate": 0.0}),
-            (", tiny rows", None, {"mode": "tiny", "rate": 0.0}),
-            (", 8 puts in flight", None, {"inflight": 8, "rate": 0.0}),
-            (", 16 rows at a time", None, {"train_n": 16, "rate": 0.0}),
-        )
-    ),
-    Line(
-        words="end to end at 20 rows/s, p50",
-        bench="pipeline",
-        figure="e2e_ms.p50",
-        settings={"rate": 20.0},
-        bar=1.6,
-        most=True,
-        unit="ms",
-    ),
-    *(
-        Line(
-            words=f"{what} of one sample of 24.6 KB, {units} unit{'s' * (units > 1)}, p50",
-            bench="putlat",
-            figure=f"{figure}.p50",
-            settings={"units": units},
-            bar=bar,
-            most=True,
-            unit="ms",
-        )
-        for units in (1, 2)
-        for what, figure, bar in (("put", "put6_ms", 2.0), ("get", "get1_ms", None))
-    ),
-)
 
 
 def value(results: Results, line: Line, peer: str) -> float | None:
@@ -166,32 +69,23 @@ class Table:
 
 
 def against_raw(results: Results, columns: Mapping[str, str]) -> Table:
-    """Give the table of ratios to raw sockets. columns: peers by their heading; the bars are those of memory."""
+    """Give the table of ratios to raw sockets. columns: peers by their heading; Mooncake's have no bars."""
     table = Table()
-    table.rows.append(["same work, one host, TCP loopback", "bar", *columns, PEER, "raw sockets"])
+    table.rows.append(["same work, one host", "bar", *columns, PEER, "raw sockets"])
     table.rows.append(["---"] * len(table.rows[0]))
     for line in LINES:
         raw = value(results, line, RAW)
-        cells = [line.words, _bar(line)]
+        cells = [line.words, bars(line)]
         for heading, peer in columns.items():
             own = value(results, line, peer)
             ratio = own / raw if own is not None and raw else None
-            bar = line.keyed if "keys" in heading and line.keyed is not None else line.bar
-            bar = None if heading in MOONCAKE else bar
-            cells.append(table.mark(f"{line.words} ({heading})", ratio, bar, most=line.most))
+            cells.append(table.mark(f"{line.words} ({heading})", ratio, bar_of(line, heading), most=line.most))
         other = value(results, line, PEER)
         cells.append(f"{other / raw:.2f}" if other is not None and raw else "–")
         cells.append(f"{raw:.3g} {line.unit}" if raw is not None else "–")
         if set(cells[2:]) != {"–"}:
             table.rows.append(cells)
     return table
-
-
-def _bar(line: Line) -> str:
-    if line.bar is None:
-        return ""
-    sign = "≤" if line.most else "≥"
-    return f"{sign} {line.bar:g}" + (f" (keys {sign} {line.keyed:g})" if line.keyed is not None else "")
 
 
 def own_cases(results: Results) -> Table:

@@ -25,6 +25,7 @@ import environment
 from asyncflow.api.load import load
 from asyncflow.api.names import HOST_ENV, KEY_FILE_ENV
 from asyncflow.api.queue import TransferQueue
+from asyncflow.net.arena_socket import SHARED_MEMORY_ENV
 from asyncflow.net.keys import Keys
 from asyncflow.queue.client.blocking import BlockingQueue
 from asyncflow.queue.client.blocking_visitor import visiting
@@ -123,10 +124,14 @@ def servers(
     bytes_per_unit: str = "4Gi",
     sync: str = "interval",
     keys: bool = False,
+    shared_memory: bool = False,
     hosts: Callable[[str], str] = lambda _: "127.0.0.1",
     within: Within = lambda _, argv: list(argv),
 ) -> Iterator[Servers]:
-    """Start a queue and give it when it is ready. hosts: the address of each process; within: see ``Within``."""
+    """Start a queue and give it when it is ready.
+
+    shared_memory: between processes of this host, else TCP; hosts: the address of each process; within: see ``Within``.
+    """
     folder = Path(tempfile.mkdtemp(prefix="asyncflow-bench-"))
     with contextlib.ExitStack() as started:
         started.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -162,6 +167,7 @@ def servers(
                     **os.environ,
                     **role.env,
                     HOST_ENV: hosts(name),
+                    SHARED_MEMORY_ENV: "on" if shared_memory else "off",
                     **({KEY_FILE_ENV: str(key_file)} if keys else {}),
                 }
 

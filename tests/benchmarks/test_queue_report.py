@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "queue"))
-from report import OURS, against_raw, faults, own_cases
+from bars import OURS, SHARED
+from report import against_raw, faults, own_cases
 
 
 def control(peer, rows, p50):
@@ -45,3 +46,17 @@ def test_wrong_bytes_losses_and_doubles_are_faults():
     bad = [{**good, "lost": 1}, {**good, "dup": 2}, {"bench": "check", "peer": "a", "bytes_equal": False}]
     assert faults([good, {"bench": "check", "peer": "a", "bytes_equal": True}]) == []
     assert len(faults(bad)) == 3
+
+
+def test_shared_memory_has_a_bar_of_its_own_where_bytes_move():
+    def data(peer, moved, converted):
+        figures = {"put_GBps": moved, "get_GBps": moved, "get_chunk16_GBps": moved}
+        others = {"prepare_put_GBps": converted, "get_unpack_GBps": converted}
+        return {"bench": "dataplane", "peer": peer, "rows": 256, "units": 1, "dense": 0, **figures, **others}
+
+    results = [data("rawzmq", 1.0, 1.0), data(OURS["plain"], 0.9, 0.9), data(SHARED["shared memory"], 1.9, 1.2)]
+    table = against_raw(results, {"plain": OURS["plain"], **SHARED})
+    rows = {row[0]: row[1:5] for row in table.rows}
+    assert rows["put, 256 rows, 1 unit"] == ["≥ 0.8 (keys ≥ 0.5, shared ≥ 2)", "0.90", "**1.90**", "–"]
+    assert rows["get to samples, 256 rows, 1 unit"] == ["≥ 0.8 (keys ≥ 0.5)", "0.90", "1.20", "–"]
+    assert len(table.missed) == 3

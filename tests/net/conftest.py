@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.net.arena_socket import SHARED_MEMORY_ENV
 from asyncflow.net.handshake import HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE, Handshake
 from asyncflow.net.hosts import address_of, host_and_port
 from asyncflow.net.keys import Keys
@@ -139,3 +140,10 @@ async def client(server: RpcServer) -> AsyncIterator[RpcClient]:
     made = RpcClient(name="client", resolve=server.address)
     yield made
     await made.close()
+
+
+@pytest.fixture(params=["tcp", "shared memory"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How bytes go between processes of this host."""
+    monkeypatch.setenv(SHARED_MEMORY_ENV, "off" if request.param == "tcp" else "on")
+    return str(request.param)

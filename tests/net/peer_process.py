@@ -1,14 +1,16 @@
 """A server in a process of its own, to be stopped and killed: ``peer_process.py KIND [BIND]`` prints its address."""
 
 import asyncio
+import itertools
 import sys
 import uuid
 from collections.abc import Sequence
 
+import numpy as np
 from msgspec import Struct
 
 from asyncflow.net.directory import Directory, Member, Membership
-from asyncflow.net.rpc import RpcServer
+from asyncflow.net.rpc import RpcClient, RpcServer
 
 
 class Number(Struct, frozen=True, kw_only=True):
@@ -50,6 +52,17 @@ async def member(driver: str) -> None:
     await asyncio.Event().wait()
 
 
+async def mover(address: str) -> None:
+    client = RpcClient(name="mover", resolve=address)
+    frames = [np.arange(count, dtype=np.float64).data for count in (2_000_000, 9_000, 400_000)]
+    for number in itertools.count():
+        _, came = await client.call_frames("add", Number(value=1), Number, timeout=30, frames=frames)
+        assert all(bytes(mine) == bytes(theirs) for mine, theirs in zip(frames, came, strict=True))
+        if number == 0:
+            sys.stdout.write("moving\n")
+            sys.stdout.flush()
+
+
 if __name__ == "__main__":
-    kinds = {"echo": echo, "directory": directory, "member": member}
+    kinds = {"echo": echo, "directory": directory, "member": member, "mover": mover}
     asyncio.run(kinds[sys.argv[1]](sys.argv[2]))

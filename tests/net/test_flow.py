@@ -80,6 +80,7 @@ async def until(true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.usefixtures("way")
 async def test_calls_with_keys_and_without(keys: Keys | None) -> None:
     server = await serve(keys)
     client = RpcClient(name="client", resolve=server.address, keys=keys)
@@ -93,6 +94,7 @@ async def test_calls_with_keys_and_without(keys: Keys | None) -> None:
     await server.close()
 
 
+@pytest.mark.usefixtures("way")
 async def test_who_has_another_key_or_none_is_told_so(tmp_path: Path) -> None:
     ours, theirs = Keys.generate(tmp_path / "ours"), Keys.generate(tmp_path / "theirs")
     server, plain = await serve(ours), await serve()
@@ -280,6 +282,7 @@ def ask(link: Any, call: int, value: int, frames: Sequence[Any] = (), *, seconds
     return list(parts)
 
 
+@pytest.mark.usefixtures("way")
 async def test_a_thread_that_blocks_calls_over_a_stream(keys: Keys | None) -> None:
     server = await serve(keys)
     link = StreamLink(server.address, keys=keys, max_message=1 << 30)
@@ -297,6 +300,7 @@ async def test_a_thread_that_blocks_calls_over_a_stream(keys: Keys | None) -> No
     await server.close()
 
 
+@pytest.mark.usefixtures("way")
 async def test_a_thread_that_blocks_learns_that_its_peer_is_gone() -> None:
     server = await serve()
     link = StreamLink(server.address, keys=None, max_message=1 << 20)

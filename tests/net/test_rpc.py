@@ -11,6 +11,8 @@ from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost,
 from asyncflow.net.frames import Jagged, encode_batch
 from asyncflow.net.rpc import RpcClient, RpcServer, persist
 
+pytestmark = pytest.mark.usefixtures("way")
+
 
 class Number(Struct, frozen=True, kw_only=True):
     value: int

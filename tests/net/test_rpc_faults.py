@@ -11,7 +11,7 @@ from msgspec import Struct
 from asyncflow.errors import DeadlineExceeded, PeerLost
 from asyncflow.net.rpc import RpcClient, persist
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("way")]
 
 
 class Number(Struct, frozen=True, kw_only=True):

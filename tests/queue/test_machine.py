@@ -268,6 +268,7 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def the_auditor_agrees(self):
         counts = self.queue.table.books.partitions[P].counts
+        repeats = set()
         for events in (self.queue.events(), dump(self.queue.table.books)):
             auditor = Auditor()
             for event in events:
@@ -276,8 +277,10 @@ class QueueMachine(RuleBasedStateMachine):
             assert (report.trained, report.filtered) == (counts[State.TRAINED], counts[State.FILTERED])
             assert report.dispatched == len(self.created)
             assert report.duplicated == 0
+            repeats.add((report.redeliveries, report.attempts))
             skipped = {s for s in range(max((k[0] for k in self.created), default=0)) if (s, 0) not in self.created}
             assert report.lost == len(skipped) * SIZE
+        assert len(repeats) == 1
 
     def teardown(self):
         if not hasattr(self, "queue"):

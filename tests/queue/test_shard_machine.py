@@ -10,7 +10,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import rule, run_state_machine_as_test
+from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
 from asyncflow.queue.controller.claims import Claim
 from asyncflow.queue.controller.compaction import dump, dump_rows
@@ -69,30 +69,36 @@ class Shard:
 
 
 class Followed:
-    """What a machine does beside its own rules. home: its table."""
+    """What a machine does beside its own rules. home: its table; away: the shard does not follow just now."""
 
     shard = None
     feed = None
 
     def attend(self):
         if self.feed is None or self.feed._books is not self.home.books:
-            self.feed = NewsFeed(self.home.books, shards=[1], limit=2000)
+            self.feed, self.told_of = NewsFeed(self.home.books, shards=[1], limit=1500), set()
             self.feed.start()
             spec = TaskSpec(partition=self.partition_name, name=TASK, needs=[self.column])
             if TASK not in self.home.books.partition(self.partition_name).elsewhere:
                 self.home.books.record(ev.Declared(spec, 1))
         if self.shard is None:
-            self.shard, self.tickets_of_shard, self.lots = Shard(), 0, []
+            self.shard, self.tickets_of_shard, self.lots, self.finished = Shard(), 0, [], set()
+            self.away = False
 
     def catch_up(self):
         self.attend()
-        rows = self.home.books.rows.values()
-        held = [Held(row=row.row, columns={self.column: 1}, partial={}, tokens=0, tags={}) for row in rows]
-        self.feed.recalled(held)
+        fresh = [number for number in self.home.books.rows if number not in self.told_of]
+        self.told_of.update(fresh)
+        self.feed.recalled(
+            Held(row=number, columns={self.column: 1}, partial={}, tokens=0, tags={}) for number in fresh
+        )
         self.shard.follow(self.feed)
 
-    @rule()
-    def follow(self):
+    @invariant()
+    def a_shard_that_follows_has_the_rows_of_the_home(self):
+        self.attend()
+        if self.away:
+            return
         self.catch_up()
 
         def rows(books):
@@ -100,34 +106,44 @@ class Followed:
 
         assert rows(self.shard.table.books) == rows(self.home.books)
 
+    @rule(away=st.booleans())
+    def stop_or_go_on(self, away):
+        self.away = away
+
     @rule()
     def restart_shard(self):
         self.attend()
         self.shard.start()
 
-    @rule(most=st.integers(1, 4))
-    def claim_at_shard(self, most):
+    @rule(most=st.integers(1, 4), then=st.sampled_from(["hold", "complete", "return"]))
+    def claim_at_shard(self, most, then):
         self.attend()
         self.tickets_of_shard += 1
         claim = Claim(self.partition_name, TASK, "w", f"s{self.tickets_of_shard}", max_rows=most)
         lot = self.shard.table.claims.grant(claim, 0.0)
-        if lot is not None:
-            self.lots.append(lot)
+        if lot is None:
+            return
+        assert self.finished.isdisjoint(lot.rows)
+        self.lots.append(lot)
+        if then != "hold":
+            self.end_lot(lot, good=then == "complete")
 
     @rule(data=st.data(), good=st.booleans())
     def end_at_shard(self, data, good):
-        if not getattr(self, "lots", None):
-            return
-        lot = data.draw(st.sampled_from(self.lots))
+        if getattr(self, "lots", None):
+            self.end_lot(data.draw(st.sampled_from(self.lots)), good=good)
+
+    def end_lot(self, lot, *, good):
         claims, numbers = self.shard.table.claims, list(lot.rows)
         lease = claims.holder(lot.lease)
         held = [lease is not None and number in lease.rows for number in numbers]
-        if good:
-            done = claims.completed(lot.lease, numbers)
-            ok = self.shard.table.complete(lot.lease, numbers, Cells(dtypes={}, sizes={}), [])
-            assert ok == [a or b for a, b in zip(held, done, strict=True)]
-        else:
+        if not good:
             assert claims.give_back(lot.lease, numbers, "test") == held
+            return
+        done = claims.completed(lot.lease, numbers)
+        ok = self.shard.table.complete(lot.lease, numbers, Cells(dtypes={}, sizes={}), [])
+        assert ok == [a or b for a, b in zip(held, done, strict=True)]
+        self.finished.update(number for number, admitted in zip(numbers, ok, strict=True) if admitted)
 
     def teardown(self):
         super().teardown()
@@ -139,6 +155,7 @@ class Followed:
             self.tickets_of_shard += 1
             claim = Claim(self.partition_name, TASK, "w", f"s{self.tickets_of_shard}", max_rows=100)
             if lot := self.shard.table.claims.grant(claim, 0.0):
+                assert self.finished.isdisjoint(lot.rows)
                 self.lots.append(lot)
         for lot in self.lots:
             self.shard.table.claims.complete(lot.lease, lot.rows)
@@ -162,6 +179,12 @@ class FollowedOpen(Followed, OpenMachine):
     def home(self):
         return self.table
 
+    @rule(data=st.data())
+    def lose_some_rows(self, data):
+        lost = [number for number in self.some(data) if number in self.rows]
+        self.table.lose_rows(lost)
+        self.lost |= {number: self.rows.pop(number) for number in lost}
+
 
 class FollowedTraining(Followed, QueueMachine):
     partition_name, column = "train", "prompt"
@@ -177,7 +200,7 @@ def test_a_shard_has_the_rows_of_its_home_whatever_happens(machine, make_queue):
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=40,
+            max_examples=30,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,

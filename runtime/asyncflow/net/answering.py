@@ -1,4 +1,4 @@
-"""Where streams are answered: one listening socket, and all who connected to it.
+"""Where streams are answered: one listening socket, one more for callers of this host, and all who connected.
 
 Invariants: a peer that has not shaken hands in time, sends what is no message, or does not read what it asked for is
 cut off, and nobody else notices; where there are too many, those who have not shaken hands make room first.
@@ -13,6 +13,7 @@ import socket as sockets
 from collections.abc import Callable, Hashable, Sequence
 
 from asyncflow.errors import AsyncFlowError, ProtocolError
+from asyncflow.net import arena_socket
 from asyncflow.net.flow import Flow, tune
 from asyncflow.net.frames import Buffer
 from asyncflow.net.handshake import HELLO_SIZE, PROOF_SIZE, Handshake
@@ -28,20 +29,22 @@ _FULL_S = 0.1
 class Answering:
     """Listens for streams. deliver: gets each message, and the number of the peer that sent it.
 
-    dropped: told why a peer was cut off for good; keys: of the job, None for plain text; most: bytes of one message.
+    nearby: listens to callers of this host, if there is such a socket; dropped: told why a peer was cut off for good;
+    keys: of the job, None for plain text; most: bytes of one message.
     """
 
     def __init__(
         self,
         listening: sockets.socket,
         *,
+        nearby: sockets.socket | None,
         keys: Keys | None,
         most: int,
         deliver: Callable[[int, list[memoryview]], None],
         dropped: Callable[[str], None],
     ) -> None:
         self.closed = False
-        self._socket = listening
+        self._listening = [listening] if nearby is None else [listening, nearby]
         self._keys = keys
         self._most = most
         self._deliver = deliver
@@ -68,26 +71,34 @@ class Answering:
         """Close all streams at once."""
         if not self.closed:
             self.closed = True
-            self._loop.remove_reader(self._socket)
-            self._socket.close()
+            for listening in self._listening:
+                self._loop.remove_reader(listening)
+                listening.close()
             for flow in self._peers.values():
                 flow.close()
             self._peers.clear()
             self._strangers.clear()
 
     def _listen(self) -> None:
-        if not self.closed:
-            self._loop.add_reader(self._socket, self._accept)
+        for listening in self._listening:
+            if not self.closed:
+                self._loop.add_reader(listening, self._accept, listening)
 
-    def _accept(self) -> None:
+    def _accept(self, listening: sockets.socket) -> None:
         try:
-            socket, _ = self._socket.accept()
+            socket, _ = listening.accept()
         except BlockingIOError:
             return
         except OSError:  # no descriptor is left: those who wait to be let in must not keep the loop busy
-            self._loop.remove_reader(self._socket)
+            self._loop.remove_reader(listening)
             self._loop.call_later(_FULL_S, self._listen)
             return
+        if listening.family == sockets.AF_UNIX:
+            known = arena_socket.accepted(socket)
+            if known is None:
+                self._dropped("a caller of this host runs as another user")
+                return
+            socket = known
         if len(self._peers) >= _MAX_PEERS:
             if not self._strangers:
                 socket.close()
@@ -116,8 +127,7 @@ class Answering:
             if greeted:
                 handshake.proved(came)
                 del self._strangers[peer]
-                inbox = Inbox(most=self._most, seal=handshake.incoming, staging=self._staging)
-                return inbox, Outbox(seal=handshake.outgoing)
+                return arena_socket.boxes(socket, handshake, most=self._most, staging=self._staging)
             greeted = True
             welcome = handshake.welcome(came)
             if socket.send(welcome) < len(welcome):

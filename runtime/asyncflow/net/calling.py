@@ -10,6 +10,7 @@ import socket as sockets
 from collections.abc import Callable, Hashable, Sequence
 
 from asyncflow.errors import AsyncFlowError
+from asyncflow.net import arena_socket
 from asyncflow.net.flow import SILENT, UNSHAKEN, Deliver, Flow, in_words, tune
 from asyncflow.net.frames import Buffer
 from asyncflow.net.handshake import WELCOME_SIZE, Handshake
@@ -41,6 +42,8 @@ class Calling:
     ) -> None:
         self.closed = False
         self.state = "the connection was not made"
+        self._address = address
+        self._near = True
         self._to = host_and_port(address)
         self._keys = keys
         self._most = most
@@ -88,7 +91,11 @@ class Calling:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     async def _dialled(self) -> sockets.socket:
-        """Connect to the first place of the peer's name that answers."""
+        """Connect to the peer on this host, or to the first place of its name that answers."""
+        nearby = arena_socket.dialled(self._address) if self._near else None
+        self._near = nearby is None
+        if nearby is not None:
+            return nearby
         host, port = self._to
         try:
             async with asyncio.timeout(_CONNECT_S):
@@ -118,12 +125,12 @@ class Calling:
 
         def shake(welcome: bytes) -> tuple[Inbox, Outbox]:
             socket.send(handshake.welcomed(welcome))
-            outbox = Outbox(seal=handshake.outgoing)
+            inbox, outbox = arena_socket.boxes(socket, handshake, most=self._most, staging=staging())
             for key, parts in self._waiting.items():
                 outbox.push(key, parts)
             self._waiting.clear()
             shaken.set_result(True)
-            return Inbox(most=self._most, seal=handshake.incoming, staging=staging()), outbox
+            return inbox, outbox
 
         def lost(why: AsyncFlowError) -> None:
             if shaken.done():

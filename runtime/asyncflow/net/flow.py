@@ -23,6 +23,8 @@ Deliver = Callable[[list[memoryview]], None]
 
 def tune(made: sockets.socket) -> None:
     """Let both ends of a stream send at once what they are given, and notice within 25 s that a host vanished."""
+    if made.family == sockets.AF_UNIX:
+        return
     made.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)
     made.setsockopt(sockets.SOL_SOCKET, sockets.SO_KEEPALIVE, 1)
     made.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPIDLE, 10)
@@ -108,6 +110,8 @@ class Flow:
             self._fail(wrong)
         except MemoryError:
             self._fail(ProtocolError("there is no memory for what a peer wants to send"))
+        if self.outbox is not None and self.outbox.due:
+            self.flush()
         if self._inbox is not None and self._inbox.worth != self._worth and not self.closed:
             self._worth = self._inbox.worth
             wait_for(self._socket, self._worth)

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError, ProtocolError, Refused, RemoteError
-from asyncflow.net import wire
+from asyncflow.net import arena_socket, wire
 from asyncflow.net.answering import Answering
 from asyncflow.net.deadlines import Deadlines
 from asyncflow.net.frames import Buffer
@@ -114,7 +114,12 @@ class RpcServer:
         """
         self._address, socket = await listen(self._bind, name=self.name, advertise=self._advertise)
         self._door = Answering(
-            socket, keys=self._keys, most=self._max_message, deliver=self._deliver, dropped=self._cut_off
+            socket,
+            nearby=arena_socket.listening(self._address),
+            keys=self._keys,
+            most=self._max_message,
+            deliver=self._deliver,
+            dropped=self._cut_off,
         )
         return self._address
 

@@ -199,7 +199,14 @@ class Inbox:
 
 
 class Outbox:
-    """What goes: messages by key, in order. ``views`` gives what to send next, ``sent`` takes what went."""
+    """What goes: messages by key, in order. ``views`` gives what to send next, ``sent`` takes what went.
+
+    stuck: whether more would go, but the peer has no room; due: whether something can go now of which neither ``push``
+    nor the socket tells.
+    """
+
+    stuck = False
+    due = False
 
     def __init__(self, *, seal: Seal | None) -> None:
         self._seal = seal

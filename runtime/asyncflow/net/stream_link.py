@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import msgspec
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, ProtocolError
-from asyncflow.net import wire
+from asyncflow.net import arena_socket, wire
 from asyncflow.net.flow import SILENT, UNSHAKEN, in_words, tune, wait_for
 from asyncflow.net.frames import Buffer
 from asyncflow.net.handshake import WELCOME_SIZE, Handshake
@@ -43,6 +43,7 @@ class StreamLink:
         self.address = address
         self.gone: AsyncFlowError | None = None
         self.state = "the connection was not made"
+        self._near = True
         self._to = host_and_port(address)
         self._keys = keys
         self._most = max_message
@@ -65,10 +66,13 @@ class StreamLink:
         header = wire.encode(wire.Call(call, method, left, len(frames)))
         self._outbox.push(call, [header, body, *frames])
         try:
-            while not self._outbox.idle and (views := self._outbox.views()):
-                self._left(method, deadline)
-                with contextlib.suppress(BlockingIOError):
-                    self._outbox.sent(socket.sendmsg(views))
+            while not self._outbox.idle:
+                patience = min(LOOK_S, self._left(method, deadline))
+                if views := self._outbox.views():
+                    with contextlib.suppress(BlockingIOError):
+                        self._outbox.sent(socket.sendmsg(views))
+                elif self._outbox.stuck:
+                    self._hear(socket, self._patience(patience))
         except OSError as error:
             raise self._broken(error) from error
 
@@ -77,8 +81,7 @@ class StreamLink:
         if self._socket is None:
             return
         self._outbox.push(("cancel", call), [wire.encode(wire.Cancel(call))])
-        with contextlib.suppress(OSError):
-            self._outbox.sent(self._socket.sendmsg(self._outbox.views(), [], sockets.MSG_DONTWAIT))
+        self._send_now(self._socket)
 
     def receive(self, seconds: float) -> list[memoryview]:
         """Give the next message, waiting up to ``seconds``; nothing if none came. Raises PeerLost, ProtocolError."""
@@ -87,24 +90,13 @@ class StreamLink:
         until = time.monotonic() + seconds
         flags = self._patience(seconds)
         while not self._ready:
-            if self._socket is None or self._inbox is None:
+            if self._socket is None:
                 raise PeerLost("the connection was not made", where=self.address)
-            if self._inbox.worth != self._worth:
-                self._worth = self._inbox.worth
-                wait_for(self._socket, self._worth)
             try:
-                count = self._socket.recv_into(self._inbox.room(), 0, flags)
-            except BlockingIOError:
-                return []
+                heard = self._hear(self._socket, flags)
             except OSError as error:
                 raise self._broken(error) from error
-            if not count:
-                raise self._broken("it was closed")
-            try:
-                self._ready = self._inbox.took(count)
-            except ProtocolError as wrong:
-                raise self._broken(wrong) from wrong
-            if not self._ready and time.monotonic() > until:
+            if not self._ready and (not heard or time.monotonic() > until):
                 return []
         return self._ready.pop(0)
 
@@ -122,6 +114,31 @@ class StreamLink:
         """Close it; what was not sent is dropped."""
         if self._socket is not None:
             self._socket.close()
+
+    def _hear(self, socket: sockets.socket, flags: int) -> bool:
+        """Take in some bytes, and say whether any came. Raises OSError, PeerLost."""
+        assert self._inbox is not None
+        if self._inbox.worth != self._worth:
+            self._worth = self._inbox.worth
+            wait_for(socket, self._worth)
+        try:
+            count = socket.recv_into(self._inbox.room(), 0, flags)
+        except BlockingIOError:
+            return False
+        if not count:
+            raise self._broken("it was closed")
+        try:
+            self._ready += self._inbox.took(count)
+        except ProtocolError as wrong:
+            raise self._broken(wrong) from wrong
+        if self._outbox.due:
+            self._send_now(socket)
+        return True
+
+    def _send_now(self, socket: sockets.socket) -> None:
+        """Send what goes at once; where the stream broke, whoever receives will see."""
+        with contextlib.suppress(OSError):
+            self._outbox.sent(socket.sendmsg(self._outbox.views(), [], sockets.MSG_DONTWAIT))
 
     def _patience(self, seconds: float) -> int:
         """Let the socket wait for so long; give the flags of the call."""
@@ -155,7 +172,11 @@ class StreamLink:
             time.sleep(min(_PAUSE_S, self._left(method, deadline)))
 
     def _dialled(self, method: str, deadline: float) -> sockets.socket:
-        """Connect to the first place of the peer's name that answers."""
+        """Connect to the peer on this host, or to the first place of its name that answers."""
+        nearby = arena_socket.dialled(self.address) if self._near else None
+        self._near = nearby is None
+        if nearby is not None:
+            return nearby
         host, port = self._to
         try:
             places = look_up(host, port).result(min(_CONNECT_S, self._left(method, deadline)))
@@ -188,8 +209,7 @@ class StreamLink:
                 raise ProtocolError(UNSHAKEN)
             welcome += came
         socket.sendall(handshake.welcomed(welcome))
-        self._inbox = Inbox(most=self._most, seal=handshake.incoming, staging=staging())
-        self._outbox = Outbox(seal=handshake.outgoing)
+        self._inbox, self._outbox = arena_socket.boxes(socket, handshake, most=self._most, staging=staging())
 
     def _left(self, method: str, deadline: float) -> float:
         left = deadline - time.monotonic()

@@ -24,7 +24,7 @@ from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.controller.outlook import waits
 from asyncflow.queue.ledger.audits import shard_ledger
 from asyncflow.queue.protocol.messages import TaskSpec
-from asyncflow.roles.base import run_role
+from asyncflow.roles.base import calm_collector, run_role
 from asyncflow.roles.post import JobPost, Post, QueuePost, RoleOptions
 from asyncflow.telemetry.metrics import ControllerMetrics
 
@@ -105,6 +105,7 @@ def _controller(post: Post, others: _Others) -> Controller:
 
 
 async def _until_told(post: Post, controller: Controller, metrics: ControllerMetrics) -> None:
+    calm_collector()
     stopping = asyncio.create_task(post.stopping.wait())
     while not stopping.done() and not controller.failed.done():
         _show(controller, metrics)

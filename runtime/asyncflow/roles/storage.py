@@ -20,7 +20,7 @@ from asyncflow.net.roster import Member
 from asyncflow.queue.backends.base import Site
 from asyncflow.queue.client.placement import LEAVING
 from asyncflow.queue.unit.unit import StorageUnit, open_backend
-from asyncflow.roles.base import run_role
+from asyncflow.roles.base import calm_collector, run_role
 from asyncflow.roles.post import Post, RoleOptions
 from asyncflow.telemetry.metrics import StorageMetrics
 
@@ -81,6 +81,7 @@ async def serve(post: Post) -> None:
         return unit.ready, "ready" if unit.ready else "the controller has not taken it in yet"
 
     membership = await post.join(metrics=metrics, address=address, ready=ready)
+    calm_collector()
     leaving: Leaving | None = None
     now, ends = asyncio.get_running_loop().time, math.inf
     waits = [asyncio.create_task(event.wait()) for event in (post.stopping, post.draining, unit.leaving)]

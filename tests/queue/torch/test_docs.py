@@ -1,5 +1,6 @@
 """The examples of docs/queue-torch.md run, in their order, against a queue."""
 
+import faulthandler
 import multiprocessing
 import os
 import re
@@ -53,6 +54,7 @@ def launch(script, *arguments):
 
 
 def _rank(rank, port, script, arguments):
+    faulthandler.dump_traceback_later(80, exit=True)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

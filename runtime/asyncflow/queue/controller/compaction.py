@@ -29,6 +29,7 @@ def dump(books: Books) -> Iterator[ev.Event]:
     yield ev.Started(books.epoch)
     for name in sorted(books.partitions):
         yield from _partition(books.partitions[name], books.index)
+        yield from _again(books.partitions[name])
     yield from _moved(books)
     for lease in sorted(books.leases, key=lambda lease: lease.id):
         yield ev.Leased(lease.id, lease.partition, lease.task, lease.worker, lease.ticket, list(lease.rows))
@@ -51,6 +52,11 @@ def _moved(books: Books) -> Iterator[ev.Event]:
             homes.setdefault(row.moved, []).append(number)
     for home in sorted(homes):
         yield from (ev.Moved(home, chunk) for chunk in batches(sorted(homes[home]), _CHUNK))
+
+
+def _again(partition: Partition) -> Iterator[ev.Event]:
+    if partition.returned or partition.attempts:
+        yield compacted.Again(partition.name, partition.returned, sorted(partition.attempts))
 
 
 def _partition(partition: Partition, index: int, *, works: bool = True) -> Iterator[ev.Event]:

@@ -92,6 +92,7 @@ def _returned(books: Books, event: ev.Returned) -> None:
     queue, rows = books.end_rows(event.lease, event.rows, done=False)
     for row in rows:
         queue.freed(row)
+    books.partition(queue.spec.partition).returned += len(rows)
 
 
 def _dropped(books: Books, event: ev.Dropped) -> None:

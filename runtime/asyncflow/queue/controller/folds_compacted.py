@@ -76,6 +76,12 @@ def _counted(books: Books, event: compacted.Counted) -> None:
     partition.resets, partition.peeked, partition.forgotten = event.resets, event.peeked, event.forgotten
 
 
+def _again(books: Books, event: compacted.Again) -> None:
+    partition = books.partition(event.partition)
+    partition.returned = event.returned
+    partition.attempts.update(event.attempts)
+
+
 def _acknowledged(books: Books, event: compacted.Acknowledged) -> None:
     for lease in event.leases:
         books.leases.remember(lease)
@@ -88,5 +94,6 @@ FOLDS: dict[type, Fold] = {
     compacted.Ended: _ended,
     compacted.Used: _used,
     compacted.Counted: _counted,
+    compacted.Again: _again,
     compacted.Acknowledged: _acknowledged,
 }

@@ -21,6 +21,7 @@ def _opened(books: Books, event: ev.Opened) -> None:
 def _began(books: Books, event: ev.Began) -> None:
     partition = books.partition(event.partition)
     gang = partition.gang
+    partition.attempts.add(event.attempt)
     _commit(books, partition, event.step)
     for step in gang.steps.values():
         _unstage(partition, step)

@@ -25,7 +25,8 @@ class Partition:
     schema: dtypes by column; revision: counts changes of ``wanted``; creator: the newest attempt of its creator; used:
     serials of open rows; keys: rows by their tag ``KEY_TAG``; cleared: how many open rows were; bare: no columns;
     expected: how many rows were announced; resets, peeked: rows that were taken from a task, and looked at; forgotten:
-    how many were cleared when the partition was last cleared as a whole; elsewhere: tasks of other controllers.
+    how many were cleared when the partition was last cleared as a whole; elsewhere: tasks of other controllers;
+    returned: rows that were taken out of leases undone; attempts: of the gang, that began.
     """
 
     def __init__(self, name: str) -> None:
@@ -49,6 +50,8 @@ class Partition:
         self.expected: int | None = None
         self.resets = 0
         self.peeked = 0
+        self.returned = 0
+        self.attempts: set[int] = set()
         self.closed: int | None = None
         self.schema: dict[str, str] = {}
         self.bare = Shape()
@@ -90,6 +93,7 @@ class Partition:
         fresh = Partition(self.name)
         fresh.revision, fresh.creator = self.revision + 1, self.creator
         fresh.resets, fresh.peeked = self.resets, self.peeked
+        fresh.returned, fresh.attempts = self.returned, self.attempts
         if self.purpose == "open":
             fresh.purpose, fresh.used = "open", self.used
             fresh.cleared = fresh.forgotten = self.cleared + self.counts.total()

@@ -75,7 +75,8 @@ def _add(books: Books, row: Row, columns: Mapping[str, int], partial: Mapping[st
 def install(books: Books, draft: Books) -> None:
     """Let the rows of ``draft`` take the place of those in ``books``."""
     for lease in list(books.leases):
-        books.leases.release(lease.id, [row for row in lease.rows if row not in draft.rows])
+        if gone := [row for row in lease.rows if row not in draft.rows]:
+            books.leases.release(lease.id, gone)
     for number, row in draft.rows.items():
         old = books.rows.get(number)
         if old is None:

@@ -33,18 +33,20 @@ def audit_ledger(directory: Path) -> AuditReport:
     """Audit the ledger in ``directory``. Raises LedgerCorrupt, and FileNotFoundError where there is none."""
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory} is no ledger")
-    auditor = Auditor()
-    for event in read_ledger(directory):
-        auditor.see(event)
-    return auditor.report()
+    return _read(directory).report()
 
 
 def trained_samples(directory: Path, partition: str) -> Counter[SampleKey]:
     """Give how often each sample counts in the weights that survive, as the ledger in ``directory`` has it."""
+    trained = _read(directory).trained(partition)
+    return Counter({SampleKey(*key): times for key, times in trained.items() if times})
+
+
+def _read(directory: Path) -> Auditor:
     auditor = Auditor()
     for event in read_ledger(directory):
         auditor.see(event)
-    return Counter({SampleKey(*key): times for key, times in auditor.trained(partition).items() if times})
+    return auditor
 
 
 @dataclass
@@ -90,9 +92,7 @@ class Auditor:
         self._open = OpenAudit(self._homes)
         self._gone_rows: set[int] = {0}
         self._attempts: set[int] = set()
-        self._redeliveries = 0
-        self._resets = 0
-        self._peeked = 0
+        self._counts = Counter(redeliveries=0, resets=0, peeked=0)
         self._seen: dict[type, Callable[[Any], None]] = {
             ev.Created: self._created,
             compacted.Kept: self._kept,
@@ -110,6 +110,7 @@ class Auditor:
             ev.Reset: self._reset,
             ev.Peeked: self._looked_at,
             compacted.Counted: self._counted,
+            compacted.Again: self._again,
         }
 
     def see(self, event: ev.Event) -> None:
@@ -128,29 +129,26 @@ class Auditor:
         histories = [history for name, history in self._histories.items() if name not in self._others]
         findings = [_judge(history) for history in histories]
         created = [(history, key) for history in histories for key in history.place]
-        problems = [problem for finding in findings for problem in finding.problems]
+        problems = [*(words for finding in findings for words in finding.problems), *self._open.problems]
         trained = sum(history.trained[key] > 0 for history, key in created)
-        filtered = sum(history.ended.get(key) == "filtered" for history, key in created)
-        dropped = sum(history.ended.get(key) == "dropped" for history, key in created)
+        ended = Counter(history.ended.get(key) for history, key in created)
         overdue = sum(len(finding.overdue) for finding in findings)
         return AuditReport(
             dispatched=len(created),
             trained=trained,
-            filtered=filtered,
-            dropped=dropped,
-            unfinished=len(created) - trained - filtered - dropped - overdue,
+            filtered=ended["filtered"],
+            dropped=ended["dropped"],
+            unfinished=len(created) - trained - ended["filtered"] - ended["dropped"] - overdue,
             lost=overdue + sum(finding.absent for finding in findings),
             duplicated=sum(len(finding.twice) for finding in findings),
             last_committed_step=max((history.committed for history in histories), default=0),
             attempts=len(self._attempts),
-            redeliveries=self._redeliveries,
             closed=bool(histories) and all(history.closed is not None for history in histories),
-            problems=(problems + self._open.problems)[:_WORDS],
+            problems=problems[:_WORDS],
             put=self._open.put,
             cleared=self._open.cleared + self._open.dropped,
             remaining=self._open.remaining,
-            resets=self._resets,
-            peeked=self._peeked,
+            **self._counts,
         )
 
     def _created(self, event: ev.Created) -> None:
@@ -193,17 +191,20 @@ class Auditor:
             history.ended[key] = outcome
 
     def _reset(self, event: ev.Reset) -> None:
-        self._resets += event.rows
+        self._counts["resets"] += event.rows
 
     def _looked_at(self, event: ev.Peeked) -> None:
-        self._peeked += event.rows
+        self._counts["peeked"] += event.rows
 
     def _counted(self, event: compacted.Counted) -> None:
-        self._resets += event.resets
-        self._peeked += event.peeked
+        self._counts.update(resets=event.resets, peeked=event.peeked)
+
+    def _again(self, event: compacted.Again) -> None:
+        self._counts["redeliveries"] += event.returned
+        self._attempts.update(event.attempts)
 
     def _returned(self, event: ev.Returned) -> None:
-        self._redeliveries += len(event.rows)
+        self._counts["redeliveries"] += len(event.rows)
 
     def _dropped(self, event: ev.Dropped) -> None:
         if event.partition in self._open.names:

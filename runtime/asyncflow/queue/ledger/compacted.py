@@ -82,3 +82,11 @@ class Counted(Struct, frozen=True, array_like=True, tag="count"):
     resets: int
     peeked: int
     forgotten: int
+
+
+class Again(Struct, frozen=True, array_like=True, tag="again"):
+    """Compacted: how many rows were taken out of leases undone, and which attempts of the gang began."""
+
+    partition: str
+    returned: int
+    attempts: list[int]

@@ -267,6 +267,7 @@ Event: TypeAlias = (
     | Expected
     | Peeked
     | compacted.Counted
+    | compacted.Again
     | UnitLeaving
     | Moved
 )

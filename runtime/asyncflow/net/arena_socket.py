@@ -1,0 +1,141 @@
+"""Unix sockets beside those of TCP, for peers of one host: with its first bytes a caller hands over an arena.
+
+A server listens at a name in the abstract namespace that says its address; who dials that address tries the name first.
+The namespace is that of the network namespace: who reaches the name is on this host, and elsewhere there is no such
+name. Nothing of it is left when its process ends.
+
+Invariants: both sides have checked that the other runs as the same user, else they do without; a caller that cannot
+have this has lost nothing, it goes on over TCP.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import struct
+import weakref
+from pathlib import Path
+from typing import Any
+
+from asyncflow.errors import ProtocolError
+from asyncflow.net import arena_stream
+from asyncflow.net.arena import Arena
+from asyncflow.net.handshake import Handshake
+from asyncflow.net.stream import Inbox, Outbox
+
+SHARED_MEMORY_ENV = "ASYNCFLOW_SHARED_MEMORY"
+"""Variable that switches shared memory off where it is ``off``."""
+_MAGIC = b"AFm1"
+_LONGEST_NAME = 107
+_BACKLOG = 1024
+_CREDENTIALS = struct.Struct("3i")
+
+
+class ArenaSocket(socket.socket):
+    """A stream socket to a peer of this host. arena: None before it came."""
+
+    arena: Arena | None = None
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        """As of any socket, but the arena is taken in before the first bytes."""
+        if self.arena is None:
+            came, files, _, _ = socket.recv_fds(self, len(_MAGIC), 1, flags | socket.MSG_CMSG_CLOEXEC)
+            if not came:
+                return 0
+            if came != _MAGIC or not files:
+                for file in files:
+                    os.close(file)
+                raise ProtocolError("a peer of this host brought no arena")
+            self._has(Arena.taken(files[0]))
+        return super().recv_into(buffer, nbytes, flags)
+
+    def close(self) -> None:
+        """Close it; the arena goes too."""
+        super().close()
+        if self.arena is not None:
+            self.arena.close()
+
+    def hand_over(self, arena: Arena) -> None:
+        """Begin, as the caller. Raises OSError."""
+        self._has(arena)
+        socket.send_fds(self, [_MAGIC], [arena.file])
+
+    def _has(self, arena: Arena) -> None:
+        self.arena = arena
+        weakref.finalize(self, arena.close)
+
+
+def boxes(peer: socket.socket, handshake: Handshake, *, most: int, staging: memoryview) -> tuple[Inbox, Outbox]:
+    """Give what messages come through and go through, now that hands were shaken. most, staging: see ``Inbox``.
+
+    Between peers of one host nothing is sealed: who could read it there could read the memory of both.
+    """
+    if isinstance(peer, ArenaSocket) and peer.arena is not None:
+        return arena_stream.boxes(peer.arena, most=most, staging=staging)
+    return Inbox(most=most, seal=handshake.incoming, staging=staging), Outbox(seal=handshake.outgoing)
+
+
+def dialled(address: str) -> ArenaSocket | None:
+    """Connect to whoever listens at ``address`` on this host, without waiting; None where that is nobody."""
+    name = _name(address)
+    if name is None:
+        return None
+    made = ArenaSocket(socket.AF_UNIX)
+    try:
+        made.setblocking(False)
+        made.connect(name)
+        if _is_ours(made):
+            made.hand_over(Arena.made())
+            return made
+    except OSError:
+        pass
+    made.close()
+    return None
+
+
+def listening(address: str) -> socket.socket | None:
+    """Listen to callers of this host that dial ``address``; None where that cannot be."""
+    name = _name(address)
+    if name is None:
+        return None
+    made = socket.socket(socket.AF_UNIX)
+    try:
+        made.setblocking(False)
+        made.bind(name)
+        made.listen(_BACKLOG)
+    except OSError:
+        made.close()
+        return None
+    return made
+
+
+def accepted(caller: socket.socket) -> ArenaSocket | None:
+    """Take in a caller of this host; None, and the end of it, where that is another user."""
+    if not _is_ours(caller):
+        caller.close()
+        return None
+    return ArenaSocket(fileno=caller.detach())
+
+
+def _is_ours(peer: socket.socket) -> bool:
+    """Whether the peer runs as this user, and that can be known: users without a number here share one."""
+    found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(found)
+    return bool(user == os.geteuid() and user != _nobody())
+
+
+@functools.cache
+def _nobody() -> int:
+    """Give the number by which users are seen that have none in this namespace."""
+    try:
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return 65534
+
+
+def _name(address: str) -> bytes | None:
+    if os.environ.get(SHARED_MEMORY_ENV) == "off" or not hasattr(os, "memfd_create"):
+        return None
+    name = f"\0asyncflow/{address.partition('://')[2]}".encode()
+    return name if len(name) <= _LONGEST_NAME else None

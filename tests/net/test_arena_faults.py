@@ -1,0 +1,113 @@
+"""Peers that share memory and are killed while they move bytes: nothing is left, of either, anywhere."""
+
+import asyncio
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec import Struct
+
+from asyncflow.errors import PeerLost
+from asyncflow.net.rpc import RpcClient
+from asyncflow.net.stream_link import StreamLink
+
+pytestmark = pytest.mark.process
+
+BIND = "tcp://127.0.0.1:*"
+FRAME = np.arange(2_000_000, dtype=np.float64).data
+
+
+class Number(Struct, frozen=True, kw_only=True):
+    value: float
+
+
+def arenas(process: int) -> int:
+    folder = Path(f"/proc/{process}/fd")
+    names = [os.readlink(file) for file in folder.iterdir() if file.is_symlink()] if process != os.getpid() else own()
+    return (folder.parent / "maps").read_text().count("memfd:asyncflow") + sum("memfd:asyncflow" in n for n in names)
+
+
+def own() -> list[str]:
+    names = []
+    for file in os.listdir("/proc/self/fd"):
+        try:
+            names.append(os.readlink(f"/proc/self/fd/{file}"))
+        except FileNotFoundError:
+            continue
+    return names
+
+
+def left_in_files() -> tuple[set[str], set[str]]:
+    """Give what lies in /dev/shm, and which names of ours there are in the abstract namespace."""
+    named = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@asyncflow/" in line}
+    return set(os.listdir("/dev/shm")), named
+
+
+def shared_pages(process: int) -> int:
+    return int(Path(f"/proc/{process}/statm").read_text().split()[2])
+
+
+async def until_none(process: int) -> None:
+    async with asyncio.timeout(10):
+        while arenas(process):
+            await asyncio.sleep(0.01)
+
+
+async def test_callers_that_are_killed_while_they_move_bytes_leave_nothing_behind(spawn: Any) -> None:
+    before = left_in_files()[0]
+    server = spawn("echo", BIND)
+    seed = random.Random(7)
+    resident = []
+    for _ in range(8):
+        mover = await asyncio.to_thread(spawn, "mover", server.said)
+        assert mover.said == "moving"
+        assert arenas(server.process.pid) > 0
+        await asyncio.sleep(seed.random() * 0.03)
+        mover.kill()
+        await until_none(server.process.pid)
+        resident.append(shared_pages(server.process.pid))
+    assert resident[-1] <= max(resident[:3]) + 100
+    assert left_in_files()[0] == before
+    client = RpcClient(name="client", resolve=server.said)
+    _, frames = await client.call_frames("add", Number(value=1), Number, timeout=20, frames=[FRAME])
+    assert frames[0] == FRAME.cast("B")
+    await client.close()
+    await until_none(server.process.pid)
+
+
+async def test_servers_that_are_killed_while_they_move_bytes_leave_nothing_behind(spawn: Any) -> None:
+    before = left_in_files()
+    seed = random.Random(8)
+    for _ in range(4):
+        server = await asyncio.to_thread(spawn, "echo", BIND)
+        client = RpcClient(name="client", resolve=server.said)
+        await client.call("add", Number(value=1), Number, timeout=20)
+        link = StreamLink(server.said, keys=None, max_message=1 << 30)
+        await asyncio.to_thread(link.send, 0, "add", Number(value=1), [FRAME], deadline=time.monotonic() + 20)
+        assert await asyncio.to_thread(link.receive, 20)
+        moving = [
+            asyncio.create_task(client.call_frames("add", Number(value=1), Number, timeout=30, frames=[FRAME] * 20)),
+            asyncio.create_task(asyncio.to_thread(keep_moving, link)),
+        ]
+        await asyncio.sleep(0.02 + seed.random() * 0.03)
+        assert arenas(os.getpid()) > 0
+        server.kill()
+        async with asyncio.timeout(10):
+            for task in moving:
+                with pytest.raises(PeerLost):
+                    await task
+        link.close()
+        await client.close()
+        await until_none(os.getpid())
+    assert left_in_files() == before
+
+
+def keep_moving(link: Any) -> None:
+    for call in range(1, 10_000):
+        link.send(call, "add", Number(value=1), [FRAME], deadline=time.monotonic() + 20)
+        while not link.receive(20):
+            pass
