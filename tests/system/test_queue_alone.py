@@ -13,6 +13,7 @@ import pytest
 from pod_world import TOLD_TO_END, Pods, pods
 
 from asyncflow.api.load import load
+from asyncflow.api.names import LEAVE_ENV
 from asyncflow.api.queue import QueueStatus, TransferQueue
 from asyncflow.net.frames import Jagged
 from asyncflow.queue.client.client import QueueClient
@@ -114,6 +115,31 @@ async def test_a_queue_serves_whoever_joins_and_survives_deaths(tmp_path: Path) 
             assert pod.end(signal.SIGTERM, within_s=20) == TOLD_TO_END
         report = audit_ledger(made.pods["controller-0"].folder / "ledger")
         assert (report.dispatched, report.duplicated) == (20, 0)
+
+
+async def test_a_unit_that_is_given_time_to_end_takes_its_rows_to_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "queue.yaml"
+    file.write_text(MANIFEST)
+    with pods(tmp_path, file, [], leader="controller") as made:
+        made.seat(*(replace(role, env={**role.env, LEAVE_ENV: "60"}) for role in queue_roles(queue_of(file))))
+        made.start()
+        await until(made, "readiness", lambda: all(pod.ask("/readyz") for pod in made.pods.values()))
+        async with visit(made.address, keys=made.keys) as client:
+            await client.declare(TASKS, timeout=60)
+            await create(client, *range(8))
+            leased = await claim(client, "write", rows=16)
+            assert {row.unit for row in leased} == {0, 1}
+            unit = made.pods["storage-1"]
+            ended = asyncio.create_task(asyncio.to_thread(unit.end, signal.SIGTERM, within_s=30))
+            assert all(await answer(client, leased[:8]))
+            assert await ended == TOLD_TO_END
+            assert [(each.unit, each.rows) for each in await client.units_there(timeout=60)] == [(0, 16)]
+            assert not (await client.wanted(partition=P, known=-1, timeout=60)).keys
+            assert all(await answer(client, leased[8:]))
+            read = await claim(client, "read", rows=16)
+            assert len((await client.fetch(read, ["answer"], timeout=60))["answer"]) == 16
+            last = made.pods["storage-0"]
+            assert await asyncio.to_thread(last.end, signal.SIGTERM, within_s=20) == TOLD_TO_END
 
 
 def test_a_queue_has_no_trainer(tmp_path: Path) -> None:

@@ -83,6 +83,16 @@ def test_units_come_and_go_at_the_upper_end_one_after_another():
     assert removed(decide(alone(controller, *units[:3], units=2))) == ["demo-storage-2"]
 
 
+def test_a_holder_too_many_goes_after_its_unit():
+    spec = {"storageUnits": 1, "backend": "redis"}
+    queue = TransferQueue.model_validate({"metadata": {"name": "demo", "namespace": "team"}, "spec": spec})
+    stays = (pod_view("controller"), pod_view("holder"), pod_view("storage"))
+    unit, holder = pod_view("storage", 1), pod_view("holder", 1)
+    assert removed(decide(alone(*stays, unit, holder, queue=queue))) == ["demo-storage-1"]
+    assert removed(decide(alone(*stays, replace(unit, deleting=True), holder, queue=queue))) == []
+    assert removed(decide(alone(*stays, holder, queue=queue))) == ["demo-holder-1"]
+
+
 def test_a_lost_unit_is_replaced_alone_after_its_backoff():
     lost = dead("storage", 1, at=START)
     state = alone(pod_view("controller"), pod_view("storage", 0), lost)

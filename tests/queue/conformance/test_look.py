@@ -46,6 +46,27 @@ async def test_ls_tells_of_partitions_and_room(run, filled):
     overview = json.loads(out)
     assert overview["partitions"][0]["tasks"][0]["ready"] == 1
     assert overview["stats"]["units"] == 2
+    assert [(unit["unit"], unit["state"]) for unit in overview["units"]] == [(0, "serving"), (1, "serving")]
+
+
+async def test_drain_has_a_unit_leave_and_waits_for_it(run, filled, scores, two_units):
+    leaving = asyncio.create_task(leave(two_units.units[1]))
+    status, out = await run("drain", "1", "--timeout", "20")
+    assert (status, out.splitlines()[-1]) == (0, "unit 1 has left: nothing is lost")
+    assert await leaving
+    status, out = await run("ls", "--json")
+    units = json.loads(out)["units"]
+    assert [(unit["unit"], unit["state"]) for unit in units] == [(0, "serving")]
+    assert (await scores.get(filled[:1], ["text"]))["text"] == ["done"]
+    status, out = await run("drain", "7")
+    assert (status, out.count("\n")) == (1, 1)
+    assert "there is no storage unit 7. There are 0" in out
+
+
+async def leave(unit):
+    """Do as the role: leave when the controller says so."""
+    await unit.leaving.wait()
+    return await unit.leave()
 
 
 async def test_show_names_the_oldest_row_that_is_waited_for_and_the_column_that_it_lacks(run, filled):

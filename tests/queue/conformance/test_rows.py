@@ -58,6 +58,31 @@ async def test_11_a_row_reads_back_wherever_it_lies(two_units, scores):
     assert (await scores.get(everything, ["n"]))["n"].tolist() == [5, 4, 3, 2, 1, 0, 0, 1, 2, 3, 4, 5]
 
 
+async def test_11_a_row_reads_back_while_it_moves(queue):
+    async with queue(units=3) as made:
+        partition = made.partition()
+        await partition.declare("grade", ["n"], writes=["score"])
+        rows = [row for n in range(30) for row in await partition.put({"n": np.arange(n, n + 4).reshape(1, 4)})]
+        leased = await partition.claim("grade", 9, timeout=5)
+        leaving = asyncio.create_task(made.units[1].leave())
+        reads = 0
+        while not leaving.done():
+            assert (await partition.get(rows, ["n"]))["n"][:, 0].tolist() == list(range(30))
+            reads += 1
+            await asyncio.sleep(0)
+        assert await leaving
+        assert reads
+        assert len(made.units[1].holdings) == 0
+        await made.stop_unit(1)
+        assert (await partition.get(rows, ["n"]))["n"][:, 3].tolist() == list(range(3, 33))
+        assert all(await partition.complete(leased, {"score": np.ones(9)}))
+        assert (await partition.get(leased, ["score"]))["score"].tolist() == [1.0] * 9
+        await made.restart_controller()
+        assert (await partition.get(rows, ["n"]))["n"][:, 0].tolist() == list(range(30))
+        await partition.clear(rows)
+        await made.until(lambda: made.held == 0)
+
+
 async def test_12_room_counts_bytes_and_a_rewrite_takes_none(queue):
     async with queue(units=1, limit=1 << 20) as made:
         partition = made.partition()

@@ -47,10 +47,10 @@ async def drained(crew, unit):
     await crew.left(f"unit-{unit}")
 
 
-async def serving(crew):
-    """Wait until all three units serve."""
+async def serving(crew, units=3):
+    """Wait until all units serve."""
     async with asyncio.timeout(30):
-        while [unit.state for unit in await crew.client.units_there(timeout=30)] != ["serving"] * 3:
+        while [unit.state for unit in await crew.client.units_there(timeout=30)] != ["serving"] * units:
             await asyncio.sleep(0.05)
 
 
@@ -92,3 +92,38 @@ async def test_whoever_dies_while_rows_move_each_sample_counts_once(crew, seed):
 
     await crew.start_queue(lease_s=2, units=3)
     await train(crew, move_and_kill(), seed=seed + 100)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("victim", ["source", "target", "controller"])
+async def test_a_move_that_is_cut_leaves_each_row_in_one_place_and_no_bytes_elsewhere(crew, victim):
+    await crew.start_queue(lease_s=60, units=2)
+    await serving(crew, 2)
+    await crew.create(*range(6))
+    rows = await crew.claim("rollout")
+    crew.stop("unit-1")
+    await crew.client.drain_unit(0, timeout=30)
+    await asyncio.sleep(0.3)
+    name = {"source": "unit-0", "target": "unit-1", "controller": "controller"}[victim]
+    await crew.kill(name)
+    await crew.start(name, *(["controller"] if victim == "controller" else ["unit", name[-1], LIMIT]))
+    if victim != "target":
+        crew.go_on("unit-1")
+    if victim == "source":
+        await serving(crew, 2)
+    else:
+        await crew.left("unit-0")
+    lost = {row.meta.key for row in rows if row.unit == {"source": 0, "target": 1}.get(victim)}
+    assert await crew.complete(rows, "response") == [row.meta.key not in lost for row in rows]
+    wanted = await crew.client.wanted(partition=P, known=-1, timeout=30)
+    assert {meta.key for meta in wanted.keys} == lost
+    if lost:
+        assert await crew.create(*{serial for serial, _ in lost}) == [True] * len(lost)
+        assert await crew.complete(await crew.claim("rollout"), "response") == [True] * len(lost)
+    done = await crew.claim("advantage")
+    assert len(done) == 12
+    assert all(await crew.client.drop(done, reason="test", timeout=30))
+    async with asyncio.timeout(30):
+        while any(unit.bytes or unit.rows for unit in await crew.client.units_there(timeout=30)):
+            await asyncio.sleep(0.05)
+    assert audit_ledger(crew.folder / "ledger").ok

@@ -1,17 +1,36 @@
 """Units that leave and come while the queue goes on, in this process."""
 
 import asyncio
+import itertools
 
+import msgspec
 import pytest
 
 from asyncflow.errors import StaleHandle
-from asyncflow.net.frames import Jagged
+from asyncflow.net.frames import Jagged, encode_batch
+from asyncflow.net.rpc import RpcClient
+from asyncflow.queue.protocol.runs import expand
+from asyncflow.queue.protocol.unit_calls import Numbers, PutRows
 
 P = "train"
 
 
 def rows_of(column):
     return [column.row(index).tolist() for index in range(len(column))]
+
+
+async def asked(unit, put):
+    """Put rows on that unit and on no other."""
+    client = RpcClient(name="test", resolve=unit.server.address)
+    try:
+        numbers, _ = await client.call_frames("unit.put", put, Numbers, timeout=10, frames=encoded(1)[1])
+    finally:
+        await client.close()
+    return msgspec.structs.replace(numbers, rows=expand(numbers.rows))
+
+
+def encoded(rows):
+    return encode_batch({"x": Jagged.from_rows([[5]] * rows, "int64")})
 
 
 def held(queue):
@@ -168,3 +187,32 @@ async def test_old_handles_of_open_rows_find_their_rows(cluster):
             while any(used for used, _ in budgets(queue).values()):
                 await asyncio.sleep(0.01)
         assert not any(held(queue).values())
+
+
+async def test_many_producers_with_few_puts_spread_rows_within_five_percent(cluster):
+    async with cluster(units=3) as queue:
+        serials = itertools.count(0, 2)
+        for number in range(24):
+            client = queue.connect(f"producer-{number}")
+            assert all(await queue.create(next(serials), client=client))
+            for rows in (1, 7, 3):
+                await client.put("open", {"x": Jagged.from_rows([[0]] * rows, "int64")}, timeout=10)
+        mean = sum(held(queue).values()) / 3
+        assert mean == 24 * (2 + 1 + 7 + 3) / 3
+        assert all(abs(count - mean) <= 0.05 * mean for count in held(queue).values())
+
+
+async def test_a_creation_that_comes_again_to_another_unit_is_known_and_frees_its_bytes(cluster):
+    async with cluster(units=2) as queue:
+        assert await queue.create(0) == [True, True]
+        assert held(queue) == {0: 2, 1: 0}
+        other = queue.connect("again")
+        assert await queue.create(0, client=other) == [False, False]
+        assert queue.units[1].put_bytes > 0
+        assert budgets(queue)[1] == (0, 0)
+        put = PutRows("open", 7 << 32, 1, encoded(1)[0], [], {}, 5.0)
+        numbers = [await asked(queue.units[index], put) for index in (0, 1)]
+        assert numbers[0].rows == numbers[1].rows
+        assert (numbers[0].new, numbers[1].new) == ([], [False])
+        assert held(queue) == {0: 3, 1: 0}
+        assert budgets(queue)[1] == (0, 0)

@@ -67,7 +67,13 @@ class Sharded:
         await stopping.close()
 
     async def start_unit(self, index):
-        self.units[index] = StorageUnit(index=index, limit_bytes=1 << 20, controller=lambda: self.of(0), shard=self.of)
+        self.units[index] = StorageUnit(
+            index=index,
+            limit_bytes=1 << 20,
+            controller=lambda: self.of(0),
+            shard=self.of,
+            peer=lambda other: self.address(self.units.get(other)),
+        )
         await self.units[index].start()
         await self.units[index].joined(10)
 
@@ -315,3 +321,28 @@ async def test_a_row_cleared_before_the_shard_knows_is_stale(queue):
     with pytest.raises(StaleHandle):
         await queue.client.fetch(leased, ["text"], timeout=10)
     assert await queue.complete(leased, "score") == [False]
+
+
+@pytest.mark.parametrize("restart", [None, 0, 1])
+async def test_rows_that_shards_have_leased_move_and_shards_say_where_they_lie(queue, restart):
+    await queue.start_unit(2)
+    rows = [row for _ in range(12) for row in await queue.put(2)]
+    leased = await queue.claim_all("grade", 24)
+    writing = asyncio.create_task(queue.complete(leased[:9], "score"))
+    leaving = asyncio.create_task(queue.units[1].leave())
+    if restart is not None:
+        await queue.stop_controller(restart)
+        await queue.start_controller(restart)
+    async with asyncio.timeout(20):
+        assert await leaving
+    assert all(await writing)
+    await queue.units.pop(1).close()
+    assert all(await queue.complete(leased[9:], "score"))
+    checked = await queue.claim_all("check", 24)
+    assert all(await queue.complete(checked, "mark"))
+    read = await queue.claim_all("read", 24)
+    assert {row.unit for row in read} == {0, 2}
+    fetched = await queue.client.fetch(rows, ["text", "score", "mark"], timeout=10)
+    assert [int(cell[0]) for cell in fetched["mark"].rows()] == rows
+    assert all(await queue.complete(read))
+    assert audit_ledgers(queue.folder / "ledger").ok
