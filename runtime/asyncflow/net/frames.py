@@ -92,10 +92,10 @@ def _lengths(columns: Mapping[str, Jagged], rows: int) -> bytes | Array:
     short = max(sizes, default=0) <= _LONGEST_SHORT
     if rows == 1:
         return struct.pack(f"<{len(sizes)}{'I' if short else 'q'}", *sizes)
-    lengths = np.empty((len(sizes), rows), _SHORT if short else _LONG)
+    lengths = np.empty((len(sizes), rows), _LONG)
     for row, column in zip(lengths, columns.values(), strict=True):
-        np.subtract(column.offsets[1:], column.offsets[:-1], out=row, casting="unsafe")
-    return lengths
+        np.subtract(column.offsets[1:], column.offsets[:-1], out=row)
+    return lengths.astype(_SHORT) if short else lengths
 
 
 def decode_batch(header: BatchHeader, frames: Sequence[Buffer], *, max_bytes: int) -> dict[str, Jagged]:

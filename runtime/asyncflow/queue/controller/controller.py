@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -88,6 +89,7 @@ class Controller:
         self._parked: dict[str, dict[_Waiter, None]] = {}
         self._deadlines = Deadlines()
         self._alarm: asyncio.TimerHandle | None = None
+        self._due = math.inf
         self.part = Alone(self)
         if index:
             self.part = Shard(self, address=address, keys=keys)
@@ -279,14 +281,15 @@ class Controller:
         """Have the alarm ring no later than the first deadline; it may ring for nothing."""
         lease, unit = self.table.claims.next_deadline, self.sessions.next_deadline
         due = unit if lease is None or (unit is not None and unit < lease) else lease
-        if due is None or (self._alarm is not None and self._alarm.when() <= due):
+        if due is None or self._due <= due:
             return
         if self._alarm is not None:
             self._alarm.cancel()
+        self._due = due
         self._alarm = asyncio.get_running_loop().call_at(due, self._on_alarm, due)
 
     def _on_alarm(self, due: float) -> None:
-        self._alarm, now = None, self.now()
+        self._alarm, self._due, now = None, math.inf, self.now()
         if now - due > _STOPPED_S:
             log.warning("this process did not run for %.1f s: leases are extended", now - due)
             self.table.claims.extend_all(now)

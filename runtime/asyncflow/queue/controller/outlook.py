@@ -57,7 +57,9 @@ def waits(table: Table, now: float) -> Iterator[tuple[str, str, Unready]]:
 
 def oldest_unready(partition: Partition) -> dict[str, Row]:
     """Give, by task, the oldest living row that has not got all columns that the task needs."""
-    left, found = dict(partition.queues), dict[str, Row]()
+    found: dict[str, Row] = {}
+    living = partition.counts[State.LIVE]
+    left = {task: queue for task, queue in partition.queues.items() if queue.index.weight + queue.busy < living}
     for group in islice(partition.groups.values(), MOST):
         if not left:
             break

@@ -216,4 +216,4 @@ class Sessions:
     @property
     def next_deadline(self) -> float | None:
         """When ``lose_silent`` is to be called next."""
-        return min((unit.seen + self._lost_s for unit in self._units.values()), default=None)
+        return min([unit.seen for unit in self._units.values()]) + self._lost_s if self._units else None

@@ -100,7 +100,7 @@ class HeldRow:
     @property
     def promise(self) -> int:
         """Bytes that are kept for it."""
-        return promised(self.outputs, [name for piece in self.whole for name in piece.columns])
+        return promised(self.outputs, [name for piece in self.whole for name in piece.columns]) if self.outputs else 0
 
 
 @dataclass(slots=True, eq=False)
