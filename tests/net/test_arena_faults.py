@@ -41,14 +41,15 @@ def own() -> list[str]:
     return names
 
 
-def left_in_files() -> tuple[set[str], set[str]]:
-    """Give what lies in /dev/shm, and which names of ours there are in the abstract namespace."""
-    named = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@asyncflow/" in line}
-    return set(os.listdir("/dev/shm")), named
+def is_left(address: str) -> bool:
+    """Tell whether a file of ours lies in /dev/shm, or a server's name is still taken."""
+    named = f"@asyncflow/{address.removeprefix('tcp://')}" in Path("/proc/net/unix").read_text()
+    return named or any("asyncflow" in name for name in os.listdir("/dev/shm"))
 
 
-def shared_pages(process: int) -> int:
-    return int(Path(f"/proc/{process}/statm").read_text().split()[2])
+def shared_memory(process: int) -> str:
+    status = Path(f"/proc/{process}/status").read_text()
+    return next(line for line in status.splitlines() if line.startswith("RssShmem"))
 
 
 async def until_none(process: int) -> None:
@@ -58,10 +59,9 @@ async def until_none(process: int) -> None:
 
 
 async def test_callers_that_are_killed_while_they_move_bytes_leave_nothing_behind(spawn: Any) -> None:
-    before = left_in_files()[0]
     server = spawn("echo", BIND)
     seed = random.Random(7)
-    resident = []
+    resident = [shared_memory(server.process.pid)]
     for _ in range(8):
         mover = await asyncio.to_thread(spawn, "mover", server.said)
         assert mover.said == "moving"
@@ -69,18 +69,19 @@ async def test_callers_that_are_killed_while_they_move_bytes_leave_nothing_behin
         await asyncio.sleep(seed.random() * 0.03)
         mover.kill()
         await until_none(server.process.pid)
-        resident.append(shared_pages(server.process.pid))
-    assert resident[-1] <= max(resident[:3]) + 100
-    assert left_in_files()[0] == before
+        resident.append(shared_memory(server.process.pid))
+    assert len(set(resident)) == 1
     client = RpcClient(name="client", resolve=server.said)
     _, frames = await client.call_frames("add", Number(value=1), Number, timeout=20, frames=[FRAME])
     assert frames[0] == FRAME.cast("B")
     await client.close()
     await until_none(server.process.pid)
+    assert is_left(server.said)
+    server.kill()
+    assert not is_left(server.said)
 
 
 async def test_servers_that_are_killed_while_they_move_bytes_leave_nothing_behind(spawn: Any) -> None:
-    before = left_in_files()
     seed = random.Random(8)
     for _ in range(4):
         server = await asyncio.to_thread(spawn, "echo", BIND)
@@ -103,7 +104,7 @@ async def test_servers_that_are_killed_while_they_move_bytes_leave_nothing_behin
         link.close()
         await client.close()
         await until_none(os.getpid())
-    assert left_in_files() == before
+        assert not is_left(server.said)
 
 
 def keep_moving(link: Any) -> None:

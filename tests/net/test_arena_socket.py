@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import re
+import select
 import socket
 import subprocess
 import sys
@@ -17,9 +18,11 @@ import numpy as np
 import pytest
 from msgspec import Struct
 
+from asyncflow.errors import AsyncFlowError
 from asyncflow.net import answering, arena, arena_socket
 from asyncflow.net.arena_socket import SHARED_MEMORY_ENV
-from asyncflow.net.handshake import WELCOME_SIZE, Handshake
+from asyncflow.net.handshake import HELLO_SIZE, WELCOME_SIZE, Handshake
+from asyncflow.net.hosts import host_and_port
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient, RpcServer
 from asyncflow.net.stream_link import StreamLink
@@ -181,6 +184,60 @@ async def test_a_name_that_somebody_else_has_taken_costs_nothing_but_speed(
         monkeypatch.setattr(arena_socket, "_is_ours", lambda _: False)
         await moves(server)
     assert made == []
+    await server.close()
+
+
+class Relay(threading.Thread):
+    """Has taken the name of a server, and passes all that callers say on to that server. heard: what they said."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(daemon=True)
+        self.heard = bytearray()
+        self._to = host_and_port(address)
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(arena_socket._name(address))
+        self._socket.listen()
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self._pass_on(self._socket.accept()[0])
+
+    def _pass_on(self, caller: socket.socket) -> None:
+        assert socket.recv_fds(caller, 4, 0)[0] == b"AFm1"
+        with caller, socket.create_connection(self._to) as server:
+            while True:
+                for one in select.select([caller, server], [], [], 10)[0]:
+                    said = one.recv(1 << 16)
+                    if not said:
+                        return
+                    if one is caller:
+                        self.heard += said
+                    (server if one is caller else caller).sendall(said)
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+async def test_who_has_taken_a_name_learns_nothing_by_passing_on_what_it_hears(keyed: bool, tmp_path: Path) -> None:
+    keys = Keys.generate(tmp_path / "key") if keyed else None
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    relay = Relay(address)
+    server = RpcServer(name="server", bind=address, keys=keys)
+    server.route("add", Number, add)
+    await server.start()
+    relay.start()
+    client = RpcClient(name="client", resolve=address, keys=keys)
+    with contextlib.suppress(AsyncFlowError):
+        await client.call_frames("add", Number(value=1), Number, timeout=2, frames=[b"unmistakable"])
+    assert (b"unmistakable" in relay.heard) is not keyed
+    assert len(relay.heard) >= HELLO_SIZE
+    assert server.counters.calls["add"] == 1
+    await client.close()
+    relay.close()
     await server.close()
 
 

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import resource
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -185,6 +187,40 @@ async def test_a_peer_that_does_not_shake_hands_is_cut_off(monkeypatch: Any) -> 
     await server.close()
 
 
+def half_way(server: RpcServer) -> list[weakref.ref[Any]]:
+    """Give the boxes of the only peer of a server, once there is something in them."""
+    assert server._door is not None
+    for peer in server._door._peers.values():
+        if peer._inbox is not None and peer.outbox is not None and (peer._inbox._filled or not peer.outbox.idle):
+            return [weakref.ref(peer._inbox), weakref.ref(peer.outbox)]
+    return []
+
+
+@pytest.mark.parametrize("asks", [False, True])
+async def test_what_a_connection_held_goes_with_it_without_the_garbage_collector(asks: bool) -> None:
+    server = await serve()
+    gone = stranger(server)
+    await greet(gone)
+    outbox = Outbox(seal=None)
+    call = wire.encode(wire.Call(1, "add", 60.0, 1))
+    outbox.push(1, [call, wire.encode(Number(value=1)), bytes(20_000_000)])
+    first, frame = outbox.views()
+    gc.disable()
+    try:
+        gone.setblocking(True)
+        await asyncio.to_thread(gone.sendall, first)
+        await asyncio.to_thread(gone.sendall, frame if asks else memoryview(frame)[:10_000_000])
+        await until(lambda: server.counters.calls["add"] == asks)
+        await until(lambda: bool(half_way(server)))
+        boxes = half_way(server)
+        gone.close()
+        await until(lambda: not any(box() for box in boxes))
+    finally:
+        gc.enable()
+    assert await serves(server)
+    await server.close()
+
+
 async def test_huge_declared_sizes_take_no_memory_and_end_the_stream() -> None:
     server = await serve(max_message=1 << 30)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -245,6 +281,23 @@ async def test_who_does_not_read_what_it_asks_for_is_cut_off(monkeypatch: Any) -
     await until(lambda: server.counters.dropped["peer"] == 1)
     greedy.close()
     assert await serves(server)
+    await server.close()
+
+
+async def test_a_large_part_that_comes_in_small_pieces_is_there_with_its_last_byte(keys: Keys | None) -> None:
+    server = await serve(keys)
+    handshake = Handshake(keys)
+    with stranger(server) as slow:
+        slow.send(handshake.hello())
+        slow.send(handshake.welcomed(await welcomed(slow)))
+        outbox = Outbox(seal=handshake.outgoing)
+        for call, size in enumerate((1_300_000, 70_000, 3, 600_000)):
+            header, body = wire.encode(wire.Call(call, "add", 60.0, 1)), wire.encode(Number(value=1))
+            outbox.push(call, [header, body, bytes(size)])
+            while views := outbox.views():
+                outbox.sent(slow.send(views[0][:50_000]))
+                await asyncio.sleep(0.001)
+            await until(lambda call=call: server.counters.calls["add"] == call + 1)  # type: ignore[misc]
     await server.close()
 
 

@@ -159,3 +159,10 @@ def test_whatever_bytes_come_the_answer_is_a_protocol_error(came, keys):
             take(came)
     with pytest.raises(ProtocolError):
         Handshake(keys).welcome(b"AFs2" + came if keys is None else b"AFp2" + came)
+
+
+def test_a_step_out_of_turn_ends_the_handshake():
+    with pytest.raises(ProtocolError, match="before the hello"):
+        Handshake(OURS).proved(bytes(PROOF_SIZE))
+    with pytest.raises(ProtocolError, match="ended"):
+        Handshake(OURS).welcomed(Handshake(OURS).welcome(Handshake(OURS).hello()))

@@ -115,9 +115,9 @@ class Followed:
         self.attend()
         self.shard.start()
 
-    @rule(most=st.integers(1, 4), then=st.sampled_from(["hold", "complete", "return"]))
+    @rule(most=st.integers(1, 4), then=st.sampled_from(["hold", "complete", "return", "restart"]))
     def claim_at_shard(self, most, then):
-        self.attend()
+        self.catch_up()
         self.tickets_of_shard += 1
         claim = Claim(self.partition_name, TASK, "w", f"s{self.tickets_of_shard}", max_rows=most)
         lot = self.shard.table.claims.grant(claim, 0.0)
@@ -126,7 +126,9 @@ class Followed:
         assert self.finished.isdisjoint(lot.rows)
         self.lots.append(lot)
         if then != "hold":
-            self.end_lot(lot, good=then == "complete")
+            self.end_lot(lot, good=then != "return")
+        if then == "restart":
+            self.shard.start()
 
     @rule(data=st.data(), good=st.booleans())
     def end_at_shard(self, data, good):

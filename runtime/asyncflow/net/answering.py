@@ -16,7 +16,7 @@ from asyncflow.errors import AsyncFlowError, ProtocolError
 from asyncflow.net import arena_socket
 from asyncflow.net.flow import Flow, tune
 from asyncflow.net.frames import Buffer
-from asyncflow.net.handshake import HELLO_SIZE, PROOF_SIZE, Handshake
+from asyncflow.net.handshake import HELLO_SIZE, PROOF_SIZE
 from asyncflow.net.keys import Keys
 from asyncflow.net.stream import Inbox, Outbox, staging
 
@@ -119,7 +119,7 @@ class Answering:
         self._loop.call_later(_SHAKE_S, self._cut_off_stranger, peer)
 
     def _shaking(self, peer: int, socket: sockets.socket) -> Callable[[bytes], tuple[Inbox, Outbox] | int]:
-        handshake = Handshake(self._keys)
+        handshake = arena_socket.shaking(socket, self._keys)
         greeted = False
 
         def shake(came: bytes) -> tuple[Inbox, Outbox] | int:

@@ -22,6 +22,7 @@ from asyncflow.errors import ProtocolError
 from asyncflow.net import arena_stream
 from asyncflow.net.arena import Arena
 from asyncflow.net.handshake import Handshake
+from asyncflow.net.keys import Keys
 from asyncflow.net.stream import Inbox, Outbox
 
 SHARED_MEMORY_ENV = "ASYNCFLOW_SHARED_MEMORY"
@@ -33,8 +34,9 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class ArenaSocket(socket.socket):
-    """A stream socket to a peer of this host. arena: None before it came."""
+    """A stream socket to a peer of this host. name: of the listening side; arena: None before it came."""
 
+    name = ""
     arena: Arena | None = None
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
@@ -66,6 +68,15 @@ class ArenaSocket(socket.socket):
         weakref.finalize(self, arena.close)
 
 
+def shaking(peer: socket.socket, keys: Keys | None) -> Handshake:
+    """Begin to shake hands.
+
+    On this host the name of the place is part of the secret. So who has taken the name of a server cannot pass on what
+    it is told to that server, or to another one, and be taken for it.
+    """
+    return Handshake(keys, place=peer.name if isinstance(peer, ArenaSocket) else "")
+
+
 def boxes(peer: socket.socket, handshake: Handshake, *, most: int, staging: memoryview) -> tuple[Inbox, Outbox]:
     """Give what messages come through and go through, now that hands were shaken. most, staging: see ``Inbox``.
 
@@ -82,6 +93,7 @@ def dialled(address: str) -> ArenaSocket | None:
     if name is None:
         return None
     made = ArenaSocket(socket.AF_UNIX)
+    made.name = name.decode()
     try:
         made.setblocking(False)
         made.connect(name)
@@ -115,7 +127,10 @@ def accepted(caller: socket.socket) -> ArenaSocket | None:
     if not _is_ours(caller):
         caller.close()
         return None
-    return ArenaSocket(fileno=caller.detach())
+    name = caller.getsockname()
+    made = ArenaSocket(fileno=caller.detach())
+    made.name = name.decode()
+    return made
 
 
 def _is_ours(peer: socket.socket) -> bool:

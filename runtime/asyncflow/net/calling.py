@@ -13,7 +13,7 @@ from asyncflow.errors import AsyncFlowError
 from asyncflow.net import arena_socket
 from asyncflow.net.flow import SILENT, UNSHAKEN, Deliver, Flow, in_words, tune
 from asyncflow.net.frames import Buffer
-from asyncflow.net.handshake import WELCOME_SIZE, Handshake
+from asyncflow.net.handshake import WELCOME_SIZE
 from asyncflow.net.hosts import host_and_port, look_up
 from asyncflow.net.keys import Keys
 from asyncflow.net.stream import Inbox, Outbox, staging
@@ -121,7 +121,7 @@ class Calling:
 
     async def _opened(self, socket: sockets.socket) -> bool:
         """Shake hands, and say whether it worked."""
-        handshake, shaken = Handshake(self._keys), self._loop.create_future()
+        handshake, shaken = arena_socket.shaking(socket, self._keys), self._loop.create_future()
 
         def shake(welcome: bytes) -> tuple[Inbox, Outbox]:
             socket.send(handshake.welcomed(welcome))

@@ -82,6 +82,10 @@ class Flow:
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
             self._socket.close()
+            if self._inbox is not None:
+                self._inbox.close()
+            if self.outbox is not None:
+                self.outbox.close()
 
     def _read(self) -> None:
         """Deliver what came, but not for ever."""

@@ -5,9 +5,10 @@
                           <-       welcome = magic, nonce, share, answerer's proof
     caller's proof                                    ->       listens if it is right
 
-``secret`` is derived from the job's key. A nonce is 16 random bytes. A share is the public half of a new X25519 key,
-whose other half never leaves the process and is dropped when the handshake ends. The mac is HMAC-SHA256 under the
-secret, of what stands before it in the hello. From the hello and the welcome without its proof, each side computes
+``secret`` is derived from the job's key, within a host from the name of the place too. A nonce is 16 random bytes. A
+share is the public half of a new X25519 key, whose other half never leaves the process and is dropped when the
+handshake ends. The mac is HMAC-SHA256 under the secret, of what stands before it in the hello. From the hello and the
+welcome without its proof, each side computes
 
     root    = HMAC-SHA256(secret, X25519 of both shares)                           HKDF-Extract of RFC 5869
     derived = HMAC-SHA256(root, purpose, SHA-256(hello, welcome), 1)               HKDF-Expand, one block
@@ -57,18 +58,18 @@ _HINT = "Do both sides hold the key of this job?"
 
 
 class Handshake:
-    """One connection's. keys: of the job, None for plain text.
+    """One connection's. keys: of the job, None for plain text; place: where it is, if hands may be shaken only there.
 
     The caller sends ``hello`` and answers the welcome by ``welcomed``; the other answers by ``welcome`` and ``proved``.
     outgoing, incoming: the seals of what is sent and what comes, None in plain text.
     """
 
-    def __init__(self, keys: Keys | None) -> None:
-        self._secret = None if keys is None else keys.derived("streams")
+    def __init__(self, keys: Keys | None, *, place: str = "") -> None:
+        self._secret = None if keys is None else keys.derived(f"streams{place}")
         self._magic = _PLAIN if keys is None else _SEALED
         self._share: X25519PrivateKey | None = None
         self._said = b""
-        self._proof = _NOTHING
+        self._proof: bytes | None = None
         self.outgoing: Seal | None = None
         self.incoming: Seal | None = None
 
@@ -87,6 +88,8 @@ class Handshake:
 
     def proved(self, proof: bytes) -> None:
         """Take in what the caller made of the welcome. ProtocolError where it does not hold the key."""
+        if self._proof is None:
+            raise ProtocolError("a proof came before the hello")
         self._expect(self._proof, proof)
 
     def welcomed(self, welcome: bytes) -> bytes:
@@ -122,8 +125,10 @@ class Handshake:
     def _agreed(self, hello: bytes, welcome: bytes, *, theirs: bytes) -> tuple[bytes, bytes, Seal | None, Seal | None]:
         """Give the proofs of answerer and caller, and the seals of what caller and answerer send."""
         share, self._share = self._share, None
-        if self._secret is None or share is None:
+        if self._secret is None:
             return _NOTHING, _NOTHING, None, None
+        if share is None:
+            raise ProtocolError("a handshake has ended already")
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
 
         try:

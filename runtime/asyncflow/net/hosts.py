@@ -13,10 +13,11 @@ import threading
 from concurrent.futures import Future
 from typing import Any, TypeAlias
 
-from asyncflow.errors import Refused
+from asyncflow.errors import ManifestError, Refused
 
 SCHEME = "tcp://"
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - compared with, and bound to where the address says so
+_LAST_PORT = 65_535
 _ALL = (EVERYWHERE, "::", "*", "")
 
 Place: TypeAlias = tuple[socket.AddressFamily, tuple[Any, ...]]
@@ -28,10 +29,13 @@ _under_way: dict[tuple[int, str, int], Future[list[Place]]] = {}
 def host_and_port(address: str) -> tuple[str, int]:
     """Give what ``address`` names, ``tcp://HOST:PORT``: an IPv6 host in brackets; ``*`` is any host, or any port (0).
 
-    Raises ValueError where it has no port.
+    Raises ManifestError where it is none.
     """
     host, _, port = address.removeprefix(SCHEME).rpartition(":")
-    return EVERYWHERE if host == "*" else host.strip("[]"), 0 if port == "*" else int(port)
+    number = "0" if port == "*" else port
+    if not (address.startswith(SCHEME) and host and number.isdecimal() and int(number) <= _LAST_PORT):
+        raise ManifestError(f"{address!r} is no address", hint=f"An address is {SCHEME}HOST:PORT")
+    return EVERYWHERE if host == "*" else host.strip("[]"), int(number)
 
 
 def address_of(host: str, port: int) -> str:

@@ -20,14 +20,16 @@ _BACKLOG = 1024
 async def listen(bind: str, *, name: str, advertise: str) -> tuple[str, socket.socket]:
     """Listen at ``bind``, for whoever has that ``name``; give the address that others dial, and the socket.
 
-    advertise: the host that others dial, where that is another. Raises Refused where it cannot listen there.
+    advertise: the host that others dial, where that is another. Raises Refused where it cannot listen there, and
+    ManifestError where that is no address.
     """
+    where = host_and_port(bind)
     deadline = asyncio.get_running_loop().time() + _BIND_S
     try:
         async with asyncio.timeout_at(deadline):
-            place = (await asyncio.wrap_future(look_up(*host_and_port(bind))))[0]
+            place = (await asyncio.wrap_future(look_up(*where)))[0]
         made = await _bound(place, deadline)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         hint = "Another process may hold that address; choose another or end that process"
         raise Refused(f"cannot listen at {bind}: {error}", where=name, hint=hint) from error
     try:

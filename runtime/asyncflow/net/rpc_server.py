@@ -90,7 +90,7 @@ class RpcServer:
         self._routes: dict[str, _Route] = {}
         self._running: dict[tuple[int, int], Awaited] = {}
         self._deadlines = Deadlines()
-        self._door: Answering | None = None
+        self._streams: Answering | None = None
 
     def route(self, method: str, request: type[Struct], handler: Handler) -> None:
         """Answer calls of ``method`` by ``handler``; their bodies must be a ``request``."""
@@ -113,7 +113,7 @@ class RpcServer:
         An address still held by a predecessor that is just dying is waited for; Refused when it does not come free.
         """
         self._address, socket = await listen(self._bind, name=self.name, advertise=self._advertise)
-        self._door = Answering(
+        self._streams = Answering(
             socket,
             nearby=arena_socket.listening(self._address),
             keys=self._keys,
@@ -125,9 +125,9 @@ class RpcServer:
 
     async def close(self) -> None:
         """Cancel all handlers and close the socket, within a second; callers see ``PeerLost``."""
-        if self._door is None:
+        if self._streams is None:
             return
-        self._door.close()
+        self._streams.close()
         running = list(self._running.values())
         for work in running:
             work.cancel()
@@ -216,8 +216,8 @@ class RpcServer:
         self._send(peer, header, [wire.encode(wire.Failure(header.call)), wire.encode(error.to_wire())])
 
     def _send(self, peer: int, header: wire.Call, parts: Sequence[Buffer]) -> None:
-        if self._door is not None and not self._door.closed:
-            self._door.send(peer, header.call, parts)
+        if self._streams is not None and not self._streams.closed:
+            self._streams.send(peer, header.call, parts)
 
     def _cut_off(self, why: str) -> None:
         self.counters.dropped["peer"] += 1

@@ -85,7 +85,8 @@ class Inbox:
     @property
     def worth(self) -> int:
         """Bytes that come for sure, and for which a reader may wait: to be woken for each packet costs more than it."""
-        return min(len(self._target) - self._filled, _WORTH) if self._direct else 1
+        left = len(self._target) - self._filled
+        return min(left, _WORTH) if left >= _DIRECT else 1
 
     def took(self, count: int) -> list[list[memoryview]]:
         """Take in ``count`` bytes that were put into ``room``; give the messages that are whole now."""
@@ -103,6 +104,11 @@ class Inbox:
                 self._fill(step)
         whole, self._whole = self._whole, []
         return whole
+
+    def close(self) -> None:
+        """Let go of what has not come whole; nothing more comes."""
+        self._reader.close()
+        self._target = _TO_COME
 
     def _take_blocks(self, begin: int, count: int) -> int:
         """Take the blocks that lie whole in the staging memory from ``begin`` on; give where the rest begins.
@@ -240,6 +246,12 @@ class Outbox:
                 return
             count -= len(first)
             self._views.popleft()
+
+    def close(self) -> None:
+        """Let go of what did not go; nothing more goes."""
+        self._messages.clear()
+        self._views.clear()
+        self._pieces = None
 
     @property
     def idle(self) -> bool:

@@ -21,7 +21,7 @@ from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, Protoco
 from asyncflow.net import arena_socket, wire
 from asyncflow.net.flow import SILENT, UNSHAKEN, in_words, tune, wait_for
 from asyncflow.net.frames import Buffer
-from asyncflow.net.handshake import WELCOME_SIZE, Handshake
+from asyncflow.net.handshake import WELCOME_SIZE
 from asyncflow.net.hosts import host_and_port, look_up
 from asyncflow.net.keys import Keys
 from asyncflow.net.stream import Inbox, Outbox, staging
@@ -200,7 +200,7 @@ class StreamLink:
 
     def _shake(self, socket: sockets.socket) -> None:
         tune(socket)
-        handshake = Handshake(self._keys)
+        handshake = arena_socket.shaking(socket, self._keys)
         socket.sendall(handshake.hello())
         welcome = b""
         while len(welcome) < WELCOME_SIZE:
