@@ -1,15 +1,31 @@
 """What holds for all tests: the same examples each time, no bound on how long one takes on a busy machine."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
-LONGEST = ("cluster", "system", "processes")
-"""Folders whose tests begin first, so that at the end no worker waits for one of them."""
+TOGETHER = "tests/cluster/"
+"""Tests that one worker runs, which then has the one control plane of each kind."""
+LONGEST = ("system", "processes")
+"""Folders whose tests begin next, so that at the end no worker waits for one of them."""
 
 settings.register_profile("asyncflow", deadline=None, derandomize=True)
 settings.load_profile("asyncflow")
+
+
+class Scheduling(LoadScopeScheduling):
+    """What belongs together is begun first; everything else goes to whoever is free."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return TOGETHER if nodeid.startswith(TOGETHER) else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(trylast=True)

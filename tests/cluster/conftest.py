@@ -30,11 +30,7 @@ _serial = itertools.count(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of this folder in one worker, which then has the one control plane of each kind."""
     items.sort(key=lambda item: item.path.name == LAST)
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("cluster"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
