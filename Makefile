@@ -22,9 +22,9 @@ contracts: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/asyncflow crds --check
 
-# Three workers: most tests wait for processes. What shares a control plane stays together (tests/conftest.py).
+# Four workers: most tests wait for processes. What shares a control plane stays together (tests/conftest.py).
 pytest: $(STAMP) kube
-	$(BIN)/python -m pytest -m "not slow" -n 3 --durations 25
+	$(BIN)/python -m pytest -m "not slow" -n 4 --durations 25
 
 # A real API server and KWOK from pinned Go modules, built once and kept by version (hack/kube/build.py).
 kube: $(STAMP)

@@ -189,8 +189,8 @@ async def test_a_peer_that_does_not_shake_hands_is_cut_off(monkeypatch: Any) -> 
 
 def half_way(server: RpcServer) -> list[weakref.ref[Any]]:
     """Give the boxes of the only peer of a server, once there is something in them."""
-    assert server._door is not None
-    for peer in server._door._peers.values():
+    assert server._streams is not None
+    for peer in server._streams._peers.values():
         if peer._inbox is not None and peer.outbox is not None and (peer._inbox._filled or not peer.outbox.idle):
             return [weakref.ref(peer._inbox), weakref.ref(peer.outbox)]
     return []

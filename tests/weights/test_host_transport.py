@@ -120,7 +120,9 @@ async def test_a_holder_that_closes_is_lost_at_once(served):
         await transport.close()
 
     route = transport._server._routes["weights.fetch"]
-    transport._server._routes["weights.fetch"] = route._replace(now=None, later=close_then_answer)
+    transport._server._routes["weights.fetch"] = route._replace(
+        handler=lambda call, frames: asyncio.ensure_future(close_then_answer(call, frames))
+    )
     with pytest.raises((PeerLost, RemoteError)):
         await pull(source, [Region(tensor="w", box=Box((0, 0), (1, 1)), itemsize=8)])
 
