@@ -1,6 +1,6 @@
 """The host transport by itself, and the memory that it serves."""
 
-from __future__ import annotations
+from __future__ import asyncio
 
 import numpy as np
 import pytest
