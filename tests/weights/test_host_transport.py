@@ -1,6 +1,8 @@
 """The host transport by itself, and the memory that it serves."""
 
-from __future__ import asyncio
+from __future__ import annotations
+
+import asyncio
 
 import numpy as np
 import pytest
