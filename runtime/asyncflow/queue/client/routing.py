@@ -45,19 +45,16 @@ def at_homes(
 
     def part(unit: int, indices: list[int]) -> Verb[list[tuple[list[int], T | None]]]:
         def attempt() -> Verb[list[tuple[list[int], T | None]]]:
-            if unit in verbs.units():
-                try:
-                    return [(indices, (yield from send(unit, indices, left_of(deadline, verbs.clock))))]
-                except Elsewhere as moved:
-                    reason = str(moved)
-            else:
-                reason = "no such unit is there"
-            found = yield from where(indices)
-            if found.keys() == {unit}:
-                if unit in verbs.units():
-                    raise PeerLost(f"rows are on their way: {reason}", where=f"storage unit {unit}")
-                seconds = min(_AWAITED_S, left_of(deadline, verbs.clock))
-                return [(indices, (yield from send(unit, indices, seconds)))]
+            there = unit in verbs.units()
+            if not there and (found := (yield from where(indices))).keys() != {unit}:
+                return (yield from spread(found))
+            seconds = left_of(deadline, verbs.clock)
+            try:
+                return [(indices, (yield from send(unit, indices, seconds if there else min(_AWAITED_S, seconds))))]
+            except Elsewhere as moved:
+                found = yield from where(indices)
+                if found.keys() == {unit}:
+                    raise PeerLost(f"rows are on their way: {moved}", where=f"storage unit {unit}") from moved
             return (yield from spread(found))
 
         left = left_of(deadline, verbs.clock)
