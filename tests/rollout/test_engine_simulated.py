@@ -68,3 +68,11 @@ def test_options_are_checked():
 def test_needs_no_torch():
     code = "import sys, asyncflow.rollout.engines.simulated; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+async def test_a_sample_that_was_claimed_again_may_run_twice_at_once():
+    engine = simulated(2, token_s=0.001)
+    await engine.load(Version(0, 0), {})
+    first, second = await asyncio.gather(engine.generate(request(0)), engine.generate(request(0)))
+    assert first.ids.tolist() == second.ids.tolist()
+    assert engine.stats().running == 0

@@ -57,7 +57,7 @@ class SimulatedEngine(RolloutEngine):
         self._set = read_options(self.options, SimulatedOptions, where=OPTIONS)
         self.weights: dict[str, NDArray[Any]] = {}
         self._seats = asyncio.Semaphore(self.slots)
-        self._running: dict[tuple[str, SampleKey], asyncio.Event] = {}
+        self._running: dict[asyncio.Event, tuple[str, SampleKey]] = {}
         self._waiting = 0
         self._tokens: Counter[str] = Counter()
         self._busy_s = 0.0
@@ -95,15 +95,14 @@ class SimulatedEngine(RolloutEngine):
             )
         version, length = self.version, self._length(request)
         seconds = (self._set.prefill_s + length * self._set.token_s) * self._set.time_scale
-        name, aborted = (request.purpose, request.key), asyncio.Event()
-        began = time.monotonic()
+        aborted, began = asyncio.Event(), time.monotonic()
         if not self._running:
             self._busy_since = began
-        self._running[name] = aborted
+        self._running[aborted] = request.purpose, request.key
         try:
             await _sleep_unless(aborted, seconds)
         finally:
-            del self._running[name]
+            del self._running[aborted]
             if not self._running:
                 self._busy_s += time.monotonic() - self._busy_since
         finish: Finish = "length" if length == request.max_tokens else "stop"
@@ -133,9 +132,10 @@ class SimulatedEngine(RolloutEngine):
 
     async def abort(self, keys: Iterable[SampleKey], *, purpose: str = "train") -> None:
         """End these sequences now."""
-        for key in keys:
-            if (event := self._running.get((purpose, key))) is not None:
-                event.set()
+        ended = {(purpose, key) for key in keys}
+        for aborted, name in self._running.items():
+            if name in ended:
+                aborted.set()
 
     def stats(self) -> EngineStats:
         """Give the counters."""
@@ -150,8 +150,8 @@ class SimulatedEngine(RolloutEngine):
     async def close(self) -> None:
         """End what runs as aborted."""
         self._closed = True
-        for event in self._running.values():
-            event.set()
+        for aborted in self._running:
+            aborted.set()
 
 
 async def _sleep_unless(event: asyncio.Event, seconds: float) -> None:
