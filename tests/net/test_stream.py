@@ -131,21 +131,3 @@ def test_a_message_can_be_taken_back_until_its_first_byte_was_asked_for():
     outbox.views()
     assert not outbox.withdraw("a")
     assert receive(Inbox(most=MOST, seal=None, staging=staging()), sent(outbox)) == [[b"a"]]
-
-
-@settings(max_examples=100)
-@given(message_sizes, step_sizes, st.booleans())
-def test_what_a_reader_waits_for_comes_for_sure_and_is_more_than_a_byte_only_inside_a_large_piece(sizes, steps, sealed):
-    mine, theirs = seals(sealed)
-    outbox, inbox = Outbox(seal=mine), Inbox(most=MOST, seal=theirs, staging=staging())
-    for key, of in enumerate(sizes):
-        outbox.push(key, parts_of(of))
-    stream, at, steps = sent(outbox), 0, iter(steps)
-    while at < len(stream):
-        assert 1 <= inbox.worth <= len(stream) - at
-        assert inbox.worth == 1 or len(inbox.room()) >= inbox.worth
-        step = min(next(steps, len(stream)), len(inbox.room()), len(stream) - at)
-        inbox.room()[:step] = stream[at : at + step]
-        inbox.took(step)
-        at += step
-    assert inbox.worth == 1

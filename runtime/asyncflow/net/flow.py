@@ -33,11 +33,6 @@ def tune(made: sockets.socket) -> None:
     made.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_USER_TIMEOUT, _LOST_MS)
 
 
-def wait_for(made: sockets.socket, count: int) -> None:
-    """Take ``made`` for readable when ``count`` bytes have come, or none will come any more."""
-    made.setsockopt(sockets.SOL_SOCKET, sockets.SO_RCVLOWAT, count)
-
-
 def in_words(error: OSError) -> str:
     """Say why a connection was not made."""
     if isinstance(error, ConnectionRefusedError):
@@ -70,7 +65,6 @@ class Flow:
         self._inbox: Inbox | None = None
         self._deliver = deliver
         self._lost = lost
-        self._worth = 1
         self._writing = False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(socket, self._read)
@@ -116,9 +110,6 @@ class Flow:
             self._fail(ProtocolError("there is no memory for what a peer wants to send"))
         if self.outbox is not None and self.outbox.due:
             self.flush()
-        if self._inbox is not None and self._inbox.worth != self._worth and not self.closed:
-            self._worth = self._inbox.worth
-            wait_for(self._socket, self._worth)
 
     def flush(self) -> None:
         """Send what the stream takes now; the rest follows when it takes more."""

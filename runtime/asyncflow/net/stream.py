@@ -28,7 +28,6 @@ MAX_PARTS = 1 << 17
 _CHUNK = 1 << 20
 _DIRECT = 1 << 14
 """Missing bytes from which on they are received where they stay."""
-_WORTH = 1 << 19
 _AHEAD = 4
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _KEPT, _LARGEST_KEPT = 256 << 20, 32 << 20
@@ -81,12 +80,6 @@ class Inbox:
         """Give the memory for the next bytes."""
         self._direct = len(self._target) - self._filled >= _DIRECT
         return self._target[self._filled :] if self._direct else self._staging
-
-    @property
-    def worth(self) -> int:
-        """Bytes that come for sure, and for which a reader may wait: to be woken for each packet costs more than it."""
-        left = len(self._target) - self._filled
-        return min(left, _WORTH) if left >= _DIRECT else 1
 
     def took(self, count: int) -> list[list[memoryview]]:
         """Take in ``count`` bytes that were put into ``room``; give the messages that are whole now."""

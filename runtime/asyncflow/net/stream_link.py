@@ -19,7 +19,7 @@ import msgspec
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, ProtocolError
 from asyncflow.net import arena_socket, wire
-from asyncflow.net.flow import SILENT, UNSHAKEN, in_words, tune, wait_for
+from asyncflow.net.flow import SILENT, UNSHAKEN, in_words, tune
 from asyncflow.net.frames import Buffer
 from asyncflow.net.handshake import WELCOME_SIZE
 from asyncflow.net.hosts import host_and_port, look_up
@@ -52,7 +52,6 @@ class StreamLink:
         self._outbox = Outbox(seal=None)
         self._ready: list[list[memoryview]] = []
         self._waits_s = 0.0
-        self._worth = 1
 
     def send(
         self, call: int, method: str, request: msgspec.Struct, frames: Sequence[Buffer], *, deadline: float
@@ -118,9 +117,6 @@ class StreamLink:
     def _hear(self, socket: sockets.socket, flags: int) -> bool:
         """Take in some bytes, and say whether any came. Raises OSError, PeerLost."""
         assert self._inbox is not None
-        if self._inbox.worth != self._worth:
-            self._worth = self._inbox.worth
-            wait_for(socket, self._worth)
         try:
             count = socket.recv_into(self._inbox.room(), 0, flags)
         except BlockingIOError:
