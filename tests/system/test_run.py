@@ -1,17 +1,13 @@
 """Whole jobs, with real roles in real processes: from a manifest to its summary, through kills, and on again."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from one_run import counted_once, finish, kill, start, wait_for_step
 
 from asyncflow.api.names import LAST_WORD_ENV
 from asyncflow.driver.tasks import TRAIN
@@ -19,7 +15,6 @@ from asyncflow.queue.ledger.audit import audit_ledger, trained_samples
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 COUNTING = [
     "algorithm.steps=24",
     "evaluation.every=12",
@@ -54,34 +49,9 @@ FIELDS = {
 }
 
 
-def start(manifest: str, folder: Path, settings: list[str], *flags: str) -> subprocess.Popen[bytes]:
-    words = [word for setting in settings for word in ("--set", setting)]
-    command = [sys.executable, "-m", "asyncflow", "run", str(EXAMPLES / manifest), "--output", str(folder), *flags]
-    return subprocess.Popen([*command, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-
-
-def finish(run: subprocess.Popen[bytes], *, within_s: float) -> None:
-    _, said = run.communicate(timeout=within_s)
-    assert run.returncode == 0, said.decode()
-
-
 def summary(folder: Path) -> dict[str, Any]:
     read: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return read
-
-
-def pid_of(folder: Path, role: str) -> int:
-    record = json.loads((folder / "run" / "processes.json").read_text())
-    return next(int(entry["pid"]) for entry in record["processes"] if entry["role"] == role)
-
-
-def wait_for_step(folder: Path, step: int, run: subprocess.Popen[bytes], *, within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    metrics = folder / "metrics.jsonl"
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
-        assert run.poll() is None, "the run ended too early"
-        assert time.monotonic() < deadline, f"step {step} did not come within {within_s} s"
-        time.sleep(0.05)
 
 
 def test_every_sample_counts_once_although_each_role_is_killed(tmp_path: Path) -> None:
@@ -89,17 +59,10 @@ def test_every_sample_counts_once_although_each_role_is_killed(tmp_path: Path) -
     run = start("counting.yaml", folder, COUNTING)
     for step, role in enumerate(["rollout", "trainer", "controller", "storage", "driver"], start=2):
         wait_for_step(folder, step, run, within_s=60)
-        os.kill(pid_of(folder, role), signal.SIGKILL)
+        kill(folder, role)
         time.sleep(1)
     finish(run, within_s=200)
-    report = audit_ledger(folder / "ledger")
-    assert report.ok, report.problems
-    samples = 24 * 8 * 4
-    assert (report.dispatched, report.trained, report.lost, report.duplicated) == (samples, samples, 0, 0)
-    newest = max((folder / "checkpoints").glob("step-*/manifest.json")).parent
-    counts = np.load(newest / "counts.npy", allow_pickle=False)
-    assert (counts[:samples] == 1).all()
-    assert not counts[samples:].any()
+    counted_once(folder, 24 * 8 * 4)
     assert set(trained_samples(folder / "ledger", TRAIN).values()) == {1}
 
 

@@ -1,0 +1,58 @@
+"""One ``asyncflow run`` in processes of its own: begun, watched, hit and judged."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from asyncflow.queue.ledger.audits import audit_ledgers
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def start(
+    manifest: str, folder: Path, settings: list[str], *flags: str, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Begin a run; what it says goes to its pipe, both streams in one."""
+    words = [word for setting in settings for word in ("--set", setting)]
+    command = [sys.executable, "-m", "asyncflow", "run", str(EXAMPLES / manifest), "--output", str(folder), *flags]
+    return subprocess.Popen(
+        [*command, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}
+    )
+
+
+def finish(run: subprocess.Popen[bytes], *, within_s: float) -> None:
+    said, _ = run.communicate(timeout=within_s)
+    assert run.returncode == 0, said.decode()
+
+
+def kill(folder: Path, role: str, index: int = 0) -> None:
+    record = json.loads((folder / "run" / "processes.json").read_text())
+    place = {"role": role, "index": index}
+    os.kill(next(entry["pid"] for entry in record["processes"] if place.items() <= entry.items()), signal.SIGKILL)
+
+
+def wait_for_step(folder: Path, step: int, run: subprocess.Popen[bytes], *, within_s: float = 60) -> None:
+    deadline = time.monotonic() + within_s
+    metrics = folder / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
+        assert run.poll() is None, "the run ended too early"
+        assert time.monotonic() < deadline, f"step {step} did not come within {within_s} s"
+        time.sleep(0.05)
+
+
+def counted_once(folder: Path, samples: int) -> None:
+    """By the ledgers and by the counting trainer's last checkpoint."""
+    report = audit_ledgers(folder / "ledger")
+    assert report.ok, report.problems
+    assert (report.dispatched, report.trained, report.lost, report.duplicated) == (samples, samples, 0, 0)
+    newest = max((folder / "checkpoints").glob("step-*/manifest.json")).parent
+    counts = np.load(newest / "counts.npy", allow_pickle=False)
+    assert (counts[:samples] == 1).all()
+    assert not counts[samples:].any()
