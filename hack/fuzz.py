@@ -22,7 +22,8 @@ from asyncflow.errors import LedgerCorrupt, ProtocolError
 from asyncflow.net import wire
 from asyncflow.net.frames import BatchHeader, decode_batch, encode_batch
 from asyncflow.net.jagged import OBJECT, TEXT, Jagged
-from asyncflow.net.stream import Inbox, staging
+from asyncflow.net.staging import staging
+from asyncflow.net.stream import Inbox
 from asyncflow.queue.client.open_values import decode, encode_columns, pack_object, unpack_object
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.records import pack, read_ledger

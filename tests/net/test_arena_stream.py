@@ -12,7 +12,7 @@ from asyncflow.net import arena as arenas
 from asyncflow.net.arena import Arena
 from asyncflow.net.arena_stream import boxes
 from asyncflow.net.frames import LARGE
-from asyncflow.net.stream import staging
+from asyncflow.net.staging import staging
 
 MOST = 1 << 22
 MESSAGE, SHARED, HERE, GIVEN_BACK = (kind << 62 for kind in range(4))

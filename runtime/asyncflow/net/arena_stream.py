@@ -95,6 +95,9 @@ class _ArenaOutbox(Outbox):
     def idle(self) -> bool:
         return super().idle and not self._emptying.owes_much
 
+    def in_one(self, parts: Sequence[Buffer]) -> Buffer | None:
+        return None if self._emptying.owed else super().in_one(parts)
+
     def views(self) -> list[Buffer]:
         if self._emptying.owes_much:
             self._views.append(self._given_back())

@@ -10,7 +10,6 @@ no size is believed beyond ``most``, and memory is touched only by bytes that ca
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import struct
@@ -29,8 +28,6 @@ _CHUNK = 1 << 20
 _DIRECT = 1 << 14
 """Missing bytes from which on they are received where they stay."""
 _AHEAD = 4
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_KEPT, _LARGEST_KEPT = 256 << 20, 32 << 20
 _TO_COME = memoryview(b"")
 _LENGTH = struct.Struct("<Q")
 _COUNT = struct.Struct("<I")
@@ -38,23 +35,10 @@ _COUNT = struct.Struct("<I")
 _CutUp: TypeAlias = tuple[list[memoryview], list[tuple[int, int]]]
 
 
-def staging() -> memoryview:
-    """Make memory for inboxes of this process, which from now on uses freed memory again for what comes."""
-    _keep_freed()
-    return memoryview(bytearray(1 << 16))
-
-
-@functools.cache
-def _keep_freed() -> None:
-    """Let the allocator keep what was freed: to get each page anew from the kernel takes as long as to receive it.
-
-    Threads that come later share one arena, since of those of their own they give back whole heaps.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_ARENA_MAX, 1)
-        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
+@functools.lru_cache(64)
+def _table(count: int) -> struct.Struct:
+    """Give the beginning of the block of ``count`` parts: their number, and the size of each."""
+    return struct.Struct(f"<I{count}Q")
 
 
 class Inbox:
@@ -108,16 +92,17 @@ class Inbox:
 
         That is the shorter way for what comes most often, messages without large parts.
         """
+        staging, seal = self._staging, self._seal
         while count - begin >= _LENGTH.size:
             start = begin + _LENGTH.size
-            end: int = start + _LENGTH.unpack_from(self._staging, begin)[0]
+            end: int = start + _LENGTH.unpack_from(staging, begin)[0]
             if end > count or end - start < _COUNT.size + self._over:
                 break
-            if self._seal is None:
-                block = memoryview(bytearray(self._staging[start:end]))
+            if seal is None:
+                block = memoryview(bytearray(staging[start:end]))
             else:
-                block = _memory(end - start - TAG)
-                self._seal.open(self._staging[start:end], block)
+                block = memoryview(bytearray(end - start - TAG))
+                seal.open(staging[start:end], block)
             parts, large = self._cut_up(block)
             if large:
                 self._opened = parts, large
@@ -180,7 +165,7 @@ class Inbox:
         at = _COUNT.size + 8 * count
         if count > MAX_PARTS or at > len(block):
             raise ProtocolError(f"a block of {len(block)} bytes cannot name {count} parts")
-        sizes = struct.unpack_from(f"<{count}Q", block, _COUNT.size)
+        _, *sizes = _table(count).unpack_from(block)
         if sum(sizes) > self._most:
             raise ProtocolError(f"a message of {sum(sizes)} bytes came where {self._most} are allowed")
         parts: list[memoryview] = []
@@ -215,6 +200,23 @@ class Outbox:
 
     def __len__(self) -> int:
         return len(self._messages)
+
+    def in_one(self, parts: Sequence[Buffer]) -> Buffer | None:
+        """Give the bytes of a message of small parts that nothing waits before; None where it must be ``push``ed.
+
+        They go now, and what does not go of them is to be ``keep``t.
+        """
+        if self._views or self._messages or self._pieces is not None:
+            return None
+        sizes = _sizes(parts)
+        length = sum(sizes)
+        if length >= LARGE and max(sizes) >= LARGE:
+            return None
+        return self._block(sizes, parts, length=length)
+
+    def keep(self, rest: Buffer) -> None:
+        """Have ``rest``, the end of what ``in_one`` gave, go next."""
+        self._views.append(rest)
 
     def push(self, key: Hashable, parts: Sequence[Buffer]) -> None:
         """Put a message behind the others. Its large parts must not change until they went."""
@@ -262,19 +264,20 @@ class Outbox:
 
     def _cut(self, parts: Sequence[Buffer]) -> tuple[Buffer, Iterator[Buffer] | None]:
         """Give the first piece of a message, and those that come after it, if any do."""
-        sizes = [len(part) if type(part) is bytes else memoryview(part).nbytes for part in parts]
-        small, length = parts, sum(sizes)
-        large: list[memoryview] = []
-        if max(sizes, default=0) >= LARGE:
-            small = [part for part, size in zip(parts, sizes, strict=True) if size < LARGE]
-            large = [memoryview(part).cast("B") for part, size in zip(parts, sizes, strict=True) if size >= LARGE]
-            length -= sum(map(len, large))
-        head = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
-        rest = itertools.chain.from_iterable(map(self._large, large)) if large else None
+        sizes = _sizes(parts)
+        small = [part for part, size in zip(parts, sizes, strict=True) if size < LARGE]
+        large = [memoryview(part).cast("B") for part, size in zip(parts, sizes, strict=True) if size >= LARGE]
+        first = self._block(sizes, small, length=sum(size for size in sizes if size < LARGE))
+        return first, itertools.chain.from_iterable(map(self._large, large)) if large else None
+
+    def _block(self, sizes: Sequence[int], small: Sequence[Buffer], *, length: int) -> Buffer:
+        """Give a block, behind its length. length: bytes of the small parts."""
+        table = _table(len(sizes)).pack(len(sizes), *sizes)
         if self._seal is None:
-            return b"".join([_LENGTH.pack(len(head) + length), head, *small]), rest
-        sealed = self._seal.seal(b"".join([head, *small]))
-        return _LENGTH.pack(len(sealed)), itertools.chain((sealed,), rest or ())
+            return b"".join([_LENGTH.pack(len(table) + length), table, *small])
+        sealed = self._seal.seal(b"".join([table, *small]), behind=_LENGTH.size)
+        _LENGTH.pack_into(sealed, 0, len(sealed) - _LENGTH.size)
+        return sealed
 
     def _large(self, view: memoryview) -> Iterator[Buffer]:
         """Give the pieces in which a large part goes."""
@@ -283,6 +286,10 @@ class Outbox:
             return
         for start in range(0, len(view), _CHUNK):
             yield self._seal.seal(view[start : start + _CHUNK])
+
+
+def _sizes(parts: Sequence[Buffer]) -> list[int]:
+    return [len(part) if type(part) is bytes else memoryview(part).nbytes for part in parts]
 
 
 def _memory(size: int) -> memoryview:
