@@ -26,13 +26,13 @@ _GOODBYE_S = 2.0
 
 
 class Claimer:
-    """Claims for one client, which ``control`` is."""
+    """Claims for one client, which ``control`` is. places: the controller of each (partition, task), where it is known."""
 
     def __init__(self, control: ControlVerbs) -> None:
         self._control = control
         self._ticket_base = uuid.uuid4().hex[:8]
         self._ticket_numbers = itertools.count()
-        self._places: dict[tuple[str, str], Peer] = {}
+        self.places: dict[tuple[str, str], Peer] = {}
 
     def ticket(self) -> str:
         """Name a claim."""
@@ -46,9 +46,9 @@ class Claimer:
         place, deadline = (request.partition, request.task), self._control.clock() + timeout
         for _ in range(_MOVES):
             try:
-                return (yield from self._claim_at(self._places.get(place), request, deadline))
+                return (yield from self._claim_at(self.places.get(place), request, deadline))
             except Misdirected as there:
-                self._places[place] = shard(there.controller)
+                self.places[place] = shard(there.controller)
         raise Refused(f"no controller decides about {request.partition}/{request.task}", where="queue client")
 
     def acknowledge(self, leases: Sequence[str], *, timeout: float) -> Verb[list[bool]]:
