@@ -26,7 +26,7 @@ _GOODBYE_S = 2.0
 
 
 class Claimer:
-    """Claims for one client, which ``control`` is. places: the controller of each (partition, task), where it is known."""
+    """Claims for one client, whose ``control`` it has. places: the controller of (partition, task), where known."""
 
     def __init__(self, control: ControlVerbs) -> None:
         self._control = control
