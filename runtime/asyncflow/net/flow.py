@@ -156,8 +156,6 @@ class Flow:
             self._fail(wrong)
         except MemoryError:
             self._fail(ProtocolError("there is no memory for what a peer wants to send"))
-        if self.outbox is not None and self.outbox.due:
-            self.flush()
 
     def _take_first(self, count: int) -> None:
         """Take in bytes of the handshake."""

@@ -53,7 +53,6 @@ class Inbox:
         self._over = TAG if seal else 0
         self._staging = staging
         self._whole: list[list[memoryview]] = []
-        self._opened: _CutUp | None = None
         self._between = True
         self._direct = False
         self._filled = 0
@@ -88,26 +87,19 @@ class Inbox:
         self._target = _TO_COME
 
     def _take_blocks(self, begin: int, count: int) -> int:
-        """Take the blocks that lie whole in the staging memory from ``begin`` on; give where the rest begins.
-
-        That is the shorter way for what comes most often, messages without large parts.
-        """
+        """Take the blocks that lie whole in the staging memory from ``begin`` on; give where the rest begins."""
         staging, seal = self._staging, self._seal
         while count - begin >= _LENGTH.size:
             start = begin + _LENGTH.size
             end: int = start + _LENGTH.unpack_from(staging, begin)[0]
             if end > count or end - start < _COUNT.size + self._over:
                 break
-            if seal is None:
-                block = memoryview(bytearray(staging[start:end]))
-            else:
-                block = memoryview(bytearray(end - start - TAG))
+            block = memoryview(bytearray(staging[start : end - self._over]))
+            if seal is not None:
                 seal.open(staging[start:end], block)
             parts, large = self._cut_up(block)
             if large:
-                self._opened = parts, large
-                self._target[:] = self._staging[begin:start]
-                self._fill(_LENGTH.size)
+                self._target = self._reader.send((parts, large))
                 return end
             self._whole.append(parts)
             begin = end
@@ -118,16 +110,17 @@ class Inbox:
         while self._filled == len(self._target):
             self._target, self._filled = next(self._reader), 0
 
-    def _read(self) -> Generator[memoryview, None, None]:
-        """Yield the memory that must be filled next, message after message."""
+    def _read(self) -> Generator[memoryview, _CutUp | None, None]:
+        """Yield the memory that must be filled next, message after message; takes a block that came otherwise."""
+        length = memoryview(bytearray(_LENGTH.size))
         while True:
             self._between = True
-            size = (yield from self._begun()) - self._over
+            opened = yield length
             self._between = False
-            if not _COUNT.size <= size <= self._most + _COUNT.size + 8 * MAX_PARTS:
-                raise ProtocolError(f"a message begins with {size} bytes where {self._most} are allowed")
-            opened, self._opened = self._opened, None
             if opened is None:
+                size = _LENGTH.unpack(length)[0] - self._over
+                if not _COUNT.size <= size <= self._most + _COUNT.size + 8 * MAX_PARTS:
+                    raise ProtocolError(f"a message begins with {size} bytes where {self._most} are allowed")
                 block = _memory(size + self._over)
                 yield block
                 if self._seal is not None:
@@ -140,12 +133,10 @@ class Inbox:
                 yield from self._large(parts[index])
             self._whole.append(parts)
 
-    def _begun(self) -> Generator[memoryview, None, int]:
-        """Give the bytes of the block of the next message."""
-        length = memoryview(bytearray(_LENGTH.size))
-        yield length
-        size: int = _LENGTH.unpack(length)[0]
-        return size
+    def _found(self, word: int) -> memoryview | None:
+        """Give the large part of which a block says this, where that is not its size and it comes."""
+        del word
+        return None
 
     def _large(self, part: memoryview) -> Generator[memoryview, None, None]:
         """Fill a large part."""
@@ -166,31 +157,28 @@ class Inbox:
         if count > MAX_PARTS or at > len(block):
             raise ProtocolError(f"a block of {len(block)} bytes cannot name {count} parts")
         _, *sizes = _table(count).unpack_from(block)
-        if sum(sizes) > self._most:
-            raise ProtocolError(f"a message of {sum(sizes)} bytes came where {self._most} are allowed")
+        total = len(block) - at
         parts: list[memoryview] = []
         large: list[tuple[int, int]] = []
         for size in sizes:
             if size >= LARGE:
-                large.append((len(parts), size))
-                parts.append(_TO_COME)
+                found = self._found(size)
+                if found is None:
+                    large.append((len(parts), size))
+                parts.append(_TO_COME if found is None else found)
+                total += size if found is None else len(found)
                 continue
             parts.append(block[at : at + size])
             at += size
         if at != len(block):
             raise ProtocolError(f"the small parts of a message do not fill its block of {len(block)} bytes")
+        if total > self._most:
+            raise ProtocolError(f"a message of {total} bytes came where {self._most} are allowed")
         return parts, large
 
 
 class Outbox:
-    """What goes: messages by key, in order. ``views`` gives what to send next, ``sent`` takes what went.
-
-    stuck: whether more would go, but the peer has no room; due: whether something can go now of which neither ``push``
-    nor the socket tells.
-    """
-
-    stuck = False
-    due = False
+    """What goes: messages by key, in order. ``views`` gives what to send next, ``sent`` takes what went."""
 
     def __init__(self, *, seal: Seal | None) -> None:
         self._seal = seal
@@ -265,10 +253,19 @@ class Outbox:
     def _cut(self, parts: Sequence[Buffer]) -> tuple[Buffer, Iterator[Buffer] | None]:
         """Give the first piece of a message, and those that come after it, if any do."""
         sizes = _sizes(parts)
-        small = [part for part, size in zip(parts, sizes, strict=True) if size < LARGE]
-        large = [memoryview(part).cast("B") for part, size in zip(parts, sizes, strict=True) if size >= LARGE]
-        first = self._block(sizes, small, length=sum(size for size in sizes if size < LARGE))
-        return first, itertools.chain.from_iterable(map(self._large, large)) if large else None
+        small: list[Buffer] = []
+        large: list[memoryview] = []
+        length = 0
+        for index, part in enumerate(parts):
+            if sizes[index] < LARGE:
+                small.append(part)
+                length += sizes[index]
+            elif (word := self._elsewhere(view := memoryview(part).cast("B"))) is None:
+                large.append(view)
+            else:
+                sizes[index] = word
+        rest = itertools.chain.from_iterable(map(self._large, large)) if large else None
+        return self._block(sizes, small, length=length), rest
 
     def _block(self, sizes: Sequence[int], small: Sequence[Buffer], *, length: int) -> Buffer:
         """Give a block, behind its length. length: bytes of the small parts."""
@@ -278,6 +275,11 @@ class Outbox:
         sealed = self._seal.seal(b"".join([table, *small]), behind=_LENGTH.size)
         _LENGTH.pack_into(sealed, 0, len(sealed) - _LENGTH.size)
         return sealed
+
+    def _elsewhere(self, part: memoryview) -> int | None:
+        """Put a large part where the peer finds it, and give what the block says instead of its size; None: it goes."""
+        del part
+        return None
 
     def _large(self, view: memoryview) -> Iterator[Buffer]:
         """Give the pieces in which a large part goes."""

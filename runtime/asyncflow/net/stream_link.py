@@ -76,7 +76,9 @@ class StreamLink:
                 return
             else:
                 self._outbox.keep(memoryview(whole)[went:])
-            self._send_all(socket, method, deadline)
+            while not self._outbox.idle:
+                self._left(method, deadline)
+                self._outbox.sent(_took(socket.sendmsg, self._outbox.views()))
         except OSError as error:
             raise self._broken(error) from error
 
@@ -135,18 +137,7 @@ class StreamLink:
             self._ready += self._inbox.took(count)
         except ProtocolError as wrong:
             raise self._broken(wrong) from wrong
-        if self._outbox.due:
-            self._send_now(socket)
         return True
-
-    def _send_all(self, socket: sockets.socket, method: str, deadline: float) -> None:
-        """Send what is in the outbox, taking in what comes where that must go first. Raises OSError."""
-        while not self._outbox.idle:
-            patience = min(LOOK_S, self._left(method, deadline))
-            if views := self._outbox.views():
-                self._outbox.sent(_took(socket.sendmsg, views))
-            elif self._outbox.stuck:
-                self._hear(socket, self._patience(patience))
 
     def _send_now(self, socket: sockets.socket) -> None:
         """Send what goes at once; where the stream broke, whoever receives will see."""
