@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from asyncflow.queue.controller.books import Books
+from asyncflow.queue.controller.cells import by_row
 from asyncflow.queue.controller.folding import empty_books
 from asyncflow.queue.controller.news import Gained, Item, Recalled
 from asyncflow.queue.controller.partition import Partition
 from asyncflow.queue.controller.state import Row, Shape
-from asyncflow.queue.controller.table import told
 from asyncflow.queue.protocol.runs import expand
 
 
@@ -43,7 +43,7 @@ def take(books: Books, item: Item) -> None:
 def gain(books: Books, item: Gained) -> None:
     """Add columns and tags to those of the rows that are there."""
     rows = expand(item.rows)
-    names, sizes = told(item.cells, len(rows))
+    names, sizes = by_row(item.cells, len(rows))
     changed: dict[str, list[tuple[Row, Shape]]] = {}
     for index, number in enumerate(rows):
         row = books.rows.get(number)
