@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from asyncflow.errors import DeadlineExceeded, StaleHandle
 from asyncflow.net.jagged import Jagged
-from asyncflow.queue.backends.base import BytesLost, Place
+from asyncflow.queue.backends.base import BytesLost, Place, each
 from asyncflow.queue.backends.memory import MemoryBackend
 from asyncflow.queue.protocol.messages import RowMeta
 from asyncflow.queue.protocol.unit_calls import NewCells, NewRows, Verdict
@@ -175,7 +175,7 @@ class Slow(MemoryBackend):
         await super().put(parcel, columns)
 
     async def get(self, places, columns):
-        if lost := [place for place in places if place in self.gone]:
+        if lost := [place for place in each(places) if place in self.gone]:
             raise BytesLost(lost)
         return await super().get(places, columns)
 

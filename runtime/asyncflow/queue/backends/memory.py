@@ -7,8 +7,6 @@ never more than twice that of the cells; otherwise nothing is copied that lies i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
-from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -40,21 +38,20 @@ class _Shelf:
         start = first if self._kept is None else int(np.searchsorted(self._kept, first))
         return self._column, start, start + rows
 
-    def free(self, indices: Sequence[int]) -> bool:
+    def free(self, first: int, rows: int) -> bool:
         """Forget rows; True when none is left."""
-        self._rows -= len(indices)
+        self._rows -= rows
         if not self._rows:
             return True
+        column, start, stop = self.run(first, rows)
         if self._alive is None:
-            self._alive = np.ones(len(self._column), np.bool_)
-        dead = np.asarray(indices) if self._kept is None else np.searchsorted(self._kept, indices)
-        self._alive[dead] = False
-        values = self._column.offsets[dead + 1] - self._column.offsets[dead]
-        self._bytes -= int(values.sum()) * self._column.values.itemsize
-        if 2 * (self._bytes + _OFFSET * self._rows) < self._column.nbytes:
-            rows = np.flatnonzero(self._alive)
-            self._column = self._column.take(rows)
-            self._kept = rows if self._kept is None else self._kept[rows]
+            self._alive = np.ones(len(column), np.bool_)
+        self._alive[start:stop] = False
+        self._bytes -= int(column.offsets[stop] - column.offsets[start]) * column.values.itemsize
+        if 2 * (self._bytes + _OFFSET * self._rows) < column.nbytes:
+            left = np.flatnonzero(self._alive)
+            self._column = column.take(left)
+            self._kept = left if self._kept is None else self._kept[left]
             self._alive = None
         return False
 
@@ -78,19 +75,17 @@ class MemoryBackend(Backend):
 
     async def get(self, places: Sequence[Place], columns: Sequence[str]) -> dict[str, Jagged]:
         """Give rows that lie one after another as they lie, others as a copy."""
-        runs = _runs(places)
+        runs = [(self._parcels[parcel], first, rows) for parcel, first, rows in _joined(places)]
         return {
-            name: Jagged.gather([self._parcels[parcel][name].run(first, rows) for parcel, first, rows in runs])
-            for name in columns
+            name: Jagged.gather([shelves[name].run(first, rows) for shelves, first, rows in runs]) for name in columns
         }
 
     async def free(self, places: Sequence[Place], columns: Sequence[str]) -> None:
         """Forget cells."""
-        for parcel, of in groupby(sorted(places), key=attrgetter("parcel")):
-            indices = [place.row for place in of]
+        for parcel, first, rows in _joined(places):
             shelves = self._parcels[parcel]
             for name in columns:
-                if shelves[name].free(indices):
+                if shelves[name].free(first, rows):
                     del shelves[name]
             if not shelves:
                 del self._parcels[parcel]
@@ -105,16 +100,16 @@ class MemoryBackend(Backend):
         return sum(shelf.nbytes for shelves in self._parcels.values() for shelf in shelves.values())
 
 
-def _runs(places: Sequence[Place]) -> list[tuple[int, int, int]]:
-    """Give parcel, first index and number of the rows that lie one after another."""
-    runs = []
-    parcel, first = places[0]
-    after = first
-    for place in places:
-        if place.parcel != parcel or place.row != after:
-            runs.append((parcel, first, after - first))
-            parcel, first = place
-            after = first
-        after += 1
-    runs.append((parcel, first, after - first))
-    return runs
+def _joined(places: Sequence[Place]) -> Sequence[Place]:
+    """Give the same rows, those that lie one after another as one place."""
+    if len(places) < 2:
+        return places
+    joined = []
+    parcel, first, rows = places[0]
+    for place in places[1:]:
+        if place.parcel == parcel and place.row == first + rows:
+            rows += place.rows
+        else:
+            joined.append(Place(parcel, first, rows))
+            parcel, first, rows = place
+    return [*joined, Place(parcel, first, rows)]

@@ -1,0 +1,150 @@
+"""Rows that a unit holds, by *block*: rows that came together and were written together, so that one record says of all
+of them what they consist of and what was promised to them.
+
+A write gives its rows a block of their own; so rows written one by one have one each, and what is done to many rows of
+one put, as nearly everything is, costs what it costs for one.
+
+Invariants: a block never changes, but is replaced for some of its rows; a row has one cell a column; what is whole is
+never replaced by what is unfinished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from asyncflow.queue.backends.base import Place
+from asyncflow.queue.protocol.messages import Tag
+from asyncflow.queue.protocol.unit_calls import MovedRows, NewRows
+from asyncflow.queue.unit.pieces import Parcel, Part, Piece, Put
+
+Tags = dict[str, Tag]
+
+
+class Block:
+    """What rows consist of. put: with which they came; shift: the id of a row less its index there.
+
+    cells: the piece from which they have each column; promise: bytes that are kept for each of them; tags: of those
+    rows to which some were written.
+    """
+
+    __slots__ = ("_put", "_shift", "_tags", "cells", "promise")
+
+    def __init__(self, put: Put, shift: int, cells: Mapping[str, Piece], tags: Mapping[int, Tags]) -> None:
+        self.cells = cells
+        self.promise = promised(put.outputs, cells) if put.outputs else 0
+        self._put = put
+        self._shift = shift
+        self._tags = tags
+
+    @classmethod
+    def new(cls, put: Put, shift: int) -> Block:
+        """Make that of rows that ``put`` brought."""
+        parcel = put.parcel
+        cells = dict.fromkeys(parcel.columns, Piece(parcel, shift))
+        if parcel.partial:
+            cells.update(dict.fromkeys(parcel.partial, Piece(parcel, shift, partial=True)))
+        return cls(put, shift, cells, {})
+
+    @property
+    def outputs(self) -> Mapping[str, int]:
+        """Most bytes of each column that is written to each of them later."""
+        return self._put.outputs
+
+    def awaits(self, sizes: Mapping[str, int]) -> bool:
+        """Tell whether cells of up to these bytes were promised to each row and are not there yet."""
+        return all(size <= self.outputs.get(name, 0) and not self._has(name) for name, size in sizes.items())
+
+    def has_from(self, parcel: Parcel) -> bool:
+        """Tell whether the writer of ``parcel`` has written one of its columns before."""
+        return any(self._has(name) and self.cells[name].parcel.lease == parcel.lease for name in parcel.columns)
+
+    def written(self, piece: Piece, rows: range, tags: Sequence[Tags]) -> tuple[Block, list[Part]]:
+        """Give what ``rows`` become by a write, and what is not needed then: what it replaces, or some of itself."""
+        cells = dict(self.cells)
+        dropped: dict[Piece, list[str]] = {}
+        for name in piece.parcel.columns:
+            old = cells.get(name)
+            if old is None or old.partial or not piece.partial:
+                cells[name] = piece
+            else:
+                old = piece
+            if old is not None:
+                dropped.setdefault(old, []).append(name)
+        own = {row: self._tags[row] for row in rows if row in self._tags} if self._tags else self._tags
+        if tags:
+            own = {row: self.tags(row) | added for row, added in zip(rows, tags, strict=True)}
+        parts = [Part(old, tuple(names), rows[0], len(rows)) for old, names in dropped.items()]
+        return Block(self._put, self._shift, cells, own), parts
+
+    def parts(self, first: int, rows: int) -> list[Part]:
+        """Give all that so many rows from ``first`` on consist of."""
+        columns: dict[Piece, list[str]] = {}
+        for name, piece in self.cells.items():
+            columns.setdefault(piece, []).append(name)
+        return [Part(piece, tuple(names), first, rows) for piece, names in columns.items()]
+
+    def sizes(self, row: int, *, partial: bool) -> dict[str, int]:
+        """Bytes of the cells of a row, by column: of those that are unfinished, or of the whole ones."""
+        return {name: piece.size(name, row) for name, piece in self.cells.items() if piece.partial is partial}
+
+    def size(self, row: int) -> int:
+        """Bytes of the cells of a row."""
+        return sum([piece.size(name, row) for name, piece in self.cells.items()])
+
+    def tokens(self, row: int) -> int:
+        """Tokens of a row."""
+        entry, index = self._put.entry, row - self._shift
+        if isinstance(entry, NewRows):
+            return entry.metas[index].tokens
+        return entry.tokens[index] if isinstance(entry, MovedRows) else 0
+
+    def tags(self, row: int) -> Tags:
+        """Tags of a row."""
+        if (own := self._tags.get(row)) is not None:
+            return own
+        entry, index = self._put.entry, row - self._shift
+        if isinstance(entry, NewRows):
+            return entry.metas[index].tags
+        return entry.tags[index] if entry.tags else {}
+
+    def _has(self, column: str) -> bool:
+        piece = self.cells.get(column)
+        return piece is not None and not piece.partial
+
+
+def promised(outputs: Mapping[str, int], cells: Mapping[str, Piece]) -> int:
+    """Give the bytes of the ``outputs`` of one row that are not there yet."""
+    return sum(size for name, size in outputs.items() if (piece := cells.get(name)) is None or piece.partial)
+
+
+class Run(NamedTuple):
+    """So many rows of a block, from ``first`` on."""
+
+    block: Block
+    first: int
+    rows: int
+
+
+def stretches(rows: Sequence[int], alike: Sequence[object]) -> list[tuple[int, int]]:
+    """Give start and stop of each part of ``rows`` that follow one another and of which ``alike`` holds one object."""
+    count = len(rows)
+    if count < 2:
+        return [(0, count)] if count else []
+    run = range(rows[0], rows[0] + count)
+    if rows[-1] == run[-1] and alike.count(alike[0]) == count and list(rows) == list(run):
+        return [(0, count)]
+    cuts = [i for i in range(1, count) if alike[i] is not alike[i - 1] or rows[i] != rows[i - 1] + 1]
+    return list(pairwise([0, *cuts, count]))
+
+
+def together(runs: Sequence[Run], columns: Sequence[str]) -> list[tuple[list[Place], list[str]]]:
+    """Give where the cells of ``runs`` lie, columns that lie at the same places together. KeyError: one has them not."""
+    alike: dict[tuple[Piece, ...], list[str]] = {}
+    for name in columns:
+        alike.setdefault(tuple([run.block.cells[name] for run in runs]), []).append(name)
+    return [
+        ([piece.place(first, rows) for piece, (_, first, rows) in zip(pieces, runs, strict=True)], names)
+        for pieces, names in alike.items()
+    ]
