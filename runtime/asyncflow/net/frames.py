@@ -74,11 +74,12 @@ def encode_batch(columns: Mapping[str, Jagged]) -> tuple[BatchHeader, list[Buffe
     if len(counts) > 1:
         raise ValueError(f"columns of one batch differ in rows: { {name: len(c) for name, c in columns.items()} }")
     rows = counts.pop() if counts else 0
-    headers = [ColumnHeader(name=n, dtype=c.dtype, values=c.values.size, inner=c.inner) for n, c in columns.items()]
+    headers = []
     small: list[Any] = [_lengths(columns, rows)]
     large: list[Buffer] = []
-    for column in columns.values():
+    for name, column in columns.items():
         values = np.ascontiguousarray(column.values)
+        headers.append(ColumnHeader(name=name, dtype=column.dtype, values=values.size, inner=column.inner))
         if values.nbytes < LARGE:
             small.append(values)
         else:
@@ -92,10 +93,7 @@ def _lengths(columns: Mapping[str, Jagged], rows: int) -> bytes | Array:
     short = max(sizes, default=0) <= _LONGEST_SHORT
     if rows == 1:
         return struct.pack(f"<{len(sizes)}{'I' if short else 'q'}", *sizes)
-    lengths = np.empty((len(sizes), rows), _LONG)
-    for row, column in zip(lengths, columns.values(), strict=True):
-        np.subtract(column.offsets[1:], column.offsets[:-1], out=row)
-    return lengths.astype(_SHORT) if short else lengths
+    return np.array([column.lengths for column in columns.values()], _SHORT if short else _LONG)
 
 
 def decode_batch(header: BatchHeader, frames: Sequence[Buffer], *, max_bytes: int) -> dict[str, Jagged]:

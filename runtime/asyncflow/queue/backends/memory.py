@@ -75,10 +75,12 @@ class MemoryBackend(Backend):
 
     async def get(self, places: Sequence[Place], columns: Sequence[str]) -> dict[str, Jagged]:
         """Give rows that lie one after another as they lie, others as a copy."""
+        if len(places) == 1:
+            ((parcel, first, rows),) = places
+            shelves = self._parcels[parcel]
+            return {name: Jagged.cut(*shelves[name].run(first, rows)) for name in columns}
         runs = [(self._parcels[parcel], first, rows) for parcel, first, rows in _joined(places)]
-        return {
-            name: Jagged.gather([shelves[name].run(first, rows) for shelves, first, rows in runs]) for name in columns
-        }
+        return {name: Jagged.gather([of[name].run(first, rows) for of, first, rows in runs]) for name in columns}
 
     async def free(self, places: Sequence[Place], columns: Sequence[str]) -> None:
         """Forget cells."""

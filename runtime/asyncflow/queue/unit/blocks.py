@@ -25,14 +25,22 @@ Tags = dict[str, Tag]
 class Block:
     """What rows consist of. put: with which they came; shift: the id of a row less its index there.
 
-    cells: the piece from which they have each column; promise: bytes that are kept for each of them; tags: of those
-    rows to which some were written.
+    cells: the piece from which they have each column; layers: the columns that they have from each piece; promise:
+    bytes that are kept for each of them; tags: of those rows to which some were written.
     """
 
-    __slots__ = ("_put", "_shift", "_tags", "cells", "promise")
+    __slots__ = ("_put", "_shift", "_tags", "cells", "layers", "promise")
 
-    def __init__(self, put: Put, shift: int, cells: Mapping[str, Piece], tags: Mapping[int, Tags]) -> None:
+    def __init__(
+        self,
+        put: Put,
+        shift: int,
+        cells: Mapping[str, Piece],
+        layers: Mapping[Piece, tuple[str, ...]],
+        tags: Mapping[int, Tags],
+    ) -> None:
         self.cells = cells
+        self.layers = layers
         self.promise = promised(put.outputs, cells) if put.outputs else 0
         self._put = put
         self._shift = shift
@@ -42,10 +50,12 @@ class Block:
     def new(cls, put: Put, shift: int) -> Block:
         """Make that of rows that ``put`` brought."""
         parcel = put.parcel
-        cells = dict.fromkeys(parcel.columns, Piece(parcel, shift))
-        if parcel.partial:
-            cells.update(dict.fromkeys(parcel.partial, Piece(parcel, shift, partial=True)))
-        return cls(put, shift, cells, {})
+        whole = Piece(parcel, shift)
+        if not parcel.partial:
+            return cls(put, shift, dict.fromkeys(parcel.columns, whole), {whole: parcel.columns}, {})
+        partial = Piece(parcel, shift, partial=True)
+        cells = dict.fromkeys(parcel.columns, whole) | dict.fromkeys(parcel.partial, partial)
+        return cls(put, shift, cells, _layers(cells), {})
 
     @property
     def outputs(self) -> Mapping[str, int]:
@@ -63,35 +73,34 @@ class Block:
     def written(self, piece: Piece, rows: range, tags: Sequence[Tags]) -> tuple[Block, list[Part]]:
         """Give what ``rows`` become by a write, and what is not needed then: what it replaces, or some of itself."""
         cells = dict(self.cells)
-        dropped: dict[Piece, list[str]] = {}
+        replaced: dict[str, Piece] = {}
         for name in piece.parcel.columns:
             old = cells.get(name)
-            if old is None or old.partial or not piece.partial:
+            if old is None:
                 cells[name] = piece
+            elif piece.partial and not old.partial:
+                replaced[name] = piece
             else:
-                old = piece
-            if old is not None:
-                dropped.setdefault(old, []).append(name)
+                cells[name], replaced[name] = piece, old
+        layers = _layers(cells) if replaced else {**self.layers, piece: piece.parcel.columns}
         own = {row: self._tags[row] for row in rows if row in self._tags} if self._tags else self._tags
         if tags:
             own = {row: self.tags(row) | added for row, added in zip(rows, tags, strict=True)}
-        parts = [Part(old, tuple(names), rows[0], len(rows)) for old, names in dropped.items()]
-        return Block(self._put, self._shift, cells, own), parts
+        dropped = [(old, names, rows[0], len(rows)) for old, names in _layers(replaced).items()]
+        return Block(self._put, self._shift, cells, layers, own), dropped
 
     def parts(self, first: int, rows: int) -> list[Part]:
         """Give all that so many rows from ``first`` on consist of."""
-        columns: dict[Piece, list[str]] = {}
-        for name, piece in self.cells.items():
-            columns.setdefault(piece, []).append(name)
-        return [Part(piece, tuple(names), first, rows) for piece, names in columns.items()]
+        return [(piece, columns, first, rows) for piece, columns in self.layers.items()]
 
     def sizes(self, row: int, *, partial: bool) -> dict[str, int]:
         """Bytes of the cells of a row, by column: of those that are unfinished, or of the whole ones."""
-        return {name: piece.size(name, row) for name, piece in self.cells.items() if piece.partial is partial}
+        cells = [(name, piece) for name, piece in self.cells.items() if piece.partial is partial]
+        return {name: piece.parcel.cells.sizes[name][row - piece.shift] for name, piece in cells}
 
     def size(self, row: int) -> int:
         """Bytes of the cells of a row."""
-        return sum([piece.size(name, row) for name, piece in self.cells.items()])
+        return sum([piece.size(columns, row, 1) for piece, columns in self.layers.items()])
 
     def tokens(self, row: int) -> int:
         """Tokens of a row."""
@@ -119,6 +128,13 @@ def promised(outputs: Mapping[str, int], cells: Mapping[str, Piece]) -> int:
     return sum(size for name, size in outputs.items() if (piece := cells.get(name)) is None or piece.partial)
 
 
+def _layers(cells: Mapping[str, Piece]) -> dict[Piece, tuple[str, ...]]:
+    layers: dict[Piece, list[str]] = {}
+    for name, piece in cells.items():
+        layers.setdefault(piece, []).append(name)
+    return {piece: tuple(names) for piece, names in layers.items()}
+
+
 class Run(NamedTuple):
     """So many rows of a block, from ``first`` on."""
 
@@ -140,10 +156,11 @@ def stretches(rows: Sequence[int], alike: Sequence[object]) -> list[tuple[int, i
 
 
 def together(runs: Sequence[Run], columns: Sequence[str]) -> list[tuple[list[Place], list[str]]]:
-    """Give where the cells of ``runs`` lie, columns that lie at the same places together. KeyError: one has them not."""
+    """Give where the cells of ``runs`` lie, columns that lie at the same places together. KeyError: not there."""
+    found = [[run.block.cells[name] for name in columns] for run in runs]
     alike: dict[tuple[Piece, ...], list[str]] = {}
-    for name in columns:
-        alike.setdefault(tuple([run.block.cells[name] for run in runs]), []).append(name)
+    for name, pieces in zip(columns, zip(*found, strict=True), strict=True):
+        alike.setdefault(pieces, []).append(name)
     return [
         ([piece.place(first, rows) for piece, (_, first, rows) in zip(pieces, runs, strict=True)], names)
         for pieces, names in alike.items()

@@ -94,7 +94,7 @@ class Holdings:
         return await self._put(parcel, columns)
 
     def _promised(self, rows: Sequence[int], cells: Cells) -> bool:
-        blocks = [self._rows.get(number) for number in rows]
+        blocks = list(map(self._rows.get, rows))
         for start, stop in stretches(rows, blocks):
             block = blocks[start]
             if block is None or not block.awaits({name: max(of[start:stop]) for name, of in cells.sizes.items()}):
@@ -121,13 +121,14 @@ class Holdings:
         ok = verdict.ok or [False] * len(put.entry.rows)
         refused, void = self._write(put, put.entry, ok) if isinstance(put.entry, NewCells) else self._admit(put, ok)
         del self.puts[put]
-        self._free(refused, promise=void)
+        if refused or void:
+            self._free(refused, promise=void)
         if put.verdict.done():
             return
         if error is not None:
             put.verdict.set_exception(error)
         else:
-            put.verdict.set_result(Verdict(ok, rows=verdict.rows))
+            put.verdict.set_result(verdict if verdict.ok else Verdict(ok, rows=verdict.rows))
 
     def _admit(self, put: Put, ok: Sequence[bool]) -> tuple[list[Part], int]:
         """Hold new rows; give what is not needed, and the bytes of promises that are void."""
@@ -155,7 +156,7 @@ class Holdings:
 
     def discard(self, parcel: Parcel, rows: int) -> None:
         """Free what was stored and is not proposed."""
-        self._free([Part(Piece(parcel, 0), parcel.columns, 0, rows)])
+        self._free([(Piece(parcel, 0), parcel.columns, 0, rows)])
 
     def _write(self, put: Put, entry: NewCells, ok: Sequence[bool]) -> tuple[list[Part], int]:
         """Write to rows; give what is not needed, and the bytes of promises that are kept.
@@ -170,7 +171,7 @@ class Holdings:
             piece = Piece(parcel, first - start, partial=bool(entry.reason))
             block = self._rows.get(first) if ok[start] else None
             if block is None or block.has_from(parcel):
-                refused.append(Part(piece, parcel.columns, first, count))
+                refused.append((piece, parcel.columns, first, count))
                 continue
             tags = [] if entry.reason else entry.tags[start:stop]
             after, dropped = block.written(piece, range(first, first + count), tags)
@@ -201,7 +202,7 @@ class Holdings:
 
     def _found(self, rows: Sequence[int], columns: Sequence[str]) -> list[tuple[list[Place], list[str]]]:
         """Give where the cells lie, columns that lie at the same places together."""
-        blocks = [self._rows.get(number) for number in rows]
+        blocks = list(map(self._rows.get, rows))
         runs = []
         for start, stop in stretches(rows, blocks):
             block = blocks[start]
@@ -244,7 +245,7 @@ class Holdings:
     def clear(self, rows: Iterable[int]) -> None:
         """Free rows; those that are not here are passed over."""
         asked = list(rows)
-        gone = [self._rows.pop(number, None) for number in asked]
+        gone = list(map(self._rows.pop, asked, itertools.repeat(None)))
         parts: list[Part] = []
         void = 0
         for start, stop in stretches(asked, gone):
@@ -265,12 +266,14 @@ class Holdings:
         if promise:
             self.budget.release(0, promise=promise)
         by_columns: dict[tuple[str, ...], list[Place]] = {}
+        size = 0
         for piece, columns, first, rows in parts:
             if columns:
                 by_columns.setdefault(columns, []).append(piece.place(first, rows))
+                size += piece.size(columns, first, rows)
         if not by_columns:
             return
-        work = self._let_go(by_columns, sum([part.size for part in parts]))
+        work = self._let_go(by_columns, size)
         freeing = begin(work) if self._backend.immediate else asyncio.create_task(work, name="free")
         if freeing is not None:
             self._freeing.add(freeing)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TypeAlias
 
 from asyncflow.net.jagged import Jagged
 from asyncflow.net.later import Later
@@ -56,24 +56,16 @@ class Piece:
         """Give where so many rows from ``first`` on lie."""
         return Place(self.parcel.number, first - self.shift, rows)
 
-    def size(self, column: str, first: int, rows: int = 1) -> int:
-        """Bytes of the cells of so many rows from ``first`` on."""
-        sizes, index = self.parcel.cells.sizes[column], first - self.shift
-        return sizes[index] if rows == 1 else sum(sizes[index : index + rows])
+    def size(self, columns: Sequence[str], first: int, rows: int) -> int:
+        """Bytes of these columns of so many rows from ``first`` on."""
+        sizes, index = self.parcel.cells.sizes, first - self.shift
+        if rows == 1:
+            return sum([sizes[name][index] for name in columns])
+        return sum([sum(sizes[name][index : index + rows]) for name in columns])
 
 
-class Part(NamedTuple):
-    """Some columns of a piece, of so many rows from ``first`` on."""
-
-    piece: Piece
-    columns: tuple[str, ...]
-    first: int
-    rows: int
-
-    @property
-    def size(self) -> int:
-        """Bytes of its cells."""
-        return sum([self.piece.size(name, self.first, self.rows) for name in self.columns])
+Part: TypeAlias = tuple[Piece, tuple[str, ...], int, int]
+"""Some columns of a piece, of so many rows: the first of them, and how many they are."""
 
 
 @dataclass(slots=True, eq=False)
