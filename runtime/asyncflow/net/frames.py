@@ -70,7 +70,7 @@ def encode_batch(columns: Mapping[str, Jagged]) -> tuple[BatchHeader, list[Buffe
 
     Frames of large columns are the columns' own memory: it must not change until they were sent.
     """
-    counts = {len(column) for column in columns.values()}
+    counts = set(map(len, columns.values()))
     if len(counts) > 1:
         raise ValueError(f"columns of one batch differ in rows: { {name: len(c) for name, c in columns.items()} }")
     rows = counts.pop() if counts else 0

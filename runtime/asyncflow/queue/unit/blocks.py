@@ -16,33 +16,36 @@ from typing import NamedTuple
 
 from asyncflow.queue.backends.base import Place
 from asyncflow.queue.protocol.messages import Tag
-from asyncflow.queue.protocol.unit_calls import MovedRows, NewRows
+from asyncflow.queue.protocol.unit_calls import Entry, MovedRows, NewRows
 from asyncflow.queue.unit.pieces import Parcel, Part, Piece, Put
 
 Tags = dict[str, Tag]
 
 
 class Block:
-    """What rows consist of. put: with which they came; shift: the id of a row less its index there.
+    """What rows consist of. entry: with which they came; shift: the id of a row less its index there.
 
-    cells: the piece from which they have each column; layers: the columns that they have from each piece; promise:
-    bytes that are kept for each of them; tags: of those rows to which some were written.
+    outputs: most bytes of each column that is written to each of them later; promise: those that are kept for it;
+    cells: the piece from which they have each column; layers: the columns that they have from each piece; tags: of
+    those rows to which some were written.
     """
 
-    __slots__ = ("_put", "_shift", "_tags", "cells", "layers", "promise")
+    __slots__ = ("_entry", "_shift", "_tags", "cells", "layers", "outputs", "promise")
 
     def __init__(
         self,
-        put: Put,
+        entry: Entry,
         shift: int,
+        outputs: Mapping[str, int],
         cells: Mapping[str, Piece],
         layers: Mapping[Piece, tuple[str, ...]],
         tags: Mapping[int, Tags],
     ) -> None:
         self.cells = cells
         self.layers = layers
-        self.promise = promised(put.outputs, cells) if put.outputs else 0
-        self._put = put
+        self.outputs = outputs
+        self.promise = promised(outputs, cells) if outputs else 0
+        self._entry = entry
         self._shift = shift
         self._tags = tags
 
@@ -52,15 +55,11 @@ class Block:
         parcel = put.parcel
         whole = Piece(parcel, shift)
         if not parcel.partial:
-            return cls(put, shift, dict.fromkeys(parcel.columns, whole), {whole: parcel.columns}, {})
+            cells = dict.fromkeys(parcel.columns, whole)
+            return cls(put.entry, shift, put.outputs, cells, {whole: parcel.columns}, {})
         partial = Piece(parcel, shift, partial=True)
         cells = dict.fromkeys(parcel.columns, whole) | dict.fromkeys(parcel.partial, partial)
-        return cls(put, shift, cells, _layers(cells), {})
-
-    @property
-    def outputs(self) -> Mapping[str, int]:
-        """Most bytes of each column that is written to each of them later."""
-        return self._put.outputs
+        return cls(put.entry, shift, put.outputs, cells, _layers(cells), {})
 
     def awaits(self, sizes: Mapping[str, int]) -> bool:
         """Tell whether cells of up to these bytes were promised to each row and are not there yet."""
@@ -68,13 +67,17 @@ class Block:
 
     def has_from(self, parcel: Parcel) -> bool:
         """Tell whether the writer of ``parcel`` has written one of its columns before."""
-        return any(self._has(name) and self.cells[name].parcel.lease == parcel.lease for name in parcel.columns)
+        for piece, columns in self.layers.items():
+            if piece.parcel.lease == parcel.lease and not piece.partial and not set(columns).isdisjoint(parcel.columns):
+                return True
+        return False
 
     def written(self, piece: Piece, rows: range, tags: Sequence[Tags]) -> tuple[Block, list[Part]]:
         """Give what ``rows`` become by a write, and what is not needed then: what it replaces, or some of itself."""
         cells = dict(self.cells)
         replaced: dict[str, Piece] = {}
-        for name in piece.parcel.columns:
+        new = piece.parcel.columns
+        for name in new:
             old = cells.get(name)
             if old is None:
                 cells[name] = piece
@@ -82,12 +85,12 @@ class Block:
                 replaced[name] = piece
             else:
                 cells[name], replaced[name] = piece, old
-        layers = _layers(cells) if replaced else {**self.layers, piece: piece.parcel.columns}
+        layers = {**self.layers, piece: new} if new and not replaced else _layers(cells)
         own = {row: self._tags[row] for row in rows if row in self._tags} if self._tags else self._tags
         if tags:
             own = {row: self.tags(row) | added for row, added in zip(rows, tags, strict=True)}
         dropped = [(old, names, rows[0], len(rows)) for old, names in _layers(replaced).items()]
-        return Block(self._put, self._shift, cells, layers, own), dropped
+        return Block(self._entry, self._shift, self.outputs, cells, layers, own), dropped
 
     def parts(self, first: int, rows: int) -> list[Part]:
         """Give all that so many rows from ``first`` on consist of."""
@@ -104,7 +107,7 @@ class Block:
 
     def tokens(self, row: int) -> int:
         """Tokens of a row."""
-        entry, index = self._put.entry, row - self._shift
+        entry, index = self._entry, row - self._shift
         if isinstance(entry, NewRows):
             return entry.metas[index].tokens
         return entry.tokens[index] if isinstance(entry, MovedRows) else 0
@@ -113,7 +116,7 @@ class Block:
         """Tags of a row."""
         if (own := self._tags.get(row)) is not None:
             return own
-        entry, index = self._put.entry, row - self._shift
+        entry, index = self._entry, row - self._shift
         if isinstance(entry, NewRows):
             return entry.metas[index].tags
         return entry.tags[index] if entry.tags else {}
@@ -157,6 +160,12 @@ def stretches(rows: Sequence[int], alike: Sequence[object]) -> list[tuple[int, i
 
 def together(runs: Sequence[Run], columns: Sequence[str]) -> list[tuple[list[Place], list[str]]]:
     """Give where the cells of ``runs`` lie, columns that lie at the same places together. KeyError: not there."""
+    if len(runs) == 1:
+        ((block, first, rows),) = runs
+        of: dict[Piece, list[str]] = {}
+        for name in columns:
+            of.setdefault(block.cells[name], []).append(name)
+        return [([piece.place(first, rows)], names) for piece, names in of.items()]
     found = [[run.block.cells[name] for name in columns] for run in runs]
     alike: dict[tuple[Piece, ...], list[str]] = {}
     for name, pieces in zip(columns, zip(*found, strict=True), strict=True):
