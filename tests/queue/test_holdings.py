@@ -116,10 +116,11 @@ FAR = 1000
 """The least id of rows that come from elsewhere."""
 
 
-def some_of(rows, **how):
-    """Rows one after another, or any."""
+def some_of(rows, *, unique=False):
+    """Rows one after another, any rows, or some that are named twice."""
     runs = st.tuples(st.integers(0, len(rows) - 1), st.integers(1, 6)).map(lambda run: rows[run[0] :][: run[1]])
-    return st.one_of(runs, st.lists(st.sampled_from(rows), min_size=1, max_size=5, **how))
+    any_ = st.lists(st.sampled_from(rows), min_size=1, max_size=5, unique=unique)
+    return st.one_of(runs, any_) if unique else st.one_of(runs, any_, runs.map(lambda run: [run[-1], *run]))
 
 
 @settings(max_examples=150)

@@ -174,8 +174,7 @@ class StorageUnit:
 
     async def _open(self, wait_s: float) -> None:
         """Wait until new rows can be taken. Raises Elsewhere where none are any more."""
-        if not self.ready:
-            await self.joined(wait_s)
+        await self.joined(wait_s)
         if self._transit.leaving:
             raise Elsewhere("the unit leaves", where=f"storage unit {self.index}", hint="Put the rows on another")
 
@@ -201,8 +200,7 @@ class StorageUnit:
         return _reply(put, lambda v: Numbers(shrink(rows)) if all(v.ok) else Numbers(v.rows, v.ok))
 
     async def _write(self, call: WriteRows, frames: Frames) -> _Soon:
-        if not self.ready:
-            await self.joined(call.wait_s)
+        await self.joined(call.wait_s)
         rows = _expanded(call.rows)
         columns = self._columns(call.header, frames, rows=len(rows))
         if call.tags and len(call.tags) != len(rows):
