@@ -21,25 +21,32 @@ import numpy as np
 from asyncflow.errors import LedgerCorrupt, ProtocolError
 from asyncflow.net import wire
 from asyncflow.net.frames import BatchHeader, decode_batch, encode_batch
+from asyncflow.net.handshake import Handshake
 from asyncflow.net.jagged import OBJECT, TEXT, Jagged
+from asyncflow.net.keys import Keys
 from asyncflow.net.stream import Inbox, staging
 from asyncflow.queue.client.open_values import decode, encode_columns, pack_object, unpack_object
+from asyncflow.queue.controller import news, replica
+from asyncflow.queue.controller.folding import empty_books
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.records import pack, read_ledger
-from asyncflow.queue.protocol import calls, open_calls, unit_calls
+from asyncflow.queue.protocol import calls, moving_calls, open_calls, runs, shard_calls, unit_calls
+from asyncflow.queue.protocol.messages import TaskSpec
 
 MOST = 1 << 20
 LONGEST = 4096
 LIMITS = ("-rss_limit_mb=2048", "-timeout=10", "-print_final_stats=1")
 REQUESTS = [
     msgspec.msgpack.Decoder(kind)
-    for module in (calls, unit_calls, open_calls)
+    for module in (calls, unit_calls, open_calls, shard_calls, moving_calls)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__ == module.__name__
 ]
 _header = msgspec.msgpack.Decoder(BatchHeader)
 _staging = staging()
 _pieces = msgspec.msgpack.Decoder(list[bytes])
+_ids = msgspec.msgpack.Decoder(list[int])
+_keys = Keys(secret=b"k" * 40)
 
 
 def header(data: bytes) -> None:
@@ -119,8 +126,52 @@ def ledger(data: bytes) -> None:
             list(read_ledger(Path(folder)))
 
 
+def handshake(data: bytes) -> None:
+    """What a stranger says where a hello, a proof or a welcome is due; the first byte says whether there is a key."""
+    keys = _keys if data[:1] > b"\x7f" else None
+    caller = Handshake(keys)
+    caller.hello()
+    for take in (caller.welcomed, Handshake(keys).welcome, Handshake(keys).proved):
+        try:
+            said = take(data[1:])
+        except ProtocolError:
+            continue
+        assert keys is None, f"a stranger was told {said!r}"
+
+
+def feed(data: bytes) -> None:
+    """What a home tells a shard: a list of items, taken into its books, and as a snapshot whose place they take."""
+    try:
+        items = _pieces.decode(data)
+    except wire.MALFORMED:
+        return
+    books = empty_books()
+    books.index = 1
+    with contextlib.suppress(LedgerCorrupt):
+        for item in items:
+            replica.take(books, news.decode(item))
+    draft = replica.draft_of(books)
+    with contextlib.suppress(LedgerCorrupt):
+        for item in items:
+            replica.take(draft, news.decode(item))
+        replica.install(books, draft)
+        assert books.rows is draft.rows
+
+
+def ids(data: bytes) -> None:
+    """Ids in few bytes, and the name of a lease."""
+    assert 0 <= shard_calls.controller_of(data.decode("utf-8", "replace")) < shard_calls.MOST_CONTROLLERS
+    try:
+        said = _ids.decode(data)
+        meant = runs.expand(said)
+    except (*wire.MALFORMED, ProtocolError):
+        return
+    assert len(meant) <= runs.MOST + len(said)
+    assert min(said, default=0) < 0 or runs.expand(runs.shrink(meant)) == meant
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    target.__name__: target for target in (header, request, stream, batch, plain, ledger)
+    target.__name__: target for target in (header, request, stream, batch, plain, ledger, handshake, feed, ids)
 }
 
 
@@ -129,16 +180,33 @@ def seeds() -> dict[str, list[bytes]]:
     call = wire.encode(wire.Call(1, "queue.claim", 1.0, 0))
     claim = wire.encode(calls.ClaimRows("p", "t", "w", "k", 8, None, None, [], 0.1))
     columns = {"a": np.arange(6).reshape(2, 3), "b": ["x", "yy"], "c": [{"d": (1, np.ones(2))}, None], "e": [1.5, 2.5]}
-    told, frames = encode_batch(encode_columns(columns))
-    pieces = msgspec.msgpack.encode([wire.encode(told), *map(bytes, frames)])
+    head, frames = encode_batch(encode_columns(columns))
+    pieces = msgspec.msgpack.encode([wire.encode(head), *map(bytes, frames)])
     records = b"".join(map(pack, (ev.Started(1), ev.Put("p", 1 << 32, 1, 1, 7), ev.RowsCleared("p", [7]))))
+    cells = unit_calls.Cells(dtypes={"a": "<i8"}, sizes={"a": [8]})
+    held = unit_calls.Held(row=7, columns={"a": 8}, partial={"b": 8}, tokens=1, tags={"key": "x"})
+    items = [
+        ev.Declared(TaskSpec(partition="p", name="t", needs=["a"]), 1),
+        ev.Put("p", 1 << 32, 2, 1, 7),
+        news.Gained([7, -1], cells, [{}, {"n": 1}], [], False),
+        news.Recalled([held]),
+        ev.RowsCleared("p", [7]),
+    ]
+    fed = msgspec.msgpack.encode([news.encode(item) for item in items])
+    strange = Handshake(Keys(secret=b"s" * 40)).hello()
+    session = unit_calls.Session(1, 2, 3)
+    leg = wire.encode(moving_calls.AskLeg(session, [7, -1], 2, 16))
+    told = wire.encode(shard_calls.AdmitCells([unit_calls.NewCells("8", [7], cells, [], "")]))
     return {
         "header": [call],
-        "request": [claim],
+        "request": [claim, leg, told],
         "stream": [b"\x07" + struct.pack("<QI2Q", 25, 2, 3, 2) + b"abcde"],
         "batch": [pieces],
         "plain": [pack_object(value) for value in columns["c"]],
         "ledger": [records],
+        "handshake": [b"\xff" + strange, b"\0" + Handshake(None).hello()],
+        "feed": [fed],
+        "ids": [msgspec.msgpack.encode([7, -2, 12]), b"880000100000000"],
     }
 
 
@@ -152,8 +220,8 @@ def run_all(names: list[str], seconds: int) -> int:
             words = [f"-max_total_time={seconds}", f"-max_len={LONGEST}", *LIMITS]
             command = [sys.executable, __file__, name, "--here", folder, *words]
             ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        runs = next((line for line in ended.stderr.splitlines() if "number_of_executed_units" in line), "no statistics")
-        print(f"{name:<8} {'ok' if ended.returncode == 0 else 'FAILED'}  {runs.split()[-1]} inputs")
+        told = next((line for line in ended.stderr.splitlines() if "number_of_executed_units" in line), "no statistics")
+        print(f"{name:<8} {'ok' if ended.returncode == 0 else 'FAILED'}  {told.split()[-1]} inputs")
         if ended.returncode:
             print(ended.stderr[-4000:])
             failed += 1

@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from msgspec import Struct
 
 from asyncflow.errors import PeerLost
-from asyncflow.net.rpc import RpcClient
+from asyncflow.net.rpc import RpcClient, RpcServer
 from asyncflow.net.stream_link import StreamLink
 
 pytestmark = pytest.mark.process
@@ -106,6 +107,63 @@ async def test_servers_that_are_killed_while_they_move_bytes_leave_nothing_behin
         await client.close()
         await until_none(os.getpid())
         assert not is_left(server.said)
+
+
+async def test_what_came_outlives_a_server_that_is_killed_and_the_connection(spawn: Any) -> None:
+    server = await asyncio.to_thread(spawn, "echo", BIND)
+    link = StreamLink(server.said, keys=None, max_message=1 << 30)
+    await asyncio.to_thread(link.send, 0, "add", Number(value=1), [FRAME], deadline=time.monotonic() + 20)
+    came = (await asyncio.to_thread(receive, link))[2]
+    server.kill()
+    assert came == FRAME.cast("B")
+    link.close()
+    del link
+    assert came == FRAME.cast("B")
+    came[:8] = bytes(8)
+    row = came[8_000_000:8_000_080]
+    del came
+    assert row == FRAME.cast("B")[8_000_000:8_000_080]
+    assert arenas(os.getpid()) > 0
+    del row
+    await until_none(os.getpid())
+
+
+async def test_what_callers_brought_outlives_them_and_nothing_else_does(spawn: Any) -> None:
+    kept: list[memoryview] = []
+
+    async def keep(request: Number, frames: Sequence[memoryview]) -> tuple[Number, Sequence[memoryview]]:
+        kept.append(frames[1])
+        return Number(value=request.value), frames
+
+    server = RpcServer(name="keeper", bind=BIND)
+    server.route("add", Number, keep)
+    await server.start()
+    seed = random.Random(9)
+    for _ in range(4):
+        mover = await asyncio.to_thread(spawn, "mover", server.address)
+        assert mover.said == "moving"
+        await asyncio.sleep(seed.random() * 0.03)
+        mover.kill()
+    expected = np.arange(9_000, dtype=np.float64).tobytes()
+    async with asyncio.timeout(10):
+        while shared_kb() > len(kept) * (len(expected) + 4096) / 1024:
+            await asyncio.sleep(0.01)
+    assert len(kept) >= 4
+    assert all(bytes(frame) == expected for frame in kept)
+    assert arenas(os.getpid()) > 0
+    kept.clear()
+    await until_none(os.getpid())
+    await server.close()
+
+
+def shared_kb() -> int:
+    return int(shared_memory(os.getpid()).split()[1])
+
+
+def receive(link: Any) -> list[memoryview]:
+    while not (parts := link.receive(20)):
+        pass
+    return list(parts)
 
 
 def keep_moving(link: Any) -> None:

@@ -1,5 +1,6 @@
-"""Messages whose large parts go through an arena, without any I/O."""
+"""Messages whose large parts lie in an arena, without any I/O."""
 
+import contextlib
 import os
 import struct
 
@@ -9,53 +10,53 @@ from hypothesis import strategies as st
 
 from asyncflow.errors import ProtocolError
 from asyncflow.net import arena as arenas
-from asyncflow.net.arena import Arena
-from asyncflow.net.arena_stream import boxes
+from asyncflow.net.arena import PAGE, Outgoing
+from asyncflow.net.arena_loans import Incoming
+from asyncflow.net.arena_stream import ArenaInbox, ArenaOutbox
 from asyncflow.net.frames import LARGE
 from asyncflow.net.stream import staging
 
 MOST = 1 << 22
-MESSAGE, SHARED, HERE, GIVEN_BACK = (kind << 62 for kind in range(4))
+THERE = 1 << 63
 
 part_sizes = st.one_of(st.integers(0, 40), st.sampled_from([LARGE - 1, LARGE, LARGE + 1, 3 * LARGE, (1 << 20) + 7]))
 message_sizes = st.lists(st.lists(part_sizes, max_size=4), max_size=4)
-halves = st.sampled_from([4096, 1 << 16, 3 << 16, 4 << 20])
+sizes = st.sampled_from([PAGE, 30 * PAGE, 100 * PAGE, 1000 * PAGE])
 
 
-class Side:
-    """One side of a connection, which does with its boxes what ``Flow`` does. wire: bytes that it has sent."""
+class Way:
+    """One direction, with what ``Flow`` does. wire: bytes that were sent; came: messages, which may be let go."""
 
-    def __init__(self, arena: Arena) -> None:
-        self.arena = arena
-        self.inbox, self.outbox = boxes(arena, most=MOST, staging=staging())
+    def __init__(self, size: int) -> None:
+        file = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(file, size)
+        self.outgoing, self.incoming = Outgoing(file), Incoming(os.dup(file))
+        self.outbox = ArenaOutbox(self.outgoing)
+        self.inbox = ArenaInbox(self.incoming, most=MOST, staging=staging())
         self.wire = bytearray()
-        self.came: list[list[bytes]] = []
+        self.came: list[list[memoryview]] = []
 
-    def flush(self) -> None:
+    def send(self, key: int, parts: list[bytes]) -> None:
+        self.outbox.push(key, parts)
         while not self.outbox.idle and (views := self.outbox.views()):
             for view in views:
                 self.wire += view
             self.outbox.sent(sum(map(len, views)))
 
-    def receive(self, sender: "Side", most: int) -> None:
+    def receive(self, most: int = 1 << 16) -> None:
         room = self.inbox.room()
-        count = min(most, len(room), len(sender.wire))
-        room[:count] = sender.wire[:count]
-        del sender.wire[:count]
-        self.came += [[bytes(part) for part in message] for message in self.inbox.took(count)]
-        if self.outbox.due:
-            self.flush()
+        count = min(most, len(room), len(self.wire))
+        room[:count] = self.wire[:count]
+        del self.wire[:count]
+        self.came += self.inbox.took(count)
 
+    def receive_all(self, step: int = 1 << 16) -> None:
+        while self.wire:
+            self.receive(step)
 
-def sides(half: int) -> tuple[Side, Side]:
-    file = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(file, 2 * half)
-    return Side(Arena(file, half=half, calls=True)), Side(Arena(os.dup(file), half=half, calls=False))
-
-
-def close(*both: Side) -> None:
-    for side in both:
-        side.arena.close()
+    def close(self) -> None:
+        self.outgoing.close()
+        self.incoming.close()
 
 
 def parts_of(sizes: list[int]) -> list[bytes]:
@@ -64,102 +65,105 @@ def parts_of(sizes: list[int]) -> list[bytes]:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    halves,
+    sizes,
     message_sizes,
-    message_sizes,
-    st.lists(st.tuples(st.booleans(), st.sampled_from([1, 7, 8, 100, 1 << 16])), max_size=40),
-    st.booleans(),
+    st.lists(st.tuples(st.sampled_from(["send", "let go"]), st.sampled_from([0, 1, 7, 8, 100, 1 << 16])), max_size=40),
 )
-def test_messages_come_out_as_they_went_in_both_ways_at_once_and_nobody_waits_for_ever(
-    half, calls, answers, steps, scarce
-):
-    caller, answerer = sides(half)
-    if scarce:
-        answerer.arena._fills = False
-    sent = [[parts_of(sizes) for sizes in of] for of in (calls, answers)]
-    for side, messages in ((caller, sent[0]), (answerer, sent[1])):
-        for key, message in enumerate(messages):
-            side.outbox.push(key, message)
-            side.flush()
-    for who, count in steps:
-        receiver, sender = (caller, answerer) if who else (answerer, caller)
-        receiver.receive(sender, count)
-    while caller.wire or answerer.wire:
-        caller.receive(answerer, 1 << 16)
-        answerer.receive(caller, 1 << 16)
-    assert [answerer.came, caller.came] == sent
-    assert not caller.outbox.stuck
-    assert not answerer.outbox.stuck
-    close(caller, answerer)
+def test_messages_come_out_as_they_went_whoever_keeps_them_for_how_long(size, messages, steps):
+    way = Way(size)
+    sent = [parts_of(sizes) for sizes in messages]
+    expected, begun = list(sent), 0
+    for what, count in steps:
+        if what == "send" and begun < len(sent):
+            way.send(begun, sent[begun])
+            begun += 1
+        elif way.came:
+            assert [bytes(part) for part in way.came.pop(0)] == expected.pop(0)
+        if count:
+            way.receive(count)
+    for key in range(begun, len(sent)):
+        way.send(key, sent[key])
+    way.receive_all()
+    assert [[bytes(part) for part in message] for message in way.came] == expected
+    way.close()
+    assert [[bytes(part) for part in message] for message in way.came] == expected
 
 
-def test_large_parts_do_not_go_over_the_wire_and_are_the_readers_own():
-    caller, answerer = sides(1 << 20)
-    large = bytearray(os.urandom(3 << 20))
-    caller.outbox.push("key", [b"small", large])
-    went = 0
-    caller.flush()
-    while caller.wire or answerer.wire:
-        went += len(caller.wire)
-        answerer.receive(caller, 1 << 16)
-        caller.receive(answerer, 1 << 16)
-    assert went < 1000
-    assert answerer.came == [[b"small", bytes(large)]]
-    close(caller, answerer)
+def test_large_parts_do_not_go_over_the_wire_and_need_no_answer():
+    way = Way(10 << 20)
+    large = os.urandom(3 << 20)
+    for key in range(20):
+        way.send(key, [b"small", large])
+        assert len(way.wire) < 100
+        way.receive()
+        assert [bytes(part) for part in way.came.pop()] == [b"small", large]
+    way.close()
 
 
-def test_what_came_does_not_change_when_its_sender_writes_over_the_arena():
-    caller, answerer = sides(1 << 20)
-    caller.outbox.push("key", [bytes(LARGE)])
-    caller.flush()
-    room = answerer.inbox.room()
-    room[: len(caller.wire)] = caller.wire
-    ((part,),) = answerer.inbox.took(len(caller.wire))
-    caller.arena.fill(slice(0, 1 << 20), memoryview(b"\xff" * (1 << 20)))
-    assert bytes(part) == bytes(LARGE)
-    part[:] = b"\x01" * LARGE
-    assert bytes(part) == b"\x01" * LARGE
-    close(caller, answerer)
+def test_what_finds_no_room_goes_over_the_wire_and_no_other():
+    way = Way(100 * PAGE)
+    messages = [parts_of([10, 60 * PAGE]), parts_of([LARGE]), parts_of([60 * PAGE, 7, LARGE])]
+    went = []
+    for key, message in enumerate(messages):
+        before = len(way.wire)
+        way.send(key, message)
+        went.append((len(way.wire) - before) // PAGE)
+    assert went == [0, 0, 60]
+    way.receive_all(1000)
+    assert [[bytes(part) for part in message] for message in way.came] == messages
+    way.close()
 
 
-def block(*sizes: int) -> bytes:
-    made = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
+def test_without_memory_for_an_arena_large_parts_go_over_the_wire(monkeypatch):
+    monkeypatch.setattr(arenas, "MOST_FILLED", 0)
+    way = Way(1 << 20)
+    message = parts_of([10, 3 * LARGE + 5])
+    way.send(0, message)
+    assert len(way.wire) > 3 * LARGE
+    way.receive_all(1000)
+    assert [bytes(part) for part in way.came[0]] == message
+    way.close()
+
+
+def block(*words: int, small: bytes = b"") -> bytes:
+    made = struct.pack(f"<I{len(words)}Q", len(words), *words) + small
     return struct.pack("<Q", len(made)) + made
 
 
-def record(both: int) -> bytes:
-    return struct.pack("<Q", both)
+def there(page: int, size: int) -> int:
+    return THERE | page << 40 | size
 
 
 @pytest.mark.parametrize(
     "lie",
     [
-        block(LARGE) + record(SHARED | LARGE + 1),
-        block(LARGE) + record(SHARED | 1 << 40),
-        block(LARGE) + record(SHARED),
-        block(LARGE) + record(HERE),
-        block(LARGE) + record(HERE | LARGE + 1),
-        block(LARGE) + record(MESSAGE | 12),
-        block(1 << 20) + record(SHARED | 1 << 19),
-        block(1 << 20) + 5 * record(SHARED | 1 << 16),
-        block(1 << 20) + record(SHARED | 200_000) + record(SHARED | 100_000),
-        record(SHARED | LARGE),
-        record(HERE | LARGE),
-        record(GIVEN_BACK),
-        record(GIVEN_BACK | 64),
-        record(GIVEN_BACK | (1 << 62) - 1),
-        record(MESSAGE | 1 << 40),
-        record(MESSAGE | 3),
+        block(there(0, LARGE)),
+        block(there(1, 0)),
+        block(there(250, LARGE)),
+        block(there(256, 1)),
+        block(there(1, 1 << 20)),
+        block(there((1 << 23) - 1, LARGE)),
+        block(there(1, (1 << 40) - 1)),
+        block(there(7, LARGE), there(7, LARGE)),
+        block(there(7, LARGE), 10),
+        block(there(7, LARGE), small=b"more"),
+        block(*[there(page, 200 * PAGE) for page in range(1, 7)]),
+        block(there(1, LARGE), MOST - LARGE + 1),
         block(MOST + 1),
+        block(THERE - 1),
         block(1 << 63, 1 << 63),
+        struct.pack("<Q", 1 << 62 | 12),
+        struct.pack("<Q", 3),
     ],
 )
-def test_a_peer_that_lies_about_sizes_is_found_out(lie):
-    caller, answerer = sides(1 << 18)
-    caller.wire += lie
+@pytest.mark.parametrize("step", [1 << 16, 1])
+def test_a_peer_that_lies_about_places_and_sizes_is_found_out(lie, step):
+    way = Way(256 * PAGE)
+    way.wire += lie
     with pytest.raises(ProtocolError):
-        answerer.receive(caller, len(lie))
-    close(caller, answerer)
+        way.receive_all(step)
+    assert way.came == []
+    way.close()
 
 
 @settings(max_examples=200, deadline=None)
@@ -167,35 +171,21 @@ def test_a_peer_that_lies_about_sizes_is_found_out(lie):
     st.lists(
         st.one_of(
             st.binary(max_size=40),
-            st.builds(
-                lambda kind, count: record(kind | count), st.sampled_from([0, SHARED, HERE, GIVEN_BACK]), part_sizes
-            ),
             st.builds(block, part_sizes, part_sizes),
+            st.builds(
+                lambda *places: block(*[there(*place) for place in places]),
+                *[st.tuples(st.integers(0, 70), st.integers(0, 1 << 18))] * 2,
+            ),
         ),
         max_size=20,
     ),
     st.integers(1, 1 << 17),
 )
 def test_whatever_comes_is_messages_or_a_protocol_error(pieces, step):
-    caller, answerer = sides(1 << 18)
-    caller.wire += b"".join(pieces)
-    try:
-        while caller.wire:
-            answerer.receive(caller, step)
-    except ProtocolError:
-        pass
-    assert all(sum(map(len, message)) <= MOST for message in answerer.came)
-    close(caller, answerer)
-
-
-def test_without_memory_for_a_ring_large_parts_go_over_the_wire(monkeypatch):
-    monkeypatch.setattr(arenas, "MOST_FILLED", 0)
-    caller, answerer = sides(1 << 18)
-    messages = [parts_of([10, 3 * LARGE + 5]), parts_of([LARGE])]
-    for key, message in enumerate(messages):
-        caller.outbox.push(key, message)
-    caller.flush()
-    while caller.wire:
-        answerer.receive(caller, 1000)
-    assert answerer.came == messages
-    close(caller, answerer)
+    way = Way(64 * PAGE)
+    way.wire += b"".join(pieces)
+    with contextlib.suppress(ProtocolError):
+        way.receive_all(step)
+    assert all(sum(map(len, message)) <= MOST for message in way.came)
+    way.close()
+    assert all(len(bytes(part)) == len(part) for message in way.came for part in message)

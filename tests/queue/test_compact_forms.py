@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from asyncflow.errors import ProtocolError
 from asyncflow.flow.schedule import Window
 from asyncflow.identity import NEWEST
 from asyncflow.queue.controller.outcomes import Outcomes
@@ -29,7 +30,7 @@ def test_a_batch_of_new_rows_is_two_numbers():
 
 @pytest.mark.parametrize("ids", [[-1], [5, -(1 << 40)], [0, -(1 << 20)]])
 def test_numbers_that_are_no_ids_are_refused(ids):
-    with pytest.raises(ValueError, match="do not stand for ids"):
+    with pytest.raises(ProtocolError, match="do not stand for ids"):
         expand(ids)
 
 

@@ -1,10 +1,13 @@
 """The pure table: readiness, claims, leases, fencing, windows of versions."""
 
+import msgspec
 import pytest
 
 from asyncflow.errors import Fenced, Refused
 from asyncflow.queue.controller.compaction import dump
+from asyncflow.queue.controller.report import snapshot
 from asyncflow.queue.controller.state import State
+from asyncflow.queue.protocol.calls import Begin
 from asyncflow.queue.protocol.messages import RowMeta, TaskSpec
 
 P = "train"
@@ -76,9 +79,23 @@ def test_a_put_into_two_partitions_is_fenced_as_a_whole(queue):
 
 def test_serials_that_were_skipped_are_known(queue):
     queue.create(0, 3)
-    assert queue.table.books.partitions[P].missing == {1, 2}
+    assert snapshot(queue.table.books.partitions[P]).missing == [1, 2]
     queue.create(2)
-    assert queue.table.books.partitions[P].missing == {1}
+    finished = queue.claim("rollout", rows=2)
+    queue.table.claims.drop(finished[0].lease, [row.row for row in finished], "why")
+    assert snapshot(queue.table.books.partitions[P]).missing == [1]
+
+
+def test_huge_numbers_of_a_caller_take_neither_memory_nor_time(queue):
+    far = 1 << 62
+    assert queue.create(far, purpose="eval", partition="eval") == [True, True]
+    assert snapshot(queue.table.books.partitions["eval"]).missing == []
+    assert queue.put([RowMeta(partition=P, serial=0, sample=0, step=1)], far) == [False]
+    assert queue.create(far) == [False, False]
+    with pytest.raises(Refused, match="never all handed out"):
+        queue.table.training.begin(P, 0, far, 1)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(msgspec.json.encode(Begin(P, 0, 0, far)), type=Begin)
 
 
 def test_groups_are_whole_also_when_a_part_of_one_is_delivered_again(queue):

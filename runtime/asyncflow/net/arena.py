@@ -1,11 +1,14 @@
-"""Memory that two processes of one host share for one connection: a ring for what goes, and one for what comes.
+"""Memory that two processes of one host share for the large parts of what goes over one connection in one direction.
 
-It is a file without a name (memfd), which ends with the last process that has it open: nothing can be left behind. The
-caller makes it and hands it to the answerer; the first half is filled by the caller, the second by the answerer. It has
-no pages before it is used, and the same ones from then on.
+It is a file without a name (memfd), which ends with the last process that has it open or mapped: nothing can be left
+behind. It begins with one byte for each of its pages. The sender knows which pages are free (``heap``), copies a part
+there and says where; the receiver takes the part as it lies there (``Incoming``), and when nobody looks at it any more
+sets the byte of its first page, of which the sender learns when it needs pages next.
 
-Invariants: neither side can make the file shorter under the other, so no access to it ever fails; a process has no more
-than ``MOST_FILLED`` bytes of rings that it has begun to fill, and whoever finds none left goes without.
+Invariants: neither side can make the file shorter under the other, so no access to it ever fails; the sender believes
+of those bytes only that places it has given out are free again, the receiver of a place only what lies in the file; a
+process has no more than ``MOST_FILLED`` bytes of pages that it has begun to fill, and whoever finds none left goes
+without.
 """
 
 from __future__ import annotations
@@ -14,19 +17,21 @@ import fcntl
 import mmap
 import os
 import threading
-from typing import TypeAlias
 
 import numpy as np
 
 from asyncflow.errors import ProtocolError
+from asyncflow.net.heap import Heap
 
-HALF = 4 << 20
-"""Bytes of a ring."""
-MOST_FILLED = 256 << 20
-_LARGEST = 64 << 20
+SIZE = 64 << 20
+"""Bytes of an arena."""
+PAGE = mmap.PAGESIZE
+FREE = 1
+"""What the byte of a place's first page becomes when its part is needed no more."""
+MOST_FILLED = 512 << 20
+_LARGEST = 1 << 30
 _NAME = "asyncflow"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_Memory: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 
 
 class _Allowance:
@@ -50,86 +55,89 @@ class _Allowance:
 _ALLOWANCE = _Allowance()
 
 
-class Arena:
-    """One connection's. file: its descriptor, which the arena owns; half: bytes of each ring."""
+def made() -> int:
+    """Make the file of an arena. Raises OSError where this host does not let it."""
+    file = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(file, SIZE)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
 
-    def __init__(self, file: int, *, half: int, calls: bool) -> None:
-        self.file = file
-        self.half = half
-        self._begins = {True: 0 if calls else half, False: half if calls else 0}
+
+def check(file: int) -> None:
+    """Raise ProtocolError where a file that a peer brought is none of ``made``."""
+    try:
+        size = os.fstat(file).st_size
+        sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        if not sealed or os.fstatvfs(file).f_bsize != PAGE:
+            raise ProtocolError("a peer wants to share a file that is no arena")
+    except OSError as error:
+        raise ProtocolError(f"a peer wants to share a file that is no arena: {error}") from error
+    if not 0 < size <= _LARGEST or size % PAGE:
+        raise ProtocolError(f"a peer wants to share {size} bytes")
+
+
+def pages_of(size: int) -> int:
+    """Give how many pages so many bytes need."""
+    return -(-size // PAGE)
+
+
+class Outgoing:
+    """The sender's side of an arena. file: its descriptor, which this owns."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._pages = os.fstat(file).st_size // PAGE
+        self._heap = Heap(first=pages_of(self._pages), end=self._pages)
         self._map: mmap.mmap | None = None
-        self._memory: _Memory | None = None
-        self._fills: bool | None = None
+        self._filled = 0
 
-    @classmethod
-    def made(cls) -> Arena:
-        """Make one, as the caller. Raises OSError where this host does not let it."""
-        file = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(file, 2 * HALF)
-            fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
-        except BaseException:
-            os.close(file)
-            raise
-        return cls(file, half=HALF, calls=True)
-
-    @classmethod
-    def taken(cls, file: int) -> Arena:
-        """Take the one that a caller made, and its descriptor. ProtocolError for any other file."""
-        try:
-            size = os.fstat(file).st_size
-            sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS == _SEALS
-            if not sealed or os.fstatvfs(file).f_bsize != mmap.PAGESIZE:
-                raise ProtocolError("a peer wants to share a file that is no arena")
-            if not 0 < size <= 2 * _LARGEST or size % (2 * mmap.PAGESIZE):
-                raise ProtocolError(f"a peer wants to share {size} bytes")
-        except OSError as error:
-            os.close(file)
-            raise ProtocolError(f"a peer wants to share a file that is no arena: {error}") from error
-        except ProtocolError:
-            os.close(file)
-            raise
-        return cls(file, half=size // 2, calls=False)
-
-    def can_fill(self) -> bool:
-        """Whether there is memory for what goes; the first time it is got, or not."""
-        if self._fills is None:
-            self._fills = _ALLOWANCE.take(self.half)
-            if self._fills:
-                try:
-                    os.posix_fallocate(self.file, self._begins[True], self.half)
-                    self._mapped()
-                except (OSError, ValueError):
-                    _ALLOWANCE.give(self.half)
-                    self._fills = False
-        return self._fills
-
-    def fill(self, place: slice, source: memoryview) -> None:
-        """Put bytes into the ring of what goes."""
-        np.copyto(self._ring(fills=True)[place], np.frombuffer(source, np.uint8))
-
-    def empty(self, place: slice, target: memoryview) -> None:
-        """Copy bytes out of the ring of what comes."""
-        np.copyto(np.frombuffer(target, np.uint8), self._ring(fills=False)[place])
+    def put(self, part: memoryview) -> int | None:
+        """Copy a part to where the other side finds it; give the page where it begins, None where it finds no room."""
+        pages = pages_of(len(part))
+        if self._map is not None:
+            self._take_back(self._map)
+        page = self._heap.take(pages)
+        if page is None:
+            return None
+        memory = self._filled_to(page + pages)
+        if memory is None:
+            self._heap.give_back(page)
+            return None
+        np.copyto(np.frombuffer(memory, np.uint8, len(part), page * PAGE), np.frombuffer(part, np.uint8))
+        return page
 
     def close(self) -> None:
-        """Give the memory back."""
-        if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
-            self._memory = None
-            if self._map is not None:
-                self._map.close()
-            if self._fills:
-                _ALLOWANCE.give(self.half)
-            self._fills = False
+        """Let go of it; the other side keeps what it has."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file, self._map = -1, None
+            self._heap = Heap(first=0, end=0)
+            _ALLOWANCE.give(self._filled * PAGE)
 
-    def _ring(self, *, fills: bool) -> _Memory:
-        begin = self._begins[fills]
-        return self._mapped()[begin : begin + self.half]
+    def _take_back(self, memory: mmap.mmap) -> None:
+        """Free the places that the other side needs no more."""
+        given, page = memory[: self._filled], 0
+        while (page := given.find(FREE, page)) >= 0:
+            memory[page] = 0
+            if page in self._heap:
+                self._heap.give_back(page)
+            page += 1
 
-    def _mapped(self) -> _Memory:
-        if self._memory is None:
-            self._map = mmap.mmap(self.file, 2 * self.half)
-            self._memory = np.frombuffer(self._map, np.uint8)
-        return self._memory
+    def _filled_to(self, end: int) -> mmap.mmap | None:
+        """Give the memory, of which the pages up to ``end`` are there; None where they cannot be."""
+        if end > self._filled:
+            more = (end - self._filled) * PAGE
+            if not _ALLOWANCE.take(more):
+                return None
+            try:
+                os.posix_fallocate(self._file, self._filled * PAGE, more)
+                self._map = self._map or mmap.mmap(self._file, self._pages * PAGE)
+            except (OSError, ValueError):
+                _ALLOWANCE.give(more)
+                return None
+            self._filled = end
+        return self._map

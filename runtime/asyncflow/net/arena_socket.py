@@ -1,4 +1,5 @@
-"""Unix sockets beside those of TCP, for peers of one host: with its first bytes a caller hands over an arena.
+"""Unix sockets beside those of TCP, for peers of one host: with its first bytes a caller hands over an arena
+for each direction, first the one that it fills.
 
 A server listens at a name in the abstract namespace that says its address; who dials that address tries the name first.
 The namespace is that of the network namespace: who reaches the name is on this host, and elsewhere there is no such
@@ -19,53 +20,66 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.errors import ProtocolError
-from asyncflow.net import arena_stream
-from asyncflow.net.arena import Arena
+from asyncflow.net import arena
+from asyncflow.net.arena_loans import Incoming
+from asyncflow.net.arena_stream import ArenaInbox, ArenaOutbox
 from asyncflow.net.handshake import Handshake
 from asyncflow.net.keys import Keys
 from asyncflow.net.stream import Inbox, Outbox
 
 SHARED_MEMORY_ENV = "ASYNCFLOW_SHARED_MEMORY"
 """Variable that switches shared memory off where it is ``off``."""
-_MAGIC = b"AFm1"
+_MAGIC = b"AFm2"
 _LONGEST_NAME = 107
 _BACKLOG = 1024
 _CREDENTIALS = struct.Struct("3i")
 
 
 class ArenaSocket(socket.socket):
-    """A stream socket to a peer of this host. name: of the listening side; arena: None before it came."""
+    """A stream socket to a peer of this host. name: of the listening side; arenas: none before they came."""
 
     name = ""
-    arena: Arena | None = None
+    arenas: tuple[arena.Outgoing, Incoming] | None = None
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """As of any socket, but the arena is taken in before the first bytes."""
-        if self.arena is None:
-            came, files, _, _ = socket.recv_fds(self, len(_MAGIC), 1, flags | socket.MSG_CMSG_CLOEXEC)
+        """As of any socket, but the arenas are taken in before the first bytes."""
+        if self.arenas is None:
+            came, files, _, _ = socket.recv_fds(self, len(_MAGIC), 2, flags | socket.MSG_CMSG_CLOEXEC)
             if not came:
                 return 0
-            if came != _MAGIC or not files:
+            try:
+                if came != _MAGIC or len(files) != 2:
+                    raise ProtocolError("a peer of this host brought no arenas")
+                for file in files:
+                    arena.check(file)
+            except ProtocolError:
                 for file in files:
                     os.close(file)
-                raise ProtocolError("a peer of this host brought no arena")
-            self._has(Arena.taken(files[0]))
+                raise
+            self._have(outgoing=files[1], incoming=files[0])
         return super().recv_into(buffer, nbytes, flags)
 
     def close(self) -> None:
-        """Close it; the arena goes too."""
+        """Close it, and the arenas."""
         super().close()
-        if self.arena is not None:
-            self.arena.close()
+        for side in self.arenas or ():
+            side.close()
 
-    def hand_over(self, arena: Arena) -> None:
-        """Begin, as the caller. Raises OSError."""
-        self._has(arena)
-        socket.send_fds(self, [_MAGIC], [arena.file])
+    def hand_over(self) -> None:
+        """Begin, as the caller, with new arenas. Raises OSError."""
+        filled = arena.made()
+        try:
+            emptied = arena.made()
+        except BaseException:
+            os.close(filled)
+            raise
+        self._have(outgoing=filled, incoming=emptied)
+        socket.send_fds(self, [_MAGIC], [filled, emptied])
 
-    def _has(self, arena: Arena) -> None:
-        self.arena = arena
-        weakref.finalize(self, arena.close)
+    def _have(self, *, outgoing: int, incoming: int) -> None:
+        self.arenas = arena.Outgoing(outgoing), Incoming(incoming)
+        for side in self.arenas:
+            weakref.finalize(self, side.close)
 
 
 def shaking(peer: socket.socket, keys: Keys | None) -> Handshake:
@@ -82,8 +96,9 @@ def boxes(peer: socket.socket, handshake: Handshake, *, most: int, staging: memo
 
     Between peers of one host nothing is sealed: who could read it there could read the memory of both.
     """
-    if isinstance(peer, ArenaSocket) and peer.arena is not None:
-        return arena_stream.boxes(peer.arena, most=most, staging=staging)
+    if isinstance(peer, ArenaSocket) and peer.arenas is not None:
+        outgoing, incoming = peer.arenas
+        return ArenaInbox(incoming, most=most, staging=staging), ArenaOutbox(outgoing)
     return Inbox(most=most, seal=handshake.incoming, staging=staging), Outbox(seal=handshake.outgoing)
 
 
@@ -98,7 +113,7 @@ def dialled(address: str) -> ArenaSocket | None:
         made.setblocking(False)
         made.connect(name)
         if _is_ours(made):
-            made.hand_over(Arena.made())
+            made.hand_over()
             return made
     except OSError:
         pass

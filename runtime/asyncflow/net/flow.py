@@ -108,8 +108,6 @@ class Flow:
             self._fail(wrong)
         except MemoryError:
             self._fail(ProtocolError("there is no memory for what a peer wants to send"))
-        if self.outbox is not None and self.outbox.due:
-            self.flush()
 
     def flush(self) -> None:
         """Send what the stream takes now; the rest follows when it takes more."""

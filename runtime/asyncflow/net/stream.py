@@ -162,6 +162,11 @@ class Inbox:
         size: int = _LENGTH.unpack(length)[0]
         return size
 
+    def _found(self, word: int) -> memoryview | None:
+        """Give the large part of which a block says this, where that is not its size and it comes."""
+        del word
+        return None
+
     def _large(self, part: memoryview) -> Generator[memoryview, None, None]:
         """Fill a large part."""
         if self._seal is None:
@@ -181,31 +186,28 @@ class Inbox:
         if count > MAX_PARTS or at > len(block):
             raise ProtocolError(f"a block of {len(block)} bytes cannot name {count} parts")
         sizes = struct.unpack_from(f"<{count}Q", block, _COUNT.size)
-        if sum(sizes) > self._most:
-            raise ProtocolError(f"a message of {sum(sizes)} bytes came where {self._most} are allowed")
+        total = len(block) - at
         parts: list[memoryview] = []
         large: list[tuple[int, int]] = []
         for size in sizes:
             if size >= LARGE:
-                large.append((len(parts), size))
-                parts.append(_TO_COME)
+                found = self._found(size)
+                if found is None:
+                    large.append((len(parts), size))
+                parts.append(_TO_COME if found is None else found)
+                total += size if found is None else len(found)
                 continue
             parts.append(block[at : at + size])
             at += size
         if at != len(block):
             raise ProtocolError(f"the small parts of a message do not fill its block of {len(block)} bytes")
+        if total > self._most:
+            raise ProtocolError(f"a message of {total} bytes came where {self._most} are allowed")
         return parts, large
 
 
 class Outbox:
-    """What goes: messages by key, in order. ``views`` gives what to send next, ``sent`` takes what went.
-
-    stuck: whether more would go, but the peer has no room; due: whether something can go now of which neither ``push``
-    nor the socket tells.
-    """
-
-    stuck = False
-    due = False
+    """What goes: messages by key, in order. ``views`` gives what to send next, ``sent`` takes what went."""
 
     def __init__(self, *, seal: Seal | None) -> None:
         self._seal = seal
@@ -267,14 +269,26 @@ class Outbox:
         large: list[memoryview] = []
         if max(sizes, default=0) >= LARGE:
             small = [part for part, size in zip(parts, sizes, strict=True) if size < LARGE]
-            large = [memoryview(part).cast("B") for part, size in zip(parts, sizes, strict=True) if size >= LARGE]
-            length -= sum(map(len, large))
+            for index, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+                if size < LARGE:
+                    continue
+                length -= size
+                view = memoryview(part).cast("B")
+                if (word := self._elsewhere(view)) is None:
+                    large.append(view)
+                else:
+                    sizes[index] = word
         head = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
         rest = itertools.chain.from_iterable(map(self._large, large)) if large else None
         if self._seal is None:
             return b"".join([_LENGTH.pack(len(head) + length), head, *small]), rest
         sealed = self._seal.seal(b"".join([head, *small]))
         return _LENGTH.pack(len(sealed)), itertools.chain((sealed,), rest or ())
+
+    def _elsewhere(self, part: memoryview) -> int | None:
+        """Put a large part where the peer finds it, and give what the block says instead of its size; None: it goes."""
+        del part
+        return None
 
     def _large(self, view: memoryview) -> Iterator[Buffer]:
         """Give the pieces in which a large part goes."""

@@ -66,12 +66,10 @@ class StreamLink:
         self._outbox.push(call, [header, body, *frames])
         try:
             while not self._outbox.idle:
-                patience = min(LOOK_S, self._left(method, deadline))
+                self._left(method, deadline)
                 if views := self._outbox.views():
                     with contextlib.suppress(BlockingIOError):
                         self._outbox.sent(socket.sendmsg(views))
-                elif self._outbox.stuck:
-                    self._hear(socket, self._patience(patience))
         except OSError as error:
             raise self._broken(error) from error
 
@@ -127,8 +125,6 @@ class StreamLink:
             self._ready += self._inbox.took(count)
         except ProtocolError as wrong:
             raise self._broken(wrong) from wrong
-        if self._outbox.due:
-            self._send_now(socket)
         return True
 
     def _send_now(self, socket: sockets.socket) -> None:

@@ -226,4 +226,4 @@ def test_both_clients_have_every_verb():
     verbs = {name for name, made in inspect.getmembers(OpenVerbs, inspect.isfunction) if not name.startswith("_")}
     for client in (QueueClient, BlockingQueue):
         bound = {name for name in verbs if getattr(getattr(client, name, None), "__wrapped__", None) is not None}
-        assert verbs - bound == {"ask", "at_task", "park"}
+        assert verbs - bound == {"ask", "park"}

@@ -137,10 +137,10 @@ async def test_tasks_are_spread_and_rows_go_through_all(queue):
 
 async def test_a_claim_at_the_wrong_controller_says_which_is_right(queue):
     wrong = queue.connect("wrong")
-    wrong.verbs._places[P, "grade"] = -2
+    wrong.verbs._claimer.places[P, "grade"] = -2
     await queue.put(2)
     assert len(await wrong.claim(partition=P, task="grade", max_rows=2, timeout=10)) == 2
-    assert wrong.verbs._places[P, "grade"] == -1
+    assert wrong.verbs._claimer.places[P, "grade"] == -1
     await wrong.close()
 
 

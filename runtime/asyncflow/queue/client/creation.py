@@ -44,7 +44,7 @@ class Creator:
         """Create samples; give whether each is new."""
         _check_whole(metas, group_size)
         deadline, verdicts = self._clock() + timeout, dict.fromkeys(range(len(metas)), False)
-        left = parts_by((meta.serial, meta.partition) for meta in metas)
+        left = dict(parts_by((meta.serial, meta.partition) for meta in metas))
         columns = part_of(columns, range(len(metas)), len(metas))
         sizes = _bytes_of_rows(columns, len(metas), later=sum(outputs.values()))
         weights = {group: sum(sizes[index] for index in indices) for group, indices in left.items()}

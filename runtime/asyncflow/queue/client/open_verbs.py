@@ -53,7 +53,7 @@ class OpenVerbs(RowVerbs):
             return
         writer = f"{_WRITER}{next(_WRITES)}"
 
-        def send(unit: int, indices: list[int], seconds: float) -> Verb[list[bool]]:
+        def send(unit: int, indices: Sequence[int], seconds: float) -> Verb[list[bool]]:
             header, frames = encode_batch(part_of(columns, indices, len(rows))) if columns else (_NO_COLUMNS, [])
             request = unit_calls.WriteRows(
                 lease=writer,
@@ -66,8 +66,8 @@ class OpenVerbs(RowVerbs):
             verdicts, _ = yield from once(unit, "unit.write", request, calls.Verdicts, timeout=seconds, frames=frames)
             return verdicts.ok
 
-        keys = [(unit_of(row), None) for row in rows]
-        parts = yield from at_homes(self, rows, keys, send, what="writing rows", timeout=timeout)
+        homes = [unit_of(row) for row in rows]
+        parts = yield from at_homes(self, rows, homes, send, what="writing rows", timeout=timeout)
         written = spread_out(parts, len(rows), False)
         if gone := [row for row, ok in zip(rows, written, strict=True) if not ok]:
             raise StaleHandle(f"rows {gone} were lost with their unit", where="write", hint="Put them again")

@@ -41,14 +41,16 @@ class Placement:
         self._given: dict[int, int] = {}
         self._avoided: dict[int, float] = {}
         self._turn = 0
-        self._begun = False
         self._lock = threading.Lock()
+
+    begun = False
+    """Whether ``begin`` was done."""
 
     def begin(self) -> Verb[None]:
         """Ask the controller once how far the units are; a client that gets no answer begins from nothing."""
-        if self._begun:
+        if self.begun:
             return
-        self._begun = True
+        self.begun = True
         try:
             shares, _ = yield from once(None, "queue.shares", Nothing(), Shares, timeout=_ASK_S)
         except AsyncFlowError:
@@ -58,21 +60,22 @@ class Placement:
             least = min(shares.given.values(), default=0)
             self._given = {unit: given - least for unit, given in shares.given.items()}
 
-    def choose(self, rows: int, *, but: Collection[int] = ()) -> int:
+    def choose(self, rows: int, *, there: Sequence[int] = (), but: Collection[int] = ()) -> int:
         """Give the unit for ``rows`` more rows, which count as given to it; not one of ``but`` if there is another.
 
-        Raises PeerLost where there is none.
+        there: the units that take rows, where the caller knows. Raises PeerLost where there is none.
         """
-        there = self.there()
-        if not there:
+        units = there or self.there()
+        if not units:
             raise PeerLost("no storage unit is there that takes rows", where="queue client")
         with self._lock:
-            known = [self._given[unit] for unit in there if unit in self._given]
-            least = min(known, default=0)
-            self._given = {unit: self._given.get(unit, least) for unit in there}
-            fresh = [unit for unit in there if unit not in but] or there
-            first = self._turn % len(there)
-            unit = min(fresh, key=lambda unit: (self._given[unit], (there.index(unit) - first) % len(there)))
+            if self._given.keys() != set(units):
+                least = min((self._given[unit] for unit in units if unit in self._given), default=0)
+                self._given = {unit: self._given.get(unit, least) for unit in units}
+            first = self._turn % len(units)
+            in_turn = [*units[first:], *units[:first]]
+            fresh = [unit for unit in in_turn if unit not in but] if but else in_turn
+            unit = min(fresh or in_turn, key=self._given.__getitem__)
             self._given[unit] += rows
             return unit
 

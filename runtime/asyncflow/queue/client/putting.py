@@ -12,13 +12,11 @@ import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 
-import msgspec
-
 from asyncflow.errors import Elsewhere, PeerLost, Refused
 from asyncflow.net.frames import BatchHeader, Jagged, encode_batch
 from asyncflow.queue.client.patience import patience
 from asyncflow.queue.client.placement import Placement
-from asyncflow.queue.client.verbs import Clock, Verb, left_of, once, persist, together
+from asyncflow.queue.client.verbs import Ask, Clock, Verb, left_of, persist, together
 from asyncflow.queue.protocol.messages import SERIAL_BITS, Tag
 from asyncflow.queue.protocol.runs import expand
 from asyncflow.queue.protocol.unit_calls import Numbers, PutRows
@@ -55,44 +53,44 @@ class Putter:
             what = f"{rows} rows with {rows if tags is None else len(tags)} sets of tags make no groups of {group_size}"
             raise Refused(what, where="queue client", hint="Give whole groups, and tags for all rows or none")
         groups, deadline = rows // group_size, self._clock() + timeout
-        yield from self._placement.begin()
-        sizes = _cut(groups, sum(column.nbytes for column in columns.values()), len(self._placement.there()))
+        if not self._placement.begun:
+            yield from self._placement.begin()
         with self._lock:
             serial = self._nonce << SERIAL_BITS | self._groups
             self._groups += groups
 
-        def part(start: int, stop: int) -> Verb[Numbers]:
-            a, b = start * group_size, stop * group_size
-            mine = {name: _run(column, a, b) for name, column in columns.items()}
-            header, frames = encode_batch(mine)
-            if not columns:
-                header, frames = BatchHeader(rows=b - a, columns=[]), []
-            told = [dict(tag) for tag in tags[a:b]] if tags is not None else []
-
+        def part(start: int, stop: int, mine: Mapping[str, Jagged]) -> Verb[Numbers]:
+            rows = (stop - start) * group_size
+            header, frames = encode_batch(mine) if mine else (BatchHeader(rows=rows, columns=[]), [])
+            told = [dict(tag) for tag in tags[start * group_size : stop * group_size]] if tags is not None else []
+            nbytes = sum(map(len, frames))
             tried: set[int] = set()
 
             def attempt() -> Verb[Numbers]:
                 there = self._placement.there()
                 if tried.issuperset(there):
                     tried.clear()
-                nbytes = sum(column.nbytes for column in mine.values())
                 room_s, answer_s = patience(left_of(deadline, self._clock), nbytes=nbytes, others=len(there) > 1)
                 request = PutRows(
                     partition, serial + start, group_size, header, told, dict(outputs), room_s, producer=self._worker
                 )
-                unit = self._placement.choose(b - a, but=tried)
+                unit = self._placement.choose(rows, there=there, but=tried)
                 tried.add(unit)
                 try:
-                    numbers, _ = yield from once(unit, "unit.put", request, Numbers, timeout=answer_s, frames=frames)
+                    numbers, _ = yield Ask(unit, "unit.put", request, Numbers, answer_s, frames)
                 except Elsewhere as leaving:
                     self._placement.avoid(unit)
                     raise PeerLost(str(leaving), where=f"storage unit {unit}") from leaving
-                return msgspec.structs.replace(numbers, rows=expand(numbers.rows))
+                return Numbers(expand(numbers.rows), numbers.new)
 
-            return persist(attempt, what=f"putting {b - a} rows", timeout=timeout, clock=self._clock)
+            return persist(attempt, what=f"putting {rows} rows", timeout=timeout, clock=self._clock)
 
-        parts = yield from together(part(a, b) for a, b in _spans(sizes))
-        return parts[0] if len(parts) == 1 else _joined(parts)
+        nbytes = sum([column.nbytes for column in columns.values()])
+        if nbytes < 2 * _SPLIT_BYTES:
+            return (yield from part(0, groups, columns))
+        spans = _spans(_cut(groups, nbytes, len(self._placement.there())))
+        parts = yield from together([part(a, b, _run(columns, a * group_size, b * group_size)) for a, b in spans])
+        return _joined(parts)
 
 
 def _rows_of(columns: Mapping[str, Jagged]) -> int:
@@ -117,11 +115,13 @@ def _spans(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
         start += size
 
 
-def _run(column: Jagged, start: int, stop: int) -> Jagged:
-    return column if stop - start == len(column) else Jagged.gather([(column, start, stop)])
+def _run(columns: Mapping[str, Jagged], start: int, stop: int) -> Mapping[str, Jagged]:
+    return {name: Jagged.gather([(column, start, stop)]) for name, column in columns.items()}
 
 
 def _joined(parts: Sequence[Numbers]) -> Numbers:
+    if len(parts) == 1:
+        return parts[0]
     rows = [row for part in parts for row in part.rows]
     if not any(part.new for part in parts):
         return Numbers(rows)

@@ -15,10 +15,13 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
-def parts_by(keys: Iterable[K]) -> dict[K, list[int]]:
+def parts_by(keys: Iterable[K]) -> Mapping[K, Sequence[int]]:
     """Give the indices of equal ``keys``, by key."""
+    every = list(keys)
+    if every and every.count(every[0]) == len(every):
+        return {every[0]: range(len(every))}
     parts: dict[K, list[int]] = {}
-    for index, key in enumerate(keys):
+    for index, key in enumerate(every):
         parts.setdefault(key, []).append(index)
     return parts
 

@@ -124,7 +124,7 @@ def together(verbs: Iterable[Verb[T]]) -> Verb[list[T]]:
     return results
 
 
-def scatter(keys: Iterable[Hashable], send: Callable[[list[int]], Verb[list[T]]]) -> Verb[list[T]]:
+def scatter(keys: Iterable[Hashable], send: Callable[[Sequence[int]], Verb[list[T]]]) -> Verb[list[T]]:
     """Send the indices of equal ``keys`` together; give the answers, one for each index, in order."""
     parts = parts_by(keys)
     answers = yield from together(send(indices) for indices in parts.values())

@@ -13,18 +13,14 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from asyncflow.errors import Misdirected, Refused
 from asyncflow.queue.client.scatter import parts_by
-from asyncflow.queue.client.verbs import Clock, Peer, Verb, left_of, name_of, once, persist, shard, together
+from asyncflow.queue.client.verbs import Ask, Clock, Peer, Verb, left_of, name_of, once, persist, shard, together
 from asyncflow.queue.protocol import calls
 from asyncflow.queue.protocol.messages import AuditReport, PartitionSnapshot, QueueStats, Slot, TaskSpec, Wanted
 from asyncflow.queue.protocol.moving_calls import Drain, Units, UnitView
 from asyncflow.queue.protocol.shard_calls import controller_of
 
 R = TypeVar("R", bound=Struct)
-
-_MOVES = 4
-"""Most controllers that are asked about a task before one is found that decides about it."""
 
 PARK_S = 10.0
 """Longest time that one call parks at the controller before it is made again."""
@@ -47,7 +43,6 @@ class ControlVerbs:
         self.attempt = attempt
         self.units = units
         self.clock = clock
-        self._places: dict[tuple[str, str], Peer] = {}
 
     def declare(self, tasks: Sequence[TaskSpec], *, timeout: float) -> Verb[None]:
         """Make tasks known; again with the same changes nothing."""
@@ -185,15 +180,6 @@ class ControlVerbs:
 
         return persist(attempt, what=f"{method} at {name_of(peer)}", timeout=timeout, clock=self.clock)
 
-    def at_task(self, partition: str, task: str, call: Callable[[Peer], Verb[R]]) -> Verb[R]:
-        """Make a call at the controller that decides about a task; it is remembered, because tasks never move."""
-        for _ in range(_MOVES):
-            try:
-                return (yield from call(self._places.get((partition, task))))
-            except Misdirected as there:
-                self._places[partition, task] = shard(there.controller)
-        raise Refused(f"no controller decides about {partition}/{task}", where="queue client")
-
     def park(
         self,
         method: str,
@@ -208,7 +194,8 @@ class ControlVerbs:
 
         def attempt() -> Verb[R]:
             wait_s = min(PARK_S, max(0.0, deadline - self.clock()))
-            answer, _ = yield from once(peer, method, request(wait_s), reply, timeout=wait_s + GRACE_S)
+            answer: R
+            answer, _ = yield Ask(peer, method, request(wait_s), reply, wait_s + GRACE_S)
             return answer
 
         left = max(0.0, deadline - self.clock())

@@ -9,24 +9,21 @@ the order of the rows asked for.
 
 from __future__ import annotations
 
-import itertools
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
-
-import msgspec
 
 from asyncflow.errors import StaleHandle
 from asyncflow.identity import unit_of
 from asyncflow.net.frames import BatchHeader, Jagged, decode_batch, encode_batch
+from asyncflow.queue.client.claiming import Claimer
 from asyncflow.queue.client.creation import Creator
 from asyncflow.queue.client.placement import Placement
 from asyncflow.queue.client.putting import Putter
 from asyncflow.queue.client.routing import at_homes
 from asyncflow.queue.client.scatter import join, part_of, spread_out
-from asyncflow.queue.client.verbs import Ask, Clock, Farewell, Peer, Verb, left_of, once, scatter, shard
-from asyncflow.queue.client.verbs_control import GRACE_S, ControlVerbs
+from asyncflow.queue.client.verbs import Ask, Clock, Verb, scatter, shard
+from asyncflow.queue.client.verbs_control import ControlVerbs
 from asyncflow.queue.protocol import calls, unit_calls
 from asyncflow.queue.protocol.lot import Lot
 from asyncflow.queue.protocol.messages import KEY_TAG, LeasedRow, RowMeta, StagedRow, Tag
@@ -34,7 +31,6 @@ from asyncflow.queue.protocol.runs import shrink
 from asyncflow.queue.protocol.shard_calls import controller_of
 
 _MOST = 1 << 40
-_GOODBYE_S = 2.0
 _EMPTY = BatchHeader(rows=0, columns=[])
 
 Rows: TypeAlias = Lot | Sequence[LeasedRow | StagedRow | int]
@@ -51,8 +47,7 @@ class RowVerbs(ControlVerbs):
         placement = Placement(units=units, clock=clock)
         self._creator = Creator(placement=placement, worker=worker, attempt=attempt, clock=clock)
         self._putter = Putter(placement=placement, worker=worker, clock=clock)
-        self._ticket_base = uuid.uuid4().hex[:8]
-        self._ticket_numbers = itertools.count()
+        self._claimer = Claimer(self)
 
     def create(
         self,
@@ -112,8 +107,11 @@ class RowVerbs(ControlVerbs):
         version: step of the weights that the caller has; accept: further steps that it could load. Gives rows of the
         first kind if there are any, else of the second, never both; none when the time is over or nothing will come.
         """
-        request = self._claim_rows(partition, task, max_rows, max_groups, version, accept)
-        return (yield from self._claim(request, timeout)).rows
+        ticket = self._claimer.ticket()
+        request = calls.ClaimRows(
+            partition, task, self.worker, ticket, max_rows, max_groups, version, list(accept), wait_s=0.0
+        )
+        return (yield from self._claimer.claim(request, timeout=timeout)).rows
 
     def claim_or_end(
         self, *, partition: str, task: str, max_rows: int, until_done: bool = False, timeout: float
@@ -122,8 +120,11 @@ class RowVerbs(ControlVerbs):
 
         until_done: it has not as long as others hold rows of the task, which may come back.
         """
-        request = self._claim_rows(partition, task, max_rows, None, None, ())
-        return self._claim(msgspec.structs.replace(request, until_done=until_done), timeout)
+        ticket = self._claimer.ticket()
+        request = calls.ClaimRows(
+            partition, task, self.worker, ticket, max_rows, None, None, [], wait_s=0.0, until_done=until_done
+        )
+        return self._claimer.claim(request, timeout=timeout)
 
     def claim_lot(
         self,
@@ -141,19 +142,15 @@ class RowVerbs(ControlVerbs):
         min_rows: that many or none; max_tokens: most tokens of all rows, 0 for any number; done: leases of a task that
         writes nothing, whose rows are acknowledged herewith (``late`` names those that were not in force any more).
         """
-        request = self._claim_rows(partition, task, max_rows, None, None, ())
-        request = msgspec.structs.replace(request, min_rows=min_rows, max_tokens=max_tokens, done=list(done))
-        return self._claim(request, timeout)
+        ticket = self._claimer.ticket()
+        request = calls.ClaimRows(
+            partition, task, self.worker, ticket, max_rows, None, None, [], 0.0, list(done), min_rows, max_tokens
+        )
+        return self._claimer.claim(request, timeout=timeout)
 
     def acknowledge(self, leases: Sequence[str], *, timeout: float) -> Verb[list[bool]]:
         """Complete all rows of leases of tasks that write nothing; False where a lease was not in force any more."""
-
-        def send(indices: list[int]) -> Verb[list[bool]]:
-            mine, peer = [leases[i] for i in indices], shard(controller_of(leases[indices[0]]))
-            request = calls.Acknowledge(mine)
-            return (yield from self.ask("queue.acknowledge", request, calls.Verdicts, timeout=timeout, peer=peer)).ok
-
-        return (yield from scatter(map(controller_of, leases), send)) if leases else []
+        return self._claimer.acknowledge(leases, timeout=timeout)
 
     def fetch(self, rows: Rows, columns: Sequence[str], *, timeout: float) -> Verb[dict[str, Jagged]]:
         """Give ``columns`` of ``rows`` in the order given, with one call a unit; for no rows, empty ones (int64).
@@ -162,16 +159,15 @@ class RowVerbs(ControlVerbs):
         """
         numbers, homes = located(rows)
 
-        def get(unit: int, indices: list[int], seconds: float) -> Verb[dict[str, Jagged]]:
+        def get(unit: int, indices: Sequence[int], seconds: float) -> Verb[dict[str, Jagged]]:
             mine = numbers if len(indices) == len(numbers) else [numbers[i] for i in indices]
             request = unit_calls.FetchRows(shrink(mine), list(columns))
-            reply, frames = yield from once(unit, "unit.fetch", request, unit_calls.Fetched, timeout=seconds)
+            reply, frames = yield Ask(unit, "unit.fetch", request, unit_calls.Fetched, seconds)
             return decode_batch(reply.header, frames, max_bytes=_MOST)
 
         if not numbers:
             return {name: Jagged.from_rows([], "int64") for name in columns}
-        keys = zip(homes, itertools.repeat(None), strict=False)
-        parts = yield from at_homes(self, numbers, keys, get, what="fetching rows", timeout=timeout)
+        parts = yield from at_homes(self, numbers, homes, get, what="fetching rows", timeout=timeout)
         if lost := [numbers[i] for indices, got in parts if got is None for i in indices]:
             hint = "It was cleared, or was lost with its unit; a lost sample will be created again"
             raise StaleHandle(f"row {lost[0]} is not there, with {len(lost) - 1} others", where="fetch", hint=hint)
@@ -218,13 +214,12 @@ class RowVerbs(ControlVerbs):
         timeout: float,
     ) -> Verb[list[bool]]:
         numbers, homes = located(rows)
-        leases = itertools.repeat(rows.lease) if isinstance(rows, Lot) else [row.lease for row in rows]
-        keys = list(zip(homes, leases, strict=False))
+        leases = () if isinstance(rows, Lot) else [row.lease for row in rows]
 
-        def send(unit: int, indices: list[int], seconds: float) -> Verb[list[bool]]:
+        def send(unit: int, indices: Sequence[int], seconds: float) -> Verb[list[bool]]:
             header, frames = encode_batch(part_of(columns, indices, len(numbers))) if columns else (_EMPTY, [])
             request = unit_calls.WriteRows(
-                lease=keys[indices[0]][1],
+                lease=rows.lease if isinstance(rows, Lot) else leases[indices[0]],
                 rows=shrink([numbers[i] for i in indices]),
                 header=header,
                 tags=[dict(tags[i]) for i in indices] if tags is not None else [],
@@ -232,60 +227,21 @@ class RowVerbs(ControlVerbs):
                 wait_s=0.9 * seconds,
                 producer=self.worker,
             )
-            verdicts, _ = yield from once(unit, "unit.write", request, calls.Verdicts, timeout=seconds, frames=frames)
+            verdicts: calls.Verdicts
+            verdicts, _ = yield Ask(unit, "unit.write", request, calls.Verdicts, seconds, frames)
             return verdicts.ok
 
-        parts = yield from at_homes(self, numbers, keys, send, what="writing rows", timeout=timeout)
+        parts = yield from at_homes(self, numbers, homes, send, apart=leases, what="writing rows", timeout=timeout)
         return spread_out(parts, len(numbers), False)
 
     def _end(self, rows: Sequence[LeasedRow], *, reason: str, drop: bool, timeout: float) -> Verb[list[bool]]:
-        def send(indices: list[int]) -> Verb[list[bool]]:
+        def send(indices: Sequence[int]) -> Verb[list[bool]]:
             lease = rows[indices[0]].lease
             request = calls.EndRows(lease, shrink([rows[i].row for i in indices]), reason, drop)
             peer = shard(controller_of(lease))
             return (yield from self.ask("queue.end", request, calls.Verdicts, timeout=timeout, peer=peer)).ok
 
         return scatter((row.lease for row in rows), send)
-
-    def _claim_rows(
-        self,
-        partition: str,
-        task: str,
-        max_rows: int,
-        max_groups: int | None,
-        version: int | None,
-        accept: Sequence[int],
-    ) -> calls.ClaimRows:
-        ticket = f"{self._ticket_base}-{next(self._ticket_numbers)}"
-        return calls.ClaimRows(partition, task, self.worker, ticket, max_rows, max_groups, version, list(accept), 0.0)
-
-    def _claim(self, request: calls.ClaimRows, timeout: float) -> Verb[calls.Claimed]:
-        deadline = self.clock() + timeout
-        return self.at_task(request.partition, request.task, lambda peer: self._claim_at(peer, request, deadline))
-
-    def _claim_at(self, peer: Peer, request: calls.ClaimRows, deadline: float) -> Verb[calls.Claimed]:
-        goodbye = calls.Abandon(self.worker, request.ticket)
-        yield Farewell(Ask(peer, "queue.abandon", goodbye, calls.Done, _GOODBYE_S))
-        late: list[str] = []
-        if others := [lease for lease in request.done if shard(controller_of(lease)) != peer]:
-            ok = yield from self.acknowledge(others, timeout=left_of(deadline, self.clock) + GRACE_S)
-            late = [lease for lease, done in zip(others, ok, strict=True) if not done]
-            request = msgspec.structs.replace(request, done=[of for of in request.done if of not in others])
-        while True:
-            claimed = yield from self.park(
-                "queue.claim",
-                lambda wait_s: msgspec.structs.replace(request, wait_s=wait_s),
-                calls.Claimed,
-                deadline=deadline,
-                what=f"claiming from {request.partition}/{request.task}",
-                peer=peer,
-            )
-            if late:
-                claimed = msgspec.structs.replace(claimed, late=late + claimed.late)
-            if claimed.lot is not None:
-                return msgspec.structs.replace(claimed, lot=claimed.lot.expanded())
-            if claimed.ended or self.clock() >= deadline:
-                return claimed
 
 
 def located(rows: Rows) -> tuple[list[int], list[int]]:

@@ -81,10 +81,9 @@ def _committed(books: Books, event: ev.Committed) -> None:
 
 def _commit(books: Books, partition: Partition, upto: int) -> None:
     gang = partition.gang
-    for number in range(gang.committed + 1, upto + 1):
-        if (step := gang.steps.get(number)) is not None:
-            rows = [row for group in step.reset() for row in group.rows if row.state is State.BOUND]
-            books.finish(rows, State.TRAINED)
+    for number in sorted(number for number in gang.steps if gang.committed < number <= upto):
+        rows = [row for group in gang.steps[number].reset() for row in group.rows if row.state is State.BOUND]
+        books.finish(rows, State.TRAINED)
     gang.committed = max(gang.committed, upto)
 
 

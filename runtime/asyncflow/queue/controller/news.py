@@ -8,11 +8,15 @@ Invariant: folding what was told, in order, into the books of a shard gives the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 import msgspec
 from msgspec import Struct
 
+from asyncflow.errors import LedgerCorrupt
+from asyncflow.net.frames import Buffer
+from asyncflow.net.wire import MALFORMED
 from asyncflow.queue.controller.books import Books
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.messages import Tag
@@ -43,7 +47,15 @@ class Recalled(Struct, frozen=True, array_like=True, tag="held"):
 Item: TypeAlias = ev.Event | Gained | Recalled
 
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(Item).decode
+_decode: Callable[[Buffer], Item] = msgspec.msgpack.Decoder(Item).decode
+
+
+def decode(encoded: Buffer) -> Item:
+    """Give the item that ``encode`` was given. LedgerCorrupt for anything else."""
+    try:
+        return _decode(encoded)
+    except MALFORMED as wrong:
+        raise LedgerCorrupt(f"what was told of rows is none: {wrong}", where="feed") from wrong
 
 
 def told_of(books: Books, event: ev.Event) -> ev.Event | None:

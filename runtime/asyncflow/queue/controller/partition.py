@@ -42,7 +42,6 @@ class Partition:
         self.revision = 0
         self.creator = 0
         self.next_serial = 0
-        self.missing: set[int] = set()
         self.used = Serials()
         self.keys: dict[str, Row] = {}
         self.cleared = 0
@@ -147,11 +146,7 @@ class Partition:
 
     def number(self, serial: int) -> None:
         """Note that ``serial`` exists."""
-        if serial >= self.next_serial:
-            self.missing.update(range(self.next_serial, serial))
-            self.next_serial = serial + 1
-        else:
-            self.missing.discard(serial)
+        self.next_serial = max(self.next_serial, serial + 1)
 
     def enter(self, row: Row) -> None:
         """Add ``row``, in place of the wanted one of that sample if there is one."""

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from asyncflow.errors import LedgerCorrupt, ProtocolError
 from asyncflow.queue.controller.books import Books
 from asyncflow.queue.controller.folding import empty_books
 from asyncflow.queue.controller.news import Gained, Item, Recalled
 from asyncflow.queue.controller.partition import Partition
 from asyncflow.queue.controller.state import Row, Shape
 from asyncflow.queue.controller.table import told
-from asyncflow.queue.protocol.runs import expand
+from asyncflow.queue.ledger import compacted
+from asyncflow.queue.ledger import events as ev
+from asyncflow.queue.protocol.runs import MOST, expand
 
 
 def draft_of(books: Books) -> Books:
@@ -28,16 +31,30 @@ def draft_of(books: Books) -> Books:
 
 
 def take(books: Books, item: Item) -> None:
-    """Let what was told happen. LedgerCorrupt where it does not follow from what was told before."""
+    """Let what was told happen. LedgerCorrupt where it does not follow from what was told before, or is too much."""
     if isinstance(item, Gained):
-        gain(books, item)
+        try:
+            gain(books, item)
+        except (ProtocolError, IndexError, ValueError) as wrong:
+            raise LedgerCorrupt(f"what was told of columns does not fit its rows: {wrong!r}", where="feed") from wrong
     elif isinstance(item, Recalled):
         for held in item.held:
             if (row := books.rows.get(held.row)) is not None:
                 _add(books, row, held.columns, held.partial)
                 row.tokens, row.tags = held.tokens, {**row.tags, **held.tags}
+    elif not 0 < _stands_for(item) <= MOST:
+        raise LedgerCorrupt(f"{type(item).__name__} stands for no rows, or more than {MOST}", where="feed")
     else:
         books.record(item)
+
+
+def _stands_for(event: ev.Event) -> int:
+    """Give how many rows, or outcomes, are made of an event that does not list them; 1 of any other."""
+    if isinstance(event, ev.Put | compacted.Alike):
+        return event.groups * event.size if event.size > 0 else 0
+    if isinstance(event, compacted.Ended):
+        return sum(count for _, count, _ in event.runs)
+    return 1
 
 
 def gain(books: Books, item: Gained) -> None:

@@ -59,7 +59,7 @@ def snapshot(partition: Partition) -> PartitionSnapshot:
     later |= {finished.step for _, finished in partition.finished.items() if finished.step > gang.committed}
     return PartitionSnapshot(
         next_serial=partition.next_serial,
-        missing=sorted(partition.missing),
+        missing=_missing(partition),
         steps={step: _step(partition, step) for step in sorted(unfinished | later)},
         attempt=gang.attempt,
         last_committed_step=gang.committed,
@@ -67,6 +67,17 @@ def snapshot(partition: Partition) -> PartitionSnapshot:
         wanted=len(partition.wanted),
         closed=partition.closed,
     )
+
+
+def _missing(partition: Partition) -> list[int]:
+    """Give the serials below the next one that were never created; where they say which prompt is next, in training."""
+    missing: list[int] = []
+    if partition.purpose == "train":
+        before = -1
+        for serial in sorted([*partition.finished, *partition.groups]):
+            missing += range(before + 1, serial)
+            before = serial
+    return missing
 
 
 def _step(partition: Partition, number: int) -> StepState:

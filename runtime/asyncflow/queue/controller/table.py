@@ -189,7 +189,7 @@ class Table:
         ):
             needed = set()
         else:
-            needed = set(range(size))
+            needed = set(range(size)) if size == len(offered) else set()
         alike = all(
             m.step == first.step
             and m.min_version == first.min_version

@@ -126,7 +126,7 @@ class Begin(Struct, frozen=True):
     partition: str
     attempt: int
     step: int
-    world: int
+    world: Annotated[int, Meta(le=1 << 16)]
 
 
 class AskSlot(Struct, frozen=True):

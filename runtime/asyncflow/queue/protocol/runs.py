@@ -9,6 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from asyncflow.errors import ProtocolError
+
+MOST = 1 << 20
+"""Rows or groups that one message, or one item of a feed, stands for at most."""
+
 
 def shrink(ids: Sequence[int]) -> list[int]:
     """Give ``ids`` with each run of consecutive ones as its first and minus the number of the others."""
@@ -28,12 +33,12 @@ def shrink(ids: Sequence[int]) -> list[int]:
     return made
 
 
-def expand(ids: Sequence[int], *, most: int = 1 << 20) -> list[int]:
-    """Give the ids that ``shrink`` was given. ValueError for what it never makes, or more than ``most`` ids."""
+def expand(ids: Sequence[int]) -> list[int]:
+    """Give the ids that ``shrink`` was given. ProtocolError for what it never makes, or more than ``MOST`` ids."""
     if not ids or min(ids) >= 0:
         return list(ids)
-    if ids[0] < 0 or len(ids) - sum(number + 1 for number in ids if number < 0) > most:
-        raise ValueError(f"{len(ids)} numbers do not stand for ids")
+    if ids[0] < 0 or len(ids) - sum(number + 1 for number in ids if number < 0) > MOST:
+        raise ProtocolError(f"{len(ids)} numbers do not stand for ids")
     made: list[int] = []
     for number in ids:
         if number >= 0:

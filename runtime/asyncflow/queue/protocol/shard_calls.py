@@ -19,15 +19,19 @@ from asyncflow.queue.protocol.unit_calls import Cells, NewCells
 LEASE_BITS = 59
 """Below these bits of a lease's id are its epoch and count, above is the controller that gave it."""
 
+MOST_CONTROLLERS = 1 << 64 - LEASE_BITS
+"""No lease names another."""
+
+_LONGEST = 16
 _Count = Annotated[int, Meta(ge=0)]
 
 
 def controller_of(lease: str) -> int:
     """Give the controller that gave ``lease``; the home for anything that is no lease."""
-    if len(lease) <= LEASE_BITS // 4:
+    if not LEASE_BITS // 4 < len(lease) <= _LONGEST:
         return 0
     try:
-        return int(lease, 16) >> LEASE_BITS
+        return max(0, int(lease, 16) >> LEASE_BITS)
     except ValueError:
         return 0
 

@@ -201,7 +201,7 @@ class StorageUnit:
 
     async def _write(self, call: WriteRows, frames: Frames) -> _Soon:
         await self.joined(call.wait_s)
-        rows = _expanded(call.rows)
+        rows = expand(call.rows)
         columns = self._columns(call.header, frames, rows=len(rows))
         if call.tags and len(call.tags) != len(rows):
             raise ProtocolError(f"{len(rows)} rows came with {len(call.tags)} sets of tags")
@@ -223,7 +223,7 @@ class StorageUnit:
         return _reply(self._liaison.tell(entry, parcel), lambda verdict: Verdicts(verdict.ok))
 
     async def _fetch(self, call: FetchRows, _frames: Frames) -> tuple[Fetched, list[Buffer]]:
-        rows = _expanded(call.rows)
+        rows = expand(call.rows)
         await self._transit.readable(rows)
         try:
             columns = await self.holdings.fetch(rows, call.columns)
@@ -236,7 +236,7 @@ class StorageUnit:
 
     async def _take(self, call: TakeRows, frames: Frames) -> Later[Reply]:
         await self._open(call.wait_s)
-        rows = _expanded(call.rows)
+        rows = expand(call.rows)
         if not len(rows) == len(call.tokens) == len(call.tags):
             raise ProtocolError(f"{len(rows)} rows came with {len(call.tokens)} counts, {len(call.tags)} sets of tags")
         parcel = await self._store_new(call, frames, rows=len(rows), partial=call.partial)
@@ -265,13 +265,6 @@ class StorageUnit:
 
     def _lost(self, rows: list[int]) -> None:
         self._liaison.lose(rows)
-
-
-def _expanded(rows: list[int]) -> list[int]:
-    try:
-        return expand(rows)
-    except ValueError as wrong:
-        raise ProtocolError(str(wrong)) from wrong
 
 
 def _reply(put: Put, make: Callable[[Verdict], Reply]) -> Later[Reply]:

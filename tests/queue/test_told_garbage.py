@@ -1,0 +1,140 @@
+"""Whatever a shard is told, by a home that lies or by bytes of nobody, it takes in or calls corrupt, in bounded memory.
+
+The items are well formed and mostly about the same few rows, so that they get far; what they say makes no sense.
+"""
+
+import typing
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import given, settings
+from msgspec import Struct
+
+from asyncflow.errors import LedgerCorrupt, ProtocolError
+from asyncflow.queue.controller import news, replica
+from asyncflow.queue.controller.folding import empty_books
+from asyncflow.queue.ledger import compacted
+from asyncflow.queue.ledger import events as ev
+from asyncflow.queue.protocol import moving_calls, runs, shard_calls, unit_calls
+from asyncflow.queue.protocol.messages import TaskSpec
+
+WORDS = st.sampled_from(["p", "t", "a", "b", "key", "", "880000100000000"])
+NUMBERS = st.sampled_from([0, 1, 2, 7, 8, 9, -1, -2, 1 << 20, 1 << 32, (1 << 63) - 1])
+LEAVES = {int: NUMBERS, str: WORDS, bool: st.booleans(), float: st.floats(allow_nan=False)}
+BEGINNING = [
+    ev.Declared(TaskSpec(partition="p", name="t", needs=["a"]), 1),
+    ev.Declared(TaskSpec(partition="p", name="b", needs=["a", "b"], groups=True), 1),
+]
+
+
+def anything(kind):
+    """Give a strategy for values of an annotation."""
+    if kind in LEAVES:
+        return LEAVES[kind]
+    if isinstance(kind, type) and issubclass(kind, Struct):
+        hints = typing.get_type_hints(kind)
+        return st.deferred(lambda: st.builds(kind, **{name: anything(of) for name, of in hints.items()}))
+    of, args = typing.get_origin(kind), typing.get_args(kind)
+    if of is list:
+        return st.lists(anything(args[0]), max_size=3)
+    if of is dict:
+        return st.dictionaries(anything(args[0]), anything(args[1]), max_size=3)
+    if of is tuple:
+        return st.tuples(*map(anything, args))
+    if of is typing.Literal:
+        return st.sampled_from(args)
+    return st.one_of(*map(anything, args))
+
+
+ITEMS = st.one_of(
+    anything(news.Item),
+    st.builds(ev.Put, st.just("p"), st.just(1 << 32), st.integers(0, 3), st.integers(1, 2), st.sampled_from([7, 8])),
+    st.builds(
+        ev.Created,
+        *map(st.just, ["q", "train"]),
+        st.integers(0, 2),
+        *map(st.just, [2, 1, 0, 1, [(0, 20), (1, 21)]]),
+    ),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(ITEMS, max_size=8), st.lists(ITEMS, max_size=8))
+def test_what_a_shard_is_told_it_takes_in_or_calls_corrupt(told, snapshot):
+    books = empty_books()
+    books.index = 1
+    draft = replica.draft_of(books)
+    for into, items in ((books, told), (draft, snapshot)):
+        for item in [*BEGINNING, *items]:
+            try:
+                replica.take(into, news.decode(news.encode(item)))
+            except LedgerCorrupt:
+                break
+        else:
+            assert len(into.rows) <= runs.MOST
+            if into is draft:
+                replica.install(books, draft)
+                assert books.rows is draft.rows
+
+
+@given(st.binary(max_size=60) | st.sampled_from(BEGINNING).map(news.encode).map(lambda said: said[:-1]))
+def test_bytes_that_are_no_item_are_called_corrupt(said):
+    with pytest.raises(LedgerCorrupt):
+        news.decode(said)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        ev.Put("p", 1 << 32, runs.MOST, 2, 7),
+        compacted.Alike("p", 1 << 32, 1 << 60, 1, 7, []),
+        compacted.Ended("p", "train", 1, 0, 0, [(0, 1 << 60, "t")]),
+        news.Gained([7, -(1 << 40)], unit_calls.Cells(dtypes={}, sizes={}), [], [], False),
+    ],
+)
+def test_an_item_that_stands_for_too_much_is_called_corrupt(item):
+    with pytest.raises(LedgerCorrupt):
+        replica.take(empty_books(), item)
+
+
+@pytest.mark.parametrize("module", [shard_calls, moving_calls])
+def test_no_bytes_make_anything_but_a_message_or_an_error(module):
+    kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
+    assert len(kinds) > 5
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.data())
+    def run(data):
+        kind = data.draw(st.sampled_from(kinds))
+        said = bytearray(msgspec.msgpack.encode(data.draw(anything_plain(kind))))
+        place, byte = data.draw(st.integers(0, len(said))), data.draw(st.integers(0, 255))
+        said[place:place] = [byte]
+        try:
+            assert isinstance(msgspec.msgpack.decode(said, type=kind), kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return
+
+    run()
+
+
+def anything_plain(kind):
+    """Give a strategy for what looks like a message of ``kind`` to its decoder, whose bounds it does not keep."""
+    return st.fixed_dictionaries(
+        {name: st.one_of(NUMBERS, WORDS, st.lists(NUMBERS, max_size=3)) for name in kind.__struct_fields__}
+    )
+
+
+@given(st.text(max_size=40) | st.integers().map(lambda number: f"{number:x}"))
+def test_a_lease_names_one_of_the_controllers_that_there_may_be(lease):
+    assert 0 <= shard_calls.controller_of(lease) < shard_calls.MOST_CONTROLLERS
+
+
+@given(st.lists(NUMBERS, max_size=9))
+def test_numbers_are_ids_or_refused(numbers):
+    try:
+        meant = runs.expand(numbers)
+    except ProtocolError:
+        return
+    assert len(meant) <= runs.MOST + len(numbers)
+    assert all(number >= 0 for number in meant)
