@@ -187,6 +187,16 @@ def test_rows_bytes_promises_and_tags_are_those_of_a_model_that_keeps_row_by_row
     asyncio.run(run())
 
 
+async def test_a_row_that_one_write_names_twice_keeps_one_cell_and_the_other_is_freed():
+    unit = Unit()
+    rows = await unit.create([1] * 8, outputs={})
+    await unit.write([rows[6], *rows[4:7]], {"c": [(1, 0), (2, 1), (3, 2), (4, 3)]})
+    got = await unit.holdings.fetch(rows[4:7], ["c"])
+    assert (got["c"].lengths.tolist(), unit.budget.used) == ([2, 3, 1], 8 * (8 + 6))
+    unit.holdings.wipe()
+    assert (unit.budget.used, unit.backend.nbytes) == (0, 0)
+
+
 async def test_who_asks_for_cells_that_are_not_decided_about_waits_for_the_verdict():
     unit = Unit()
     rows = await unit.create([1, 1])
