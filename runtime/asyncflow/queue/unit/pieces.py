@@ -83,4 +83,4 @@ class Put:
 
     def touches(self, rows: frozenset[int], columns: Sequence[str]) -> bool:
         """Tell whether one of these cells may change by it."""
-        return any(column in self.parcel.columns for column in columns) and not rows.isdisjoint(self.entry.rows)
+        return not rows.isdisjoint(self.entry.rows) and any(column in self.parcel.columns for column in columns)
