@@ -8,25 +8,32 @@ from asyncflow.flow.schedule import Window
 from asyncflow.flow.selection import Appetite
 
 windows = st.sampled_from([Window(0, 0), Window(0, 2), Window(1, 3)])
-actions = st.sampled_from(["add", "extend", "discard", "take", "each"])
+actions = st.sampled_from(["add", "extend", "discard", "discard_all", "take", "each"])
 
 
 @given(st.lists(st.tuples(actions, st.integers(0, 40), windows, st.integers(0, 3)), max_size=60))
 def test_index_agrees_with_a_sorted_list(steps):
     index, model, tick = ReadyIndex[int](), {}, 0
+    weights = {}
     for action, item, window, number in steps:
         fits = Appetite(number).suits
         fitting = sorted((order, t, i) for i, (order, t, w) in model.items() if fits(w))
-        if action == "add" and item not in model:
+        if action == "add":
             tick += 1
-            model[item] = ((number,), tick, window)
-            index.add(item, window=window, order=(number,))
+            model.setdefault(item, ((number,), tick, window))
+            weights[item] = number
+            index.add(item, window=window, order=(number,), weight=number)
         elif action == "extend":
             fresh = [item + 100 * (tick + 1) + k for k in range(number)]
             for k, one in enumerate(fresh, tick + 1):
                 model[one] = ((1,), k, window)
             tick += len(fresh)
-            index.extend(fresh, window=window, order=(1,))
+            weights |= dict.fromkeys(fresh, item)
+            index.extend(fresh, window=window, order=(1,), weight=item)
+        elif action == "discard_all":
+            gone = [*list(model)[number::2], item]
+            index.discard_all(gone)
+            model = {one: place for one, place in model.items() if one not in gone}
         elif action == "discard":
             model.pop(item, None)
             index.discard(item)
@@ -42,7 +49,9 @@ def test_index_agrees_with_a_sorted_list(steps):
             held = sorted((o, t, i) for i, (o, t, w) in model.items() if w == each)
             assert list(index.in_order(each)) == [i for _, _, i in held]
             assert index.count(each) == len(held)
-        assert index.weight == len(index) == len(model)
+        assert set(index) == set(model)
+        assert len(index) == len(model)
+        assert index.weight == sum(weights[one] for one in model)
 
 
 def test_what_was_taken_is_forgotten():
@@ -51,4 +60,4 @@ def test_what_was_taken_is_forgotten():
         index.extend(range(start, start + 10), window=window, order=(0,))
         assert index.take(lambda _: True, 9)[-1] - start < 10
     shelf = index._shelves[window]
-    assert len(shelf.entries) <= 2 * len(index) + 100
+    assert shelf.size + len(shelf.runs) <= 2 * len(index) + 100

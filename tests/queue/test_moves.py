@@ -12,10 +12,11 @@ from asyncflow.identity import RowPlace, home
 from asyncflow.net.jagged import Jagged
 from asyncflow.queue.backends.memory import MemoryBackend
 from asyncflow.queue.controller import open_table
+from asyncflow.queue.controller.cells import by_row
 from asyncflow.queue.controller.compaction import dump
 from asyncflow.queue.controller.folding import empty_books
 from asyncflow.queue.controller.moves import Room, choose
-from asyncflow.queue.controller.table import Table, told
+from asyncflow.queue.controller.table import Table
 from asyncflow.queue.controller.taking import take_over
 from asyncflow.queue.ledger.audit import Auditor
 from asyncflow.queue.protocol.moving_calls import NOWHERE
@@ -175,7 +176,7 @@ class Movement(RuleBasedStateMachine):
         if isinstance(entry, MovedRows):
             ok = take_over(self.table, unit.home, rows, entry)
         elif isinstance(entry, OpenRows):
-            names, sizes = told(entry.cells, len(rows))
+            names, sizes = by_row(entry.cells, len(rows))
             known = {"serial": entry.serial, "size": entry.group_size, "rows": rows, "tags": []}
             ok, _ = self.table.puts.put(P, dtypes=entry.cells.dtypes, names=names, sizes=sizes, **known)
             self.truth |= {

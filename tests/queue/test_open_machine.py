@@ -262,7 +262,7 @@ class OpenMachine(RuleBasedStateMachine):
 
         blocked = {
             row["group"] for row in self.rows.values() if task == "whole" and not fits(row) and task not in row["had"]
-        }
+        } | {row["group"] for row in self.lost.values() if task == "whole"}
         return {number for number, row in self.rows.items() if fits(row) and row["group"] not in blocked}
 
     def fresh(self, count):

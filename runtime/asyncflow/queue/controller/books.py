@@ -18,7 +18,7 @@ from asyncflow.errors import LedgerCorrupt, Refused
 from asyncflow.queue.controller.leases import Leases
 from asyncflow.queue.controller.partition import Partition
 from asyncflow.queue.controller.readiness import TaskQueue
-from asyncflow.queue.controller.state import IDLE, Group, Row, State, Work
+from asyncflow.queue.controller.state import IDLE, Group, Row, State, Work, new_row
 from asyncflow.queue.ledger import events as ev
 
 Fold: TypeAlias = Callable[["Books", Any], None]
@@ -83,7 +83,7 @@ class Books:
     def check_schema(self, partition: Partition, dtypes: Mapping[str, str]) -> None:
         """Have new columns hold these dtypes from now on. Refused where a known one holds another."""
         known = partition.schema
-        if all(name in known and known[name] == dtype for name, dtype in dtypes.items()):
+        if dtypes.items() <= known.items():
             return
         for name, dtype in dtypes.items():
             if known.get(name, dtype) != dtype:
@@ -121,24 +121,26 @@ class Books:
 
     def advance(self, queue: TaskQueue, rows: Iterable[Row], step: Callable[[Work], Work]) -> None:
         """Replace how far the task of ``queue`` has come with ``rows``, as ``step`` says; equals share the result."""
-        task, busy = queue.spec.name, 0
+        task, live = queue.spec.name, State.LIVE
         made: dict[int, tuple[Mapping[str, Work], Mapping[str, Work], int]] = {}
+        known: Mapping[str, Work] | None = None
         for row in rows:
-            before = row.work
-            found = made.get(id(before))
-            if found is None:
-                old = before.get(task, IDLE)
-                new = step(old)
-                change = bool(new.lease or new.done) - bool(old.lease or old.done)
-                made[id(before)] = found = (before, {**before, task: new}, change)
-            row.work = found[1]
-            if row.state is State.LIVE:
-                busy += found[2]
-        queue.busy += busy
+            if row.work is not known:
+                known = row.work
+                found = made.get(id(known))
+                if found is None:
+                    old = known.get(task, IDLE)
+                    new = step(old)
+                    change = bool(new.lease or new.done) - bool(old.lease or old.done)
+                    made[id(known)] = found = (known, {**known, task: new}, change)
+                _, after, change = found
+            row.work = after
+            if change and row.state is live:
+                queue.busy += change
 
     def enter(self, partition: Partition, group: Group, sample: int, number: int) -> None:
         """Add a new row to a group, in place of the wanted one if there is one."""
-        self.rows[number] = row = Row(group, sample, number, State.LIVE, partition.bare, self.now)
+        self.rows[number] = row = new_row(group, sample, number, State.LIVE, partition.bare, self.now)
         partition.enter(row)
 
     def end_rows(self, number: int, numbers: list[int], *, done: bool) -> tuple[TaskQueue, list[Row]]:
@@ -147,7 +149,7 @@ class Books:
         if lease is None:
             raise ValueError(f"lease {number:x} is not in force")
         queue = self.partition(lease.partition).queues[lease.task]
-        rows = [self.rows[row] for row in numbers]
+        rows = list(map(self.rows.__getitem__, numbers))
         self.advance(queue, rows, lambda work: Work(work.attempt + (not done), 0, number if done else 0))
         queue.leased -= len(rows)
         self.leases.release(number, numbers, done=done)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import cast
+from dataclasses import dataclass
+from typing import Final, NamedTuple, cast
+
+from msgspec import Struct
 
 from asyncflow.errors import Refused
 from asyncflow.flow.schedule import Window
@@ -22,9 +24,11 @@ from asyncflow.queue.controller.state import Group, Row
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.lot import Lot
 
+ANY: Final = Appetite()
+"""That of a claim to which versions do not matter."""
 
-@dataclass(slots=True, eq=False)
-class Claim:
+
+class Claim(Struct, eq=False):
     """What a worker asks for. ticket: its own name for the claim; one that is asked again gets the same lease again.
 
     max_rows: most rows, but at least one whole group where the task takes groups; max_groups: most groups; min_rows:
@@ -36,7 +40,7 @@ class Claim:
     task: str
     worker: str
     ticket: str
-    appetite: Appetite = field(default_factory=Appetite)
+    appetite: Appetite = ANY
     max_rows: int = 1
     max_groups: int | None = None
     min_rows: int = 1
@@ -44,8 +48,7 @@ class Claim:
     until_done: bool = False
 
 
-@dataclass(slots=True)
-class Grant:
+class Grant(NamedTuple):
     """A claim that was met."""
 
     claim: Claim
@@ -134,7 +137,7 @@ class Claims:
             return None
         lease = self._books.leases.of_ticket(claim.worker, claim.ticket)
         if lease is not None:
-            rows = [self._books.rows[number] for number in lease.rows]
+            rows = list(map(self._books.rows.__getitem__, lease.rows))
             return lot_of(lease, rows, queue.spec.name, now) if all(row.here for row in rows) else None
         if queue.index.weight < claim.min_rows or not (rows := self._take(queue, claim, exact=exact)):
             return None
@@ -144,7 +147,7 @@ class Claims:
         self._books.record(ev.Leased(number, claim.partition, claim.task, claim.worker, claim.ticket, numbers))
         lease = self._books.leases.get(number)
         assert lease is not None
-        self._extend(lease, now)
+        self._books.leases.extend(lease, until=now + queue.spec.lease_s)
         lot = lot_of(lease, rows, claim.task, now)
         self.counters.redeliveries += len(lot.attempts) - lot.attempts.count(0)
         return lot

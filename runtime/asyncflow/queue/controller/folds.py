@@ -5,6 +5,8 @@ Invariant: as for all folds, see ``Books``.
 
 from __future__ import annotations
 
+from itertools import repeat
+
 from asyncflow.flow.schedule import Window
 from asyncflow.identity import home
 from asyncflow.queue.controller.books import Books, Fold
@@ -73,7 +75,7 @@ def _leased(books: Books, event: ev.Leased) -> None:
     queue = books.partition(event.partition).queues[event.task]
     held = dict.fromkeys(event.rows)
     books.leases.add(Lease(event.lease, event.partition, event.task, event.worker, event.ticket, held))
-    rows = [books.rows[number] for number in event.rows]
+    rows = list(map(books.rows.__getitem__, event.rows))
     books.advance(queue, rows, lambda work: Work(work.attempt, event.lease, work.done))
     queue.taken(rows)
     queue.leased += len(held)
@@ -102,11 +104,12 @@ def _dropped(books: Books, event: ev.Dropped) -> None:
 
 def _cleared(books: Books, event: ev.Cleared) -> None:
     old = books.partition(event.partition)
+    rows = [row for group in old.groups.values() for row in group.rows]
+    works = {id(row.work): row.work for row in rows}
+    for lease in {work.lease for of in works.values() for work in of.values()}:
+        books.leases.cancel(lease)
+    books.frees += filter(None, map(books.rows.pop, [row.row for row in rows], repeat(None)))
     for group in old.groups.values():
-        for row in group.rows:
-            books.let_go(row)
-            if books.rows.pop(row.row, None) is not None:
-                books.frees.append(row)
         group.rows = []
     books.partitions[event.partition] = old.emptied()
 

@@ -9,7 +9,7 @@ from asyncflow.flow.schedule import Window
 from asyncflow.queue.controller.books import Books, Fold
 from asyncflow.queue.controller.folds_open import make_groups
 from asyncflow.queue.controller.partition import Partition
-from asyncflow.queue.controller.state import STATES, Finished, Group, Row, State, Work
+from asyncflow.queue.controller.state import STATES, Finished, Group, State, Work, new_row
 from asyncflow.queue.ledger import compacted
 
 
@@ -22,7 +22,7 @@ def _kept(books: Books, event: compacted.Kept) -> None:
     if event.purpose != "open":
         partition.number(event.serial)
     for sample, number, state, lost, works in event.rows:
-        row = Row(group, sample, number, State(state), partition.bare, books.now)
+        row = new_row(group, sample, number, State(state), partition.bare, books.now)
         row.lost = lost
         if works:
             row.work = {task: Work(attempt, 0, done) for task, attempt, done in works}

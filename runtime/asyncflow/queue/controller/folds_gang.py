@@ -8,7 +8,7 @@ from __future__ import annotations
 from asyncflow.queue.controller.books import Books, Fold
 from asyncflow.queue.controller.gang import Decision, Step
 from asyncflow.queue.controller.partition import Partition
-from asyncflow.queue.controller.state import STATES, Group, Row, State
+from asyncflow.queue.controller.state import STATES, Group, State, new_row
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.messages import StepTotals
 
@@ -50,7 +50,7 @@ def _uncommit(books: Books, partition: Partition, theta: int) -> None:
             state = STATES[letter]
             partition.counts[state] -= 1
             state = State.WANTED if state is State.TRAINED else state
-            partition.enter(Row(group, sample, 0, state, partition.bare, books.now))
+            partition.enter(new_row(group, sample, 0, state, partition.bare, books.now))
 
 
 def _slotted(books: Books, event: ev.Slotted) -> None:

@@ -5,16 +5,12 @@ Invariant: as for all folds, see ``Books``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from asyncflow.flow.schedule import Window
-from asyncflow.identity import NEWEST
 from asyncflow.queue.controller.books import Books, Fold
 from asyncflow.queue.controller.partition import Partition
-from asyncflow.queue.controller.state import IDLE, Group, Row, State, Work
+from asyncflow.queue.controller.state import IDLE, State, Work, new_groups
 from asyncflow.queue.ledger import events as ev
-
-_ANY = Window(0, NEWEST)
 
 
 def _put(books: Books, event: ev.Put) -> None:
@@ -31,26 +27,31 @@ def make_groups(
 
     first: serial of the first group; row_id: of its first row; the others follow; work: of new groups' rows.
     """
-    rows, bare, groups, now, number = books.rows, partition.bare, partition.groups, books.now, row_id
-    made = 0
-    for serial in range(first, first + count):
-        group = groups.get(serial)
+    serials = range(first, first + count)
+    if partition.groups.keys().isdisjoint(serials):
+        _make_new(books, partition, serials, size, row_id, work)
+        return
+    for number, serial in enumerate(serials):
+        group, row = partition.groups.get(serial), row_id + number * size
         if group is None:
-            group = groups[serial] = Group(partition.name, "open", serial, size, 0, _ANY)
-            for sample in range(size):
-                rows[number] = row = Row(group, sample, number, State.LIVE, bare, now)
-                row.work = work
-                group.rows.append(row)
-                number += 1
-            made += size
+            _make_new(books, partition, [serial], size, row, work)
             continue
         for sample in range(size):
             if group.rows[sample].state is State.WANTED:
-                books.enter(partition, group, sample, number)
-            number += 1
-    partition.counts[State.LIVE] += made
+                books.enter(partition, group, sample, row + sample)
+
+
+def _make_new(
+    books: Books, partition: Partition, serials: Sequence[int], size: int, row_id: int, work: Mapping[str, Work]
+) -> None:
+    groups, rows = new_groups(
+        partition.name, serials, size=size, row=row_id, shape=partition.bare, since=books.now, work=work
+    )
+    partition.groups.update(zip(serials, groups, strict=True))
+    books.rows.update(zip(range(row_id, row_id + len(rows)), rows, strict=True))
+    partition.counts[State.LIVE] += len(rows)
     for task, did in work.items():
-        partition.queues[task].busy += made * bool(did.done)
+        partition.queues[task].busy += len(rows) * bool(did.done)
 
 
 def _rows_cleared(books: Books, event: ev.RowsCleared) -> None:

@@ -14,7 +14,8 @@ from msgspec import Struct
 from asyncflow.errors import AsyncFlowError, ProtocolError
 from asyncflow.flow.selection import Appetite
 from asyncflow.queue.controller import open_table
-from asyncflow.queue.controller.claims import Claim
+from asyncflow.queue.controller.cells import by_row
+from asyncflow.queue.controller.claims import ANY, Claim
 from asyncflow.queue.controller.feed import NewsFeed
 from asyncflow.queue.controller.news import gained
 from asyncflow.queue.controller.open_handlers import OpenHandlers
@@ -22,7 +23,6 @@ from asyncflow.queue.controller.replica import gain
 from asyncflow.queue.controller.report import snapshot
 from asyncflow.queue.controller.routes import Routes
 from asyncflow.queue.controller.serving import Serving, Soon
-from asyncflow.queue.controller.table import told
 from asyncflow.queue.controller.taking import take_over
 from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.protocol import calls, moving_calls, open_calls, unit_calls
@@ -32,7 +32,6 @@ from asyncflow.queue.protocol.shard_calls import controller_of
 
 Frames = Sequence[memoryview]
 _DONE = calls.Done()
-_ANY_VERSION = Appetite()
 
 
 class Handlers:
@@ -111,7 +110,7 @@ class Handlers:
             task=call.task,
             worker=call.worker,
             ticket=call.ticket,
-            appetite=Appetite(call.version, tuple(call.accept)) if call.version is not None else _ANY_VERSION,
+            appetite=Appetite(call.version, tuple(call.accept)) if call.version is not None else ANY,
             max_rows=call.max_rows,
             max_groups=call.max_groups,
             min_rows=call.min_rows,
@@ -196,7 +195,7 @@ class Handlers:
     def _admitted(self, entry: unit_calls.Entry, session: unit_calls.Session) -> unit_calls.Verdict:
         table, numbers = self._table, expand(entry.rows)
         if isinstance(entry, unit_calls.OpenRows):
-            names, sizes = told(entry.cells, len(numbers))
+            names, sizes = by_row(entry.cells, len(numbers))
             ok, rows = table.puts.put(
                 entry.partition,
                 serial=entry.serial,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+
+from msgspec import Struct
 
 from asyncflow.queue.protocol.shard_calls import LEASE_BITS
 
@@ -17,8 +18,7 @@ _COUNTER_BITS = 40
 _REMEMBERED = 4096
 
 
-@dataclass(slots=True, eq=False)
-class Lease:
+class Lease(Struct, eq=False):
     """One claim that was met. rows: ids of those still open, as they were given; until: on the caller's clock.
 
     whole: no row of it was given back or dropped.
@@ -29,7 +29,7 @@ class Lease:
     task: str
     worker: str
     ticket: str
-    rows: dict[int, None] = field(default_factory=dict)
+    rows: dict[int, None]
     until: float = math.inf
     whole: bool = True
 
@@ -99,11 +99,20 @@ class Leases:
         for row in rows:
             lease.rows.pop(row, None)
         if not lease.rows:
-            del self._open[lease_id]
-            if self._tickets.get((lease.worker, lease.ticket)) is lease:
-                del self._tickets[lease.worker, lease.ticket]
-            if lease.whole:
-                self.remember(lease_id)
+            self._end(lease)
+
+    def cancel(self, lease_id: int) -> None:
+        """End a lease, if it is in force: none of its rows was completed."""
+        if (lease := self._open.get(lease_id)) is not None:
+            lease.whole = False
+            self._end(lease)
+
+    def _end(self, lease: Lease) -> None:
+        del self._open[lease.id]
+        if self._tickets.get((lease.worker, lease.ticket)) is lease:
+            del self._tickets[lease.worker, lease.ticket]
+        if lease.whole:
+            self.remember(lease.id)
 
     def remember(self, lease_id: int) -> None:
         """Note that a lease has ended because all its rows were completed."""

@@ -15,10 +15,10 @@ from msgspec import structs
 
 from asyncflow.errors import Refused, StaleHandle
 from asyncflow.queue.controller.books import Books
+from asyncflow.queue.controller.cells import by_row
 from asyncflow.queue.controller.partition import Partition
 from asyncflow.queue.controller.readiness import TaskQueue
 from asyncflow.queue.controller.state import IDLE, Row, Shape, State
-from asyncflow.queue.controller.table import told
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.messages import KEY_TAG, Tag
 from asyncflow.queue.protocol.open_calls import Listing, Progress, Sight
@@ -37,7 +37,7 @@ def write(books: Books, numbers: Sequence[int], cells: Cells, tags: Sequence[dic
         return []
     partition = _written(books, rows, tags)
     books.check_schema(partition, cells.dtypes)
-    names, sizes = told(cells, len(rows))
+    names, sizes = by_row(cells, len(rows))
     before = [row.shape for row in rows]
     for index, row in enumerate(rows):
         if tags and tags[index]:

@@ -116,11 +116,11 @@ class Partition:
         for queue in self.queues.values():
             queue.refresh(group)
 
-    def created(self, groups: Sequence[Group], shape: Shape) -> None:
-        """Take new groups, whose rows are all of ``shape``, into the indexes."""
+    def created(self, rows: Sequence[Row], shape: Shape) -> None:
+        """Take new rows of open groups, all of ``shape``, into the indexes."""
         for queue in self.queues.values():
             if queue.suits(shape):
-                queue.created(groups)
+                queue.created(rows)
 
     def gained(self, changed: Iterable[tuple[Row, Shape]]) -> None:
         """Take rows, each with its shape before, into the indexes of those tasks that waited for their new columns."""

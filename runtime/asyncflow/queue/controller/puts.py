@@ -7,12 +7,13 @@ has not yet told what it holds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 
 from asyncflow.errors import PeerLost, Refused
 from asyncflow.queue.controller.books import Books
 from asyncflow.queue.controller.partition import Partition
-from asyncflow.queue.controller.state import Group, State
+from asyncflow.queue.controller.state import Shape, State
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.messages import KEY_TAG, SERIAL_BITS, Tag
 
@@ -60,18 +61,20 @@ class Puts:
             self._check_keys(keys, partition)
         self._books.check_schema(held, dtypes)
         count = len(rows) // size
-        made = [(number, serial + number) for number in range(count)]
+        runs = [(0, serial, count)]
         taken: set[Tag | None] = {key for key in keys if key in held.keys} if held.keys else set()
         if taken or held.used.overlaps(serial, count):
-            made = [
+            runs = _runs(
                 (number, home)
-                for number, of in made
-                if (home := _home(held, of, keys[number * size : (number + 1) * size], taken)) is not None
-            ]
-        for number, first, length in _runs(made):
-            self._books.record(ev.Put(partition, first, length, size, rows[number * size]))
-        self._fill(held, [held.groups[home] for _, home in made], rows[0], names, sizes, tags)
-        if len(made) == count:
+                for number in range(count)
+                if (home := _home(held, serial + number, keys[number * size : (number + 1) * size], taken)) is not None
+            )
+        shape = held.bare.plus(names)
+        for number, first, length in runs:
+            start, end = number * size, (number + length) * size
+            self._books.record(ev.Put(partition, first, length, size, rows[start]))
+            self._fill(held, rows[start:end], shape, sizes[start:end], tags[start:end])
+        if sum([length for _, _, length in runs]) == count:
             return [True] * len(rows), list(rows)
         return _answers(held, serial, size, rows, keys)
 
@@ -87,31 +90,26 @@ class Puts:
     def _fill(
         self,
         partition: Partition,
-        groups: Sequence[Group],
-        first: int,
-        names: tuple[str, ...],
+        numbers: Sequence[int],
+        shape: Shape,
         sizes: Sequence[tuple[int, ...]],
         tags: _Tags,
     ) -> None:
-        """Give new rows what their unit told of them, and take their groups into the indexes."""
-        shape = partition.bare.plus(names)
-        again = False
-        for group in groups:
-            for row in group.rows:
-                index = row.row - first
-                if row.here or not 0 <= index < len(sizes):
-                    again = True
-                    continue
-                row.shape, row.cells, row.here = shape, sizes[index], True
-                if tags:
-                    row.tags = tags[index]
-            if tags:
-                partition.name_rows(group.rows)
-        if again:
-            for group in groups:
-                partition.refresh(group)
-        else:
-            partition.created(groups, shape)
+        """Give rows that were just made what their unit told of them, and take them into the indexes.
+
+        Those of ``numbers`` of which no row was made are of groups that had lost other rows only.
+        """
+        found = list(map(self._books.rows.get, numbers))
+        fresh = [row for row in found if row is not None]
+        if len(fresh) < len(numbers):
+            sizes, tags = list(compress(sizes, found)), list(compress(tags, found))
+        for row, cells in zip(fresh, sizes, strict=True):
+            row.shape, row.cells, row.here = shape, cells, True
+        if tags:
+            for row, tagged in zip(fresh, tags, strict=True):
+                row.tags = tagged
+            partition.name_rows(fresh)
+        partition.created(fresh, shape)
 
 
 def _check_shape(partition: str, serial: int, size: int, rows: Sequence[int], tags: _Tags) -> None:
@@ -136,7 +134,7 @@ def _home(partition: Partition, serial: int, keys: Sequence[Tag | None], taken: 
     return serial if serial not in partition.used and taken.isdisjoint(keys) else None
 
 
-def _runs(made: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+def _runs(made: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """Give ascending (number, serial) as (first number, first serial, length) where both are consecutive."""
     runs: list[tuple[int, int, int]] = []
     for number, serial in made:

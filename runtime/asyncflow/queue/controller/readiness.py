@@ -10,8 +10,7 @@ to the same end: ``created``, ``freed`` and ``taken``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 
 from asyncflow.flow.ready import ReadyIndex
 from asyncflow.flow.schedule import Window
@@ -76,19 +75,17 @@ class TaskQueue:
         else:
             self.index.discard(group)
 
-    def created(self, groups: Sequence[Group]) -> None:
-        """Take in new groups whose rows are all of one shape and have it."""
-        if not self.by_group and not self._keyed:
-            for (window, step), alike in groupby(groups, key=lambda group: (group.window, group.step)):
-                self.index.extend((row for group in alike for row in group.rows), window=window, order=(step,))
-            return
-        for group in groups:
-            if self.by_group:
-                window, order = self._window(group), self._order(group, 0)
-                self.index.add(group, window=window, order=order, weight=len(group.rows))
-            else:
-                for row in group.rows:
-                    self._add(row)
+    def created(self, rows: Sequence[Row]) -> None:
+        """Take in new rows, which have all that the task needs; their groups differ in nothing but their serials."""
+        if self.by_group:
+            for group in dict.fromkeys([row.group for row in rows]):
+                self.refresh(group)
+        elif self._keyed:
+            for row in rows:
+                self._add(row)
+        elif rows:
+            group = rows[0].group
+            self.index.extend(rows, window=group.window, order=self._order(group, 0))
 
     def freed(self, row: Row) -> None:
         """Note that ``row`` or its columns came to be there for this task."""
@@ -97,10 +94,9 @@ class TaskQueue:
         elif self.has_ready(row):
             self._add(row)
 
-    def taken(self, rows: Iterable[Row]) -> None:
+    def taken(self, rows: Sequence[Row]) -> None:
         """Note that ``rows`` are not ready any more: they are held or gone, and with them their groups' readiness."""
-        for item in {row.group for row in rows} if self.by_group else rows:
-            self.index.discard(item)
+        self.index.discard_all({row.group for row in rows} if self.by_group else rows)
 
     def _add(self, row: Row) -> None:
         self.index.add(row, window=row.group.window, order=self._order(row.group, row.sample))

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 
 from asyncflow.errors import LedgerCorrupt, ProtocolError
 from asyncflow.queue.controller.books import Books
+from asyncflow.queue.controller.cells import by_row
 from asyncflow.queue.controller.folding import empty_books
 from asyncflow.queue.controller.news import Gained, Item, Recalled
 from asyncflow.queue.controller.partition import Partition
 from asyncflow.queue.controller.state import Row, Shape
-from asyncflow.queue.controller.table import told
 from asyncflow.queue.ledger import compacted
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.runs import MOST, expand
@@ -60,7 +60,7 @@ def _stands_for(event: ev.Event) -> int:
 def gain(books: Books, item: Gained) -> None:
     """Add columns and tags to those of the rows that are there."""
     rows = expand(item.rows)
-    names, sizes = told(item.cells, len(rows))
+    names, sizes = by_row(item.cells, len(rows))
     changed: dict[str, list[tuple[Row, Shape]]] = {}
     for index, number in enumerate(rows):
         row = books.rows.get(number)

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from asyncflow.errors import Fenced
-from asyncflow.identity import epoch_of, unit_at
+from asyncflow.identity import epoch_of, home_of, unit_at
 from asyncflow.queue.controller.moves import Room
 from asyncflow.queue.controller.state import Row
 from asyncflow.queue.controller.table import Table
@@ -120,7 +120,7 @@ class Sessions:
         """Have the units free ``rows``; those of units that are gone are gone with them."""
         told: dict[int, list[int]] = {}
         for row in rows:
-            told.setdefault(row.home, []).append(row.row)
+            told.setdefault(row.moved or home_of(row.row), []).append(row.row)
         for home, mine in told.items():
             unit = self._units.get(unit_at(home))
             if unit is not None and unit.epoch == epoch_of(home):

@@ -5,7 +5,8 @@ A row's ``state`` is where it stands for good: ``LIVE`` (lease tasks work on it,
 What is ready, leased or done is told for each task by ``Work``.
 
 There may be a million rows, so what many have in common they share: a ``Shape`` names the columns of all rows that got
-the same ones in the same order, a ``Work`` serves all rows of a lease, and neither changes.
+the same ones in the same order, a ``Work`` serves all rows of a lease, and neither changes. Rows come by the hundred,
+so ``new_groups`` makes all of a put at once.
 
 Invariants: a sample has one ``Row`` and that has one state; a row id belongs to one ``Row`` for ever, wherever it lies;
 the rows of a group are put on one unit, and go to another together. Fields marked volatile are told by the units and
@@ -15,11 +16,14 @@ not by the ledger.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain, cycle, repeat
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from asyncflow.flow.schedule import Window
-from asyncflow.identity import SampleKey, home_of, unit_at
+from asyncflow.identity import NEWEST, SampleKey, home_of, unit_at
 from asyncflow.queue.protocol.messages import TOKENS_TAG, Purpose, RowMeta, Tag
 
 
@@ -34,6 +38,8 @@ class State(enum.IntEnum):
     DROPPED = 5
     CLEARED = 6
 
+    __hash__ = int.__hash__
+
     @property
     def final(self) -> bool:
         """Nothing more happens to it, unless a trainer resumes from an older checkpoint."""
@@ -44,7 +50,7 @@ LETTERS = {State.TRAINED: "t", State.FILTERED: "f", State.DROPPED: "d"}
 STATES = {letter: state for state, letter in LETTERS.items()}
 
 
-class Work(NamedTuple):
+class Work(Struct, frozen=True, gc=False):
     """How far a task has come with a row. lease, done: id of the lease in force or that completed it; 0 is none."""
 
     attempt: int = 0
@@ -53,6 +59,7 @@ class Work(NamedTuple):
 
 
 IDLE = Work()
+ANY_VERSION = Window(0, NEWEST)
 _NO_WORK: dict[str, Work] = {}
 _NO_TAGS: dict[str, Tag] = {}
 _NO_SIZES: dict[str, int] = {}
@@ -77,7 +84,7 @@ class Shape:
         return shape
 
 
-class Row:
+class Row(Struct, eq=False):
     """One sample. lost: its bytes are gone although it is bound; moved: its home, 0 while it lies where it was put.
 
     work (by task), tags and partial are replaced and never changed, so that rows may share them.
@@ -86,38 +93,20 @@ class Row:
     tokens, tags; here, whether its unit has told of it; since, when this controller learnt of it, on its clock.
     """
 
-    __slots__ = (
-        "cells",
-        "group",
-        "here",
-        "lost",
-        "moved",
-        "partial",
-        "row",
-        "sample",
-        "shape",
-        "since",
-        "state",
-        "tags",
-        "tokens",
-        "work",
-    )
-
-    def __init__(self, group: Group, sample: int, row: int, state: State, shape: Shape, since: float) -> None:
-        self.group = group
-        self.sample = sample
-        self.row = row
-        self.state = state
-        self.shape = shape
-        self.since = since
-        self.lost = False
-        self.moved = 0
-        self.here = False
-        self.work: Mapping[str, Work] = _NO_WORK
-        self.cells: tuple[int, ...] = ()
-        self.partial: Mapping[str, int] = _NO_SIZES
-        self.tokens = 0
-        self.tags: dict[str, Tag] = _NO_TAGS
+    group: Group
+    sample: int
+    row: int
+    state: State
+    shape: Shape
+    since: float
+    work: Mapping[str, Work]
+    partial: Mapping[str, int]
+    tags: dict[str, Tag]
+    cells: tuple[int, ...] = ()
+    tokens: int = 0
+    moved: int = 0
+    lost: bool = False
+    here: bool = False
 
     def present(self, names: tuple[str, ...], sizes: tuple[int, ...]) -> None:
         """Take note of columns that were admitted, in place of those of that name."""
@@ -188,19 +177,16 @@ class Row:
         return {**self.partial, **self.columns}
 
 
-class Group:
+class Group(Struct, eq=False):
     """The samples of one prompt. rows: by sample number; all ``size`` of them, in whatever state."""
 
-    __slots__ = ("partition", "purpose", "rows", "serial", "size", "step", "window")
-
-    def __init__(self, partition: str, purpose: Purpose, serial: int, size: int, step: int, window: Window) -> None:
-        self.partition = partition
-        self.purpose: Purpose = purpose
-        self.serial = serial
-        self.size = size
-        self.step = step
-        self.window = window
-        self.rows: list[Row] = []
+    partition: str
+    purpose: Purpose
+    serial: int
+    size: int
+    step: int
+    window: Window
+    rows: list[Row] = []
 
     @property
     def outcome(self) -> str:
@@ -208,6 +194,37 @@ class Group:
         if not all(row.state.final for row in self.rows):
             return ""
         return "".join([LETTERS[row.state] for row in self.rows])
+
+
+def new_row(
+    group: Group, sample: int, row: int, state: State, shape: Shape, since: float, work: Mapping[str, Work] = _NO_WORK
+) -> Row:
+    """Give a row of which its unit has not told yet."""
+    return Row(group, sample, row, state, shape, since, work, _NO_SIZES, _NO_TAGS)
+
+
+def new_groups(
+    partition: str, serials: Sequence[int], *, size: int, row: int, shape: Shape, since: float, work: Mapping[str, Work]
+) -> tuple[list[Group], list[Row]]:
+    """Give new open groups of ``size`` living rows, whose ids count on from ``row``; and the rows of all of them."""
+    groups = [Group(partition, "open", serial, size, 0, ANY_VERSION) for serial in serials]
+    rows = list(
+        map(
+            Row,
+            groups if size == 1 else chain.from_iterable(map(repeat, groups, repeat(size))),
+            cycle(range(size)),
+            range(row, row + size * len(groups)),
+            repeat(State.LIVE),
+            repeat(shape),
+            repeat(since),
+            repeat(work),
+            repeat(_NO_SIZES),
+            repeat(_NO_TAGS),
+        )
+    )
+    for at, group in enumerate(groups):
+        group.rows = rows[at * size : (at + 1) * size]
+    return groups, rows
 
 
 class Finished(NamedTuple):

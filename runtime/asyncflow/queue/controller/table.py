@@ -16,6 +16,7 @@ import msgspec
 
 from asyncflow.errors import Refused
 from asyncflow.identity import epoch_of
+from asyncflow.queue.controller.cells import by_row
 from asyncflow.queue.controller.claims import Claims
 from asyncflow.queue.controller.folding import empty_books
 from asyncflow.queue.controller.moves import Moves
@@ -26,7 +27,6 @@ from asyncflow.queue.controller.state import Row, Shape, State
 from asyncflow.queue.controller.training import Training
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.messages import KEY_TAG, RowMeta, Tag, TaskSpec, Wanted, check_task
-from asyncflow.queue.protocol.runs import expand_equal
 from asyncflow.queue.protocol.unit_calls import Cells, Held
 
 _FARTHEST = 1 << 20
@@ -162,7 +162,7 @@ class Table:
             partition.check_creator(attempt)
         for partition in partitions.values():
             self.books.check_schema(partition, cells.dtypes)
-        names, sizes = told(cells, len(metas))
+        names, sizes = by_row(cells, len(metas))
         for (name, serial), indices in by_group.items():
             partition = partitions[name]
             self._create_group(partition, {metas[i].sample: (metas[i], rows[i]) for i in indices}, size)
@@ -238,8 +238,8 @@ class Table:
                 raise Refused(f"the tag {KEY_TAG!r} is the row's key and stays", where=f"lease {lease}", hint=hint)
         whole = held is not None and held.rows.keys() >= set(rows)
         repeated = None if whole else self.claims.completed(lease, rows)
+        names, sizes = by_row(cells, len(rows))
         admitted = self.claims.complete(lease, rows)
-        names, sizes = told(cells, len(rows))
         changed: list[tuple[Row, Shape]] = []
         for index, number in enumerate(rows):
             row = self.books.rows.get(number) if admitted[index] else None
@@ -255,8 +255,8 @@ class Table:
 
     def give_back(self, lease: str, rows: Sequence[int], reason: str, cells: Cells | None = None) -> list[bool]:
         """Let rows be ready again with attempt + 1, keeping what was written so far for the next holder."""
+        names, sizes = by_row(cells, len(rows)) if cells is not None else ((), [])
         returned = self.claims.give_back(lease, rows, reason)
-        names, sizes = told(cells, len(rows)) if cells is not None else ((), [])
         for index, number in enumerate(rows):
             if returned[index] and cells is not None:
                 row = self.books.rows[number]
@@ -283,12 +283,6 @@ class Table:
         """Mark the run complete: nothing of steps up to ``step`` should be unfinished."""
         if self.books.partition(partition).closed != step:
             self.books.record(ev.Closed(partition, step))
-
-
-def told(cells: Cells, count: int) -> tuple[tuple[str, ...], list[tuple[int, ...]]]:
-    """Give the names of the columns, and their bytes for each of ``count`` rows."""
-    sizes = [expand_equal(of, count) for of in cells.sizes.values()]
-    return tuple(cells.sizes), list(zip(*sizes, strict=True)) if sizes else [()] * count
 
 
 def _bare(row: Row) -> RowMeta:

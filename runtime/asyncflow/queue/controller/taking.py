@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncflow.queue.controller.table import Table, told
+from asyncflow.queue.controller.cells import by_row
+from asyncflow.queue.controller.table import Table
 from asyncflow.queue.protocol.unit_calls import Held, MovedRows
 
 
 def take_over(table: Table, home: int, numbers: Sequence[int], entry: MovedRows) -> list[bool]:
     """Let rows lie at ``home``, whose unit has taken them over; tell which lie there now."""
     moved = table.moves.take(home, numbers, source=entry.home, ticket=entry.ticket)
-    names, sizes = told(entry.cells, len(numbers))
+    names, sizes = by_row(entry.cells, len(numbers))
     for index, number in enumerate(numbers):
         if moved[index] and not table.books.rows[number].here:
             cells = dict(zip(names, sizes[index], strict=True))
