@@ -44,7 +44,10 @@ class Jagged:
 
     values: 1-D array of all values; offsets: int64 [rows + 1], row i is ``values[offsets[i]:offsets[i + 1]]``;
     dtype: name in ``DTYPES``, by default that of ``values`` (others are said explicitly); inner: see ``Inner``.
-    Raises ValueError where they do not fit together. Offsets and lengths are made of one another when asked for.
+    Raises ValueError where they do not fit together.
+
+    Inside, the values lie one after another; offsets and lengths are made of one another when asked for, and a single
+    row needs neither.
     """
 
     __slots__ = ("_lengths", "_offsets", "dtype", "inner", "values")
@@ -52,7 +55,7 @@ class Jagged:
     def __init__(self, values: Array, offsets: Offsets, dtype: str = "", inner: Inner = ()) -> None:
         self.dtype = dtype or values.dtype.name
         self.inner = inner
-        self.values = values
+        self.values = np.ascontiguousarray(values)
         self._offsets: Offsets | None = offsets
         self._lengths: Offsets | None = None
         if self.dtype not in DTYPES or values.dtype != DTYPES[self.dtype]:
@@ -61,9 +64,10 @@ class Jagged:
             raise ValueError(f"a column needs 1-D values and int64 offsets, not {values.shape} and {offsets.shape}")
         if offsets[0] != 0 or offsets[-1] != values.size or bool((offsets[1:] < offsets[:-1]).any()):
             raise ValueError(f"offsets must rise from 0 to {values.size}")
-        self._check_shape()
+        self.check_shape()
 
-    def _check_shape(self) -> None:
+    def check_shape(self) -> None:
+        """Raise ValueError where the rows are not of the shape that ``inner`` says."""
         if self.inner == ():
             return
         if self.dtype in (TEXT, BYTES, OBJECT):
@@ -79,19 +83,18 @@ class Jagged:
             raise ValueError(f"rows of inner shape {self.inner} need multiples of {width} values")
 
     @classmethod
-    def trusted(
-        cls,
-        values: Array,
-        offsets: Offsets | None,
-        dtype: str,
-        inner: Inner = (),
-        *,
-        lengths: Offsets | None = None,
-    ) -> Jagged:
-        """Make a column of what is known to fit together, without looking. lengths: may stand for offsets."""
+    def trusted(cls, values: Array, lengths: Offsets | None, dtype: str, inner: Inner = ()) -> Jagged:
+        """Make a column of what is known to fit together, without looking. lengths: None for one row of all values."""
         made = object.__new__(cls)
         made.values, made.dtype, made.inner = values, dtype, inner
-        made._offsets, made._lengths = offsets, lengths
+        made._offsets, made._lengths = None, lengths
+        return made
+
+    @classmethod
+    def checked(cls, values: Array, lengths: Offsets | None, dtype: str, inner: Inner) -> Jagged:
+        """Make a column of ``lengths`` that are known to fit. Raises ValueError where ``inner`` does not."""
+        made = cls.trusted(values, lengths, dtype, inner)
+        made.check_shape()
         return made
 
     @classmethod
@@ -106,7 +109,8 @@ class Jagged:
         if name in (TEXT, BYTES, OBJECT):
             data = [_to_bytes(row, name) for row in rows]
             values = np.frombuffer(bytearray().join(data), np.uint8)
-            return cls(values, _offsets(np.fromiter(map(len, data), np.int64, len(data))), name, inner)
+            lengths = np.fromiter(map(len, data), np.int64, len(data))
+            return cls.checked(values, lengths, name, inner)
         stored = DTYPES[name]
         ndim = 0 if inner is None else 1 + len(inner)
         arrays = [
@@ -116,8 +120,11 @@ class Jagged:
             for row in rows
         ]
         flat = arrays if ndim == 1 else [row.reshape(-1) for row in arrays]
+        if len(flat) == 1:
+            return cls.checked(flat[0].copy(), None, name, inner)
         values = np.concatenate(flat) if flat else np.empty(0, stored)
-        return cls(values, _offsets(np.fromiter([row.size for row in arrays], np.int64, len(arrays))), name, inner)
+        lengths = np.fromiter([row.size for row in flat], np.int64, len(flat))
+        return cls.checked(values, lengths, name, inner)
 
     @classmethod
     def of(cls, rows: Sequence[Any]) -> Jagged:
@@ -148,16 +155,18 @@ class Jagged:
             whole = stop - start == len(column)
             values.append(column.values if whole else _values(column, start, stop))
             lengths.append(column.lengths if whole else column.lengths[start:stop])
-        return cls.trusted(np.concatenate(values), None, first.dtype, first.inner, lengths=np.concatenate(lengths))
+        return cls.trusted(np.concatenate(values), np.concatenate(lengths), first.dtype, first.inner)
 
     def cut(self, start: int, stop: int) -> Jagged:
         """Give the rows from ``start`` to ``stop``, which share this column's memory."""
         if start == 0 and stop == len(self):
             return self
-        return self.trusted(_values(self, start, stop), None, self.dtype, self.inner, lengths=self.lengths[start:stop])
+        return self.trusted(_values(self, start, stop), self.lengths[start:stop], self.dtype, self.inner)
 
     def __len__(self) -> int:
-        return self._offsets.size - 1 if self._offsets is not None else self.lengths.size
+        if self._lengths is not None:
+            return self._lengths.size
+        return self._offsets.size - 1 if self._offsets is not None else 1
 
     @property
     def offsets(self) -> Offsets:
@@ -170,7 +179,8 @@ class Jagged:
     def lengths(self) -> Offsets:
         """Number of values of each row, int64 [rows]."""
         if self._lengths is None:
-            self._lengths = self.offsets[1:] - self.offsets[:-1]
+            offsets = self._offsets
+            self._lengths = np.array([self.values.size]) if offsets is None else offsets[1:] - offsets[:-1]
         return self._lengths
 
     def row(self, index: int) -> Array:
@@ -184,7 +194,7 @@ class Jagged:
 
         Raises ProtocolError for bytes that are no such value.
         """
-        bounds = self.offsets.tolist()
+        bounds = [0, self.values.size] if len(self) == 1 else self.offsets.tolist()
         if self.dtype in (TEXT, BYTES, OBJECT):
             data = self.values.tobytes()
             return [_from_bytes(data[a:b], self.dtype) for a, b in pairwise(bounds)]
@@ -199,7 +209,7 @@ class Jagged:
         starts, stops = self.offsets[chosen], self.offsets[chosen + 1]
         parts = [self.values[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
         values = np.concatenate(parts) if parts else np.empty(0, self.values.dtype)
-        return self.trusted(values, None, self.dtype, self.inner, lengths=stops - starts)
+        return self.trusted(values, stops - starts, self.dtype, self.inner)
 
     @property
     def form(self) -> str:
@@ -238,6 +248,8 @@ class Jagged:
 
 
 def _values(column: Jagged, start: int, stop: int) -> Array:
+    if stop - start == len(column):
+        return column.values
     offsets = column.offsets
     return column.values[offsets.item(start) : offsets.item(stop)]
 
@@ -280,5 +292,5 @@ def _from_bytes(data: bytes, dtype: str) -> Any:
 
 def _offsets(lengths: Offsets) -> Offsets:
     offsets = np.zeros(lengths.size + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
+    lengths.cumsum(out=offsets[1:])
     return offsets
