@@ -136,6 +136,62 @@ def test_a_reader_may_close_what_can_be_written_at_the_same_time(run: Run) -> No
     assert run(main()) == ["read"]
 
 
+@pytest.mark.parametrize("asks", ["soon", "later", "thread", "future", "stop"])
+def test_what_a_reader_asks_for_is_done_though_readers_never_rest(run: Run, asks: str) -> None:
+    async def main() -> bool:
+        loop, (ours, theirs) = asyncio.get_running_loop(), socket.socketpair()
+        done, calls = loop.create_future(), 0
+
+        def finish() -> None:
+            if not done.done():
+                done.set_result(True)
+
+        def read() -> None:
+            nonlocal calls
+            calls += 1
+            if calls != 100:
+                return
+            if asks == "soon":
+                loop.call_soon(finish)
+            elif asks == "later":
+                loop.call_later(0.01, finish)
+            elif asks == "thread":
+                threading.Thread(target=loop.call_soon_threadsafe, args=(finish,)).start()
+            elif asks == "future":
+                finish()
+            else:
+                loop.stop()
+                loop.call_soon(finish)
+
+        theirs.send(b"never read")
+        loop.add_reader(ours, read)
+        try:
+            async with asyncio.timeout(10):
+                return bool(await done)
+        finally:
+            loop.remove_reader(ours)
+            ours.close()
+            theirs.close()
+
+    if asks == "stop":
+        with pytest.raises(RuntimeError, match="stopped before"):
+            run(main())
+    else:
+        assert run(main())
+
+
+def test_a_timer_rings_though_readers_never_rest(run: Run, pair: tuple[socket.socket, socket.socket]) -> None:
+    async def main() -> None:
+        ours, theirs = pair
+        theirs.send(b"never read")
+        asyncio.get_running_loop().add_reader(ours, lambda: None)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await asyncio.Event().wait()
+
+    run(main())
+
+
 def test_timers_threads_signals_processes_and_transports_go_on_as_in_any_loop(run: Run) -> None:
     async def main() -> None:
         loop, told = asyncio.get_running_loop(), asyncio.Event()
