@@ -69,6 +69,20 @@ def test_a_reader_is_called_until_it_is_removed(run: Run, pair: tuple[socket.soc
     assert run(main()) == [("first", b"a"), ("second", b"b")]
 
 
+def test_a_socket_that_was_closed_under_its_reader_is_no_obstacle(run: Run) -> None:
+    async def main() -> None:
+        loop, (ours, theirs) = asyncio.get_running_loop(), socket.socketpair()
+        number = ours.fileno()
+        loop.add_reader(ours, lambda: None)
+        ours.close()
+        with pytest.raises(OSError, match="descriptor"):
+            loop.add_reader(number, lambda: None)
+        assert loop.remove_reader(number)
+        theirs.close()
+
+    run(main())
+
+
 def test_of_those_ready_at_once_none_is_called_that_another_removed(run: Run) -> None:
     async def main() -> int:
         loop, called, pairs = asyncio.get_running_loop(), [], [socket.socketpair() for _ in range(3)]
@@ -89,14 +103,17 @@ def test_of_those_ready_at_once_none_is_called_that_another_removed(run: Run) ->
     assert run(main()) == 1
 
 
-def test_a_reader_that_fails_is_logged_and_harms_no_other(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError("oh"), asyncio.CancelledError("oh")])
+def test_a_reader_that_fails_is_logged_and_harms_no_other(
+    run: Run, caplog: pytest.LogCaptureFixture, error: BaseException
+) -> None:
     async def main() -> bytes:
         loop, came = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
         pairs = [socket.socketpair() for _ in range(2)]
 
         def fail() -> None:
             loop.remove_reader(pairs[0][0])
-            raise ZeroDivisionError("oh")
+            raise error
 
         def read() -> None:
             loop.remove_reader(pairs[1][0])
@@ -113,7 +130,7 @@ def test_a_reader_that_fails_is_logged_and_harms_no_other(run: Run, caplog: pyte
 
     with caplog.at_level(logging.ERROR):
         assert run(main()) == b"here"
-    assert "ZeroDivisionError: oh" in caplog.text
+    assert f"{type(error).__name__}: oh" in caplog.text
 
 
 def test_a_reader_may_close_what_can_be_written_at_the_same_time(run: Run) -> None:

@@ -10,6 +10,7 @@ timers are not kept waiting by readers for longer than the readers of one poll t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import select
@@ -79,14 +80,17 @@ class _Poll(selectors.EpollSelector):
         self._epoll.register(self._others, select.EPOLLIN)
 
     def watch(self, fd: int, reader: Callable[..., object]) -> None:
-        if fd not in self._readers:
+        if fd in self._readers:
+            self._epoll.modify(fd, select.EPOLLIN)
+        else:
             self._epoll.register(fd, select.EPOLLIN)
         self._readers[fd] = reader
 
     def leave(self, fd: int) -> bool:
         if self._readers.pop(fd, None) is None:
             return False
-        self._epoll.unregister(fd)
+        with contextlib.suppress(OSError):  # it was closed already
+            self._epoll.unregister(fd)
         return True
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -97,7 +101,9 @@ class _Poll(selectors.EpollSelector):
                 if (reader := self._readers.get(fd)) is not None:
                     try:
                         reader()
-                    except Exception:
+                    except (SystemExit, KeyboardInterrupt):
+                        raise
+                    except BaseException:
                         log.exception("%r failed", reader)
                 else:
                     others = others or fd == self._others
