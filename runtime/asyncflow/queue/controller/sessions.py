@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
 import msgspec
 
@@ -19,13 +18,15 @@ from asyncflow.identity import epoch_of, home_of, unit_at
 from asyncflow.queue.controller.moves import Room
 from asyncflow.queue.controller.state import Row
 from asyncflow.queue.controller.table import Table
-from asyncflow.queue.protocol.moving_calls import AskLeg, Drain, Leg, Shares, Units, UnitView
+from asyncflow.queue.protocol.moving_calls import AskLeg, Drain, Leg, Shares, Units, UnitState, UnitView
 from asyncflow.queue.protocol.runs import expand, shrink
 from asyncflow.queue.protocol.unit_calls import Hello, Orders, Session, Watch, Welcome
 
 log = logging.getLogger(__name__)
 
 _WATCH_S = 1.0
+_SILENT = 3
+"""A unit that was not heard for so many times as long as it may be without a word is called silent."""
 _ORDERS = 10_000
 
 
@@ -40,6 +41,7 @@ class _Unit:
     held: int = 0
     given: int = 0
     synced: bool = False
+    address: str = ""
     first: int = 1
     frees: list[int] = field(default_factory=list)
     watching: tuple[asyncio.Future[Orders], asyncio.TimerHandle] | None = None
@@ -64,6 +66,7 @@ class Sessions:
         self._units: dict[int, _Unit] = {}
         self._replaced: set[str] = set()
         self._turn = 0
+        self._watch_s = min(_WATCH_S, lost_s / 4)
 
     def start(self, now: float) -> None:
         """Expect the units of the ledger to come back."""
@@ -99,8 +102,8 @@ class Sessions:
         if known is None or known.epoch != epoch:
             others = [unit.given for index, unit in self._units.items() if index != hello.unit]
             self._units[hello.unit] = known = _Unit(epoch, now, given=min(others, default=0))
-        known.seen, known.limit = now, hello.limit
-        return Welcome(self._table.controller, epoch, min(_WATCH_S, self._lost_s / 4))
+        known.seen, known.limit, known.address = now, hello.limit, hello.address
+        return Welcome(self._table.controller, epoch, self._watch_s)
 
     def check(self, session: Session, now: float) -> None:
         """Refuse a unit whose session another controller began, or that was given up meanwhile."""
@@ -163,15 +166,29 @@ class Sessions:
         self._turn += 1
         return Shares({index: unit.given for index, unit in self._taking()}, self._turn - 1)
 
-    def views(self) -> Units:
+    def views(self, now: float) -> Units:
         """Describe all units."""
-        return Units([self._view(index, unit) for index, unit in sorted(self._units.items())])
+        return Units(
+            [
+                UnitView(
+                    unit=index,
+                    state=self._state(unit, now),
+                    rows=unit.held,
+                    bytes=unit.used,
+                    limit=unit.limit,
+                    epoch=unit.epoch,
+                    address=unit.address,
+                )
+                for index, unit in sorted(self._units.items())
+            ]
+        )
 
-    def _view(self, index: int, unit: _Unit) -> UnitView:
-        state: Literal["serving", "leaving", "away"] = "serving" if unit.synced else "away"
+    def _state(self, unit: _Unit, now: float) -> UnitState:
         if self._leaving(unit):
-            state = "leaving"
-        return UnitView(unit=index, state=state, rows=unit.held, bytes=unit.used, limit=unit.limit)
+            return "leaving"
+        if not unit.synced:
+            return "away"
+        return "silent" if now - unit.seen > _SILENT * self._watch_s else "serving"
 
     def drain(self, drain: Drain) -> None:
         """Have a unit leave."""

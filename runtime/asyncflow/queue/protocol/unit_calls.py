@@ -104,11 +104,12 @@ class Fetched(Struct, frozen=True):
 
 
 class Hello(Struct, frozen=True):
-    """A unit asks for the epoch of its rows."""
+    """A unit asks for the epoch of its rows. address: where others reach it."""
 
     unit: int
     incarnation: str
     limit: int
+    address: str = ""
 
 
 class Welcome(Struct, frozen=True):
