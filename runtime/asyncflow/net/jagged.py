@@ -147,12 +147,15 @@ class Jagged:
         first, start, stop = runs[0]
         if len(runs) == 1:
             return first.cut(start, stop)
-        if any(column.dtype != first.dtype or column.inner != first.inner for column, _, _ in runs):
+        if {(column.dtype, column.inner) for column, _, _ in runs} != {(first.dtype, first.inner)}:
             forms = ", ".join(sorted({column.form for column, _, _ in runs}))
             raise ValueError(f"rows of {forms} cannot be one column")
-        values = np.concatenate([_values(column, a, b) for column, a, b in runs])
-        lengths = np.concatenate([column.lengths[a:b] for column, a, b in runs])
-        return cls.trusted(values, lengths, first.dtype, first.inner)
+        values, lengths = [], []
+        for column, start, stop in runs:
+            whole = stop - start == len(column)
+            values.append(column.values if whole else _values(column, start, stop))
+            lengths.append(column.lengths if whole else column.lengths[start:stop])
+        return cls.trusted(np.concatenate(values), np.concatenate(lengths), first.dtype, first.inner)
 
     def cut(self, start: int, stop: int) -> Jagged:
         """Give the rows from ``start`` to ``stop``, which share this column's memory."""

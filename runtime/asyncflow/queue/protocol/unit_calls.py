@@ -210,7 +210,9 @@ AnyEntry = TypeVar("AnyEntry", bound=Entry)
 
 
 def short(entry: AnyEntry) -> AnyEntry:
-    """Give ``entry`` in few bytes."""
+    """Give ``entry`` in few bytes, which one of a single row is in."""
+    if len(entry.rows) == 1:
+        return entry
     sizes = {name: shrink_equal(of) for name, of in entry.cells.sizes.items()}
     cells = Cells(dtypes=entry.cells.dtypes, sizes=sizes)
     return msgspec.structs.replace(entry, rows=shrink(entry.rows), cells=cells)

@@ -196,9 +196,11 @@ class Liaison:
 
     def _untold(self, session: Session) -> tuple[Admit, list[Put]] | None:
         """Give what is to be told next: what shards have admitted, then puts; None where there is nothing."""
+        if not self._holdings.puts and not self._news:
+            return None
         puts = list(islice((put for put in self._holdings.puts if not put.shard), _PUTS))
         news = self._news[:_PUTS]
-        return (Admit(session, [*news, *(short(put.entry) for put in puts)]), puts) if news or puts else None
+        return (Admit(session, [*news, *[short(put.entry) for put in puts]]), puts) if news or puts else None
 
     async def _tell_all(self, session: Session) -> None:
         held = iter(list(self._holdings.held()))
