@@ -1,14 +1,18 @@
 """How long a controller needs to come back, and what its ledger costs while it serves.
 
 Three histories of a million rows: all of them gone again (the whole log is read), all of them waiting (as they were
-put), and all of them completed by one of two tasks; each as it was written, and compacted. And, for each durability
-class, how many events a second can be confirmed, one after another and a hundred at once.
+put), and all of them completed by one of two tasks; each as it was written, and compacted. The snapshot by which a
+further controller learns a million rows: how long the home and the shard work on it, how long each of them answers
+nobody else, and its size. And, for each durability class, how many events a second can be confirmed, one after another
+and a hundred at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
+import resource
 import shutil
 import tempfile
 import time
@@ -18,13 +22,19 @@ from pathlib import Path
 from lines import emit
 
 from asyncflow.identity import RowPlace
+from asyncflow.net.wire import decoder_of, encode
 from asyncflow.queue.controller.books import Books
 from asyncflow.queue.controller.compaction import dump
+from asyncflow.queue.controller.feed import NewsFeed
 from asyncflow.queue.controller.folding import empty_books
+from asyncflow.queue.controller.news import Recalled, decode
+from asyncflow.queue.controller.replica import draft_of, install, take
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.ledger import Ledger, Sync
 from asyncflow.queue.ledger.records import read_ledger
 from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.queue.protocol.shard_calls import AskPart, Follow, Part
+from asyncflow.queue.protocol.unit_calls import Held
 
 P = "p"
 PUT, CLAIM = 256, 16
@@ -86,6 +96,57 @@ def measure_recovery(rows: int) -> None:
             shutil.rmtree(folder)
 
 
+def measure_snapshot(rows: int) -> None:
+    """Take a snapshot of living rows of two columns, as a shard does that knows nothing yet, but for the socket."""
+    home = empty_books()
+    home.replay(history(rows, until="put"))
+    held = [Held(row=number, columns={"x": 800, "y": 8}, partial={}, tokens=0, tags={}) for number in home.rows]
+    take(home, Recalled(held))
+    del held
+    gc.freeze()  # as a controller that has read its ledger
+    feed = NewsFeed(home, shards=[1])
+    feed.start()
+    shard = empty_books()
+    shard.index = 1
+    draft, sizes = draft_of(shard), []
+    began = time.perf_counter()
+    begun = feed.answer(Follow(1, 0, 0, 0.0))
+    begin_s, parts_s, take_s, slowest_s, longest_s = time.perf_counter() - began, 0.0, 0.0, 0.0, 0.0
+    assert begun is not None
+    for number in range(begun.parts):
+        began = time.perf_counter()
+        said = encode(feed.part(AskPart(1, begun.position, number)))
+        home_s = time.perf_counter() - began
+        parts_s, slowest_s = parts_s + home_s, max(slowest_s, home_s)
+        sizes.append(len(said))
+        began = time.perf_counter()
+        items = decoder_of(Part).decode(said).items
+        for item in items:
+            take(draft, decode(item))
+            took, began = time.perf_counter() - began, time.perf_counter()
+            take_s, longest_s = take_s + took, max(longest_s, took)
+    began = time.perf_counter()
+    install(shard, draft)
+    install_s = time.perf_counter() - began
+    assert len(shard.rows) == len(home.rows) == rows
+    emit(
+        {
+            "bench": "snapshot",
+            "rows": rows,
+            "parts": begun.parts,
+            "mb": round(sum(sizes) / 1e6, 1),
+            "largest_part_mb": round(max(sizes) / 1e6, 2),
+            "home_begin_s": round(begin_s, 2),
+            "home_parts_s": round(parts_s, 2),
+            "home_longest_part_s": round(slowest_s, 3),
+            "shard_s": round(take_s, 2),
+            "shard_longest_item_s": round(longest_s, 3),
+            "shard_install_s": round(install_s, 2),
+            "peak_mb_of_both": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        }
+    )
+
+
 async def measure_sync(sync: Sync, *, seconds: float) -> None:
     rates = {}
     for at_once in (1, 100):
@@ -116,10 +177,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=1 << 20)
     parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--only", choices=("recovery", "snapshot", "sync"))
     options = parser.parse_args()
-    for sync in ("process", "interval", "always"):
-        asyncio.run(measure_sync(sync, seconds=options.seconds))
-    measure_recovery(options.rows)
+    wanted = [options.only] if options.only else ["sync", "recovery", "snapshot"]
+    if "sync" in wanted:
+        for sync in ("process", "interval", "always"):
+            asyncio.run(measure_sync(sync, seconds=options.seconds))
+    if "recovery" in wanted:
+        measure_recovery(options.rows)
+    if "snapshot" in wanted:
+        measure_snapshot(options.rows)
 
 
 if __name__ == "__main__":

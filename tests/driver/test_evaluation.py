@@ -41,8 +41,9 @@ def prompter(wanted: RLJobSpec, folder: Path) -> Prompter:
 class Bench:
     """An evaluation at work on a queue; the test plays the rollouts."""
 
-    def __init__(self, queue: QueueClient, wanted: RLJobSpec, prompts: Prompter) -> None:
+    def __init__(self, queue: QueueClient, wanted: RLJobSpec, prompts: Prompter, controller: Controller) -> None:
         self.queue = queue
+        self.controller = controller
         self.wake = Wake()
         self.dues: list[int] = []
         self.results: list[EvaluationResult] = []
@@ -98,8 +99,9 @@ async def bench(folder: Path) -> AsyncIterator[Bench]:
     queue = QueueClient(controller=address, unit=lambda _: place, units=lambda: [0], worker="test")
     await unit.joined(10)
     await queue.declare(tasks_of(wanted), timeout=10)
-    made = Bench(queue, wanted, prompter(wanted, folder))
-    loops = [asyncio.create_task(loop()) for loop in (made.evaluation.put_due, made.evaluation.count)]
+    made = Bench(queue, wanted, prompter(wanted, folder), controller)
+    work = (made.evaluation.put_due, made.evaluation.count, made.evaluation.replace_lost)
+    loops = [asyncio.create_task(loop()) for loop in work]
     try:
         yield made
     finally:
@@ -144,6 +146,32 @@ async def test_what_comes_late_of_an_earlier_round_keeps_nobody_waiting(tmp_path
         await at.answer(await at.claim(6), right=True)
         await at.answer(await at.claim(6), right=False)
         assert await at.recorded(1) == [EvaluationResult(step=2, prompts=3, accuracy=0.0, greedy=0.0)]
+
+
+async def test_samples_that_are_lost_after_they_were_counted_count_once(tmp_path: Path) -> None:
+    async with bench(tmp_path) as at:
+        drop, lost = at.queue.drop, asyncio.Event()
+
+        async def too_late(rows: list[LeasedRow], *, reason: str, timeout: float) -> list[bool]:
+            if not lost.is_set():
+                at.controller.table.lose_rows(row.row for row in rows)
+                at.controller.settle()
+                lost.set()
+            return await drop(rows, reason=reason, timeout=timeout)
+
+        at.queue.drop = too_late  # type: ignore[method-assign]
+        at.due(2)
+        rows = await at.claim(6)
+        mine = [row for row in rows if row.meta.serial == rows[0].meta.serial]
+        assert all(await at.answer(mine, right=True))
+        await lost.wait()
+        again = await at.claim(2)
+        assert sorted(row.meta.key for row in again) == sorted(row.meta.key for row in mine)
+        assert all(await at.answer(again, right=True))
+        assert not at.results
+        assert all(await at.answer([row for row in rows if row not in mine], right=False))
+        (result,) = await at.recorded(1)
+        assert (result.prompts, result.accuracy, result.greedy) == (3, 1 / 3, 1 / 3)
 
 
 async def test_one_that_was_recorded_can_be_made_again(tmp_path: Path) -> None:

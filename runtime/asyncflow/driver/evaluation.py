@@ -7,7 +7,10 @@ asked for, once greedily.
 When a step is made again, weights that were being evaluated may be those of another history; then everything that is
 not recorded begins anew, in another *round*, whose number travels with the rows. It does so too when rows of an
 earlier round turn up, which were under way when the partition was cleared: they keep those of this round out. What
-another driver put cannot turn up: this one has taken over.
+another driver put cannot turn up: this one has taken over, and what it creates carries its attempt.
+
+A row names a step and no attempt of the trainer, as rows of training do: an instance that has still loaded the θ_step
+of an earlier attempt may answer. A sample that is lost and made again, before or after it was counted, counts once.
 
 Invariant: an evaluation is recorded once a round, when all its samples of that round are in, and all of them were made
 by a θ_step.

@@ -16,10 +16,11 @@ from asyncflow.queue.controller.partition import Partition
 from asyncflow.queue.controller.state import Finished, Group, State, Work
 from asyncflow.queue.ledger import compacted
 from asyncflow.queue.ledger import events as ev
-from asyncflow.queue.protocol.runs import MOST
 
 _Did: TypeAlias = Callable[[Mapping[str, Work]], list[tuple[str, int, int]]]
 _CHUNK = 1000
+_ALIKE = 1 << 14
+"""Rows of one record, at most: who folds a snapshot serves others between two."""
 
 
 def dump(books: Books) -> Iterator[ev.Event]:
@@ -146,7 +147,7 @@ def _is_whole(group: Group, did: _Did) -> bool:
 
 
 def _follows(run: compacted.Alike, group: Group, works: list[tuple[str, int, int]], did: _Did) -> bool:
-    if (works is not run.works and works != run.works) or (run.groups + 1) * run.size > MOST:
+    if (works is not run.works and works != run.works) or (run.groups + 1) * run.size > _ALIKE:
         return False
     after = (run.serial + run.groups, run.size, run.row + run.groups * run.size)
     return after == (group.serial, group.size, group.rows[0].row) and _is_whole(group, did)
