@@ -354,6 +354,25 @@ async def test_a_thread_that_blocks_calls_over_a_stream(keys: Keys | None) -> No
 
 
 @pytest.mark.usefixtures("way")
+async def test_answers_that_are_not_read_at_once_wait_and_come_in_order(keys: Keys | None) -> None:
+    server = await serve(keys)
+    link = StreamLink(server.address, keys=keys, max_message=1 << 30)
+    frame = bytes(60_000)
+
+    def send_all() -> None:
+        for call in range(400):
+            link.send(call, "add", Number(value=call), [frame], deadline=time.monotonic() + 10)
+
+    await asyncio.to_thread(send_all)
+    await until(lambda: server.counters.calls["add"] == 400)
+    for call in range(400):
+        parts = await asyncio.to_thread(link.receive, 10)
+        assert (wire.read_answer(parts, where="test"), parts[2]) == ((call, None), frame)
+    link.close()
+    await server.close()
+
+
+@pytest.mark.usefixtures("way")
 async def test_a_thread_that_blocks_learns_that_its_peer_is_gone() -> None:
     server = await serve()
     link = StreamLink(server.address, keys=None, max_message=1 << 20)

@@ -61,6 +61,30 @@ def test_messages_come_out_as_they_went_in_however_the_stream_is_cut(sizes, step
     assert receive(inbox, sent(outbox), steps) == messages
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.lists(part_sizes, max_size=4), st.integers(0, 200)), min_size=1, max_size=6), st.booleans()
+)
+def test_messages_that_go_in_one_come_in_order_wherever_they_were_cut(messages, sealed):
+    mine, theirs = seals(sealed)
+    outbox, inbox = Outbox(seal=mine), Inbox(most=MOST, seal=theirs, staging=staging())
+    stream = bytearray()
+    for key, (sizes, went) in enumerate(messages):
+        idle = outbox.idle
+        whole = outbox.in_one(parts_of(sizes))
+        assert (whole is not None) == (idle and all(size < LARGE for size in sizes))
+        if whole is None:
+            outbox.push(key, parts_of(sizes))
+        else:
+            stream += whole[:went]
+            if went < len(whole):
+                outbox.keep(memoryview(whole)[went:])
+        if key % 2:
+            stream += sent(outbox)
+    stream += sent(outbox)
+    assert receive(inbox, stream) == [parts_of(sizes) for sizes, _ in messages]
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(part_sizes, min_size=1, max_size=4), st.data())
 def test_sealed_bytes_that_were_changed_left_out_or_repeated_open_nothing(sizes, data):
