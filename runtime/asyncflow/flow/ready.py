@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from itertools import islice, repeat
+from itertools import islice
 from operator import itemgetter
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -42,7 +42,7 @@ class _Shelf:
 
     def insert(self, run: _Run) -> None:
         runs = self.runs
-        if not runs or runs[-1][:2] < run[:2]:
+        if not runs or runs[-1][0] <= run[0]:
             runs.append(run)
         else:
             bisect.insort(runs, run, lo=self.start, key=_BEFORE)
@@ -97,7 +97,8 @@ class ReadyIndex(Generic[T]):
         shelf = self._shelves.get(window)
         if shelf is None:
             self._shelves[window] = shelf = _Shelf(window)
-        run: _Run = (order, self._ticks, list(items[::-1]), shelf)
+        run: _Run = (order, self._ticks, [*items], shelf)
+        run[2].reverse()
         shelf.insert(run)
         self._places.update(dict.fromkeys(items, run))
         self._ticks += len(items)
@@ -151,13 +152,10 @@ class ReadyIndex(Generic[T]):
             del items[len(taken) - most :]
             shelf.size -= len(piece)
             shelf.start += not items
-            piece.reverse()
-            found = list(map(places.pop, piece, repeat(None)))
-            if found.count(run) < len(piece):
-                there = [(item, of) for item, of in zip(piece, found, strict=True) if of is not None]
-                piece = [item for item, of in there if of is run]
-                places.update((item, of) for item, of in there if of is not run)
-            taken += piece
+            for item in reversed(piece):
+                if places.get(item) is run:
+                    del places[item]
+                    taken.append(item)
         shelf.count -= len(taken)
         self.weight -= sum([self._heavy.pop(item, 1) for item in taken]) if self._heavy else len(taken)
         self._tidy(shelf)

@@ -242,6 +242,9 @@ class Controller:
         """Give the parked calls that can be answered now; an error is an answer too."""
         books = self.table.books
         found: list[tuple[Later[Any], Any]] = []
+        if self._parked.keys().isdisjoint(books.touched):
+            books.touched.clear()
+            return found
         for grant in self.table.claims.serve(self.now()):
             waiter, late = self._claims[grant.claim]
             found.append((self._unpark(waiter), Claimed(grant.lot.shrunk(), False, late)))
@@ -279,9 +282,8 @@ class Controller:
 
     def _set_alarm(self) -> None:
         """Have the alarm ring no later than the first deadline; it may ring for nothing."""
-        lease, unit = self.table.claims.next_deadline, self.sessions.next_deadline
-        due = unit if lease is None or (unit is not None and unit < lease) else lease
-        if due is None or self._due <= due:
+        due = min(self.table.books.leases.next_deadline, self.sessions.next_deadline)
+        if self._due <= due:
             return
         if self._alarm is not None:
             self._alarm.cancel()

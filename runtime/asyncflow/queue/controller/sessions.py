@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -56,7 +57,10 @@ def _answer(future: asyncio.Future[Orders], orders: Orders) -> None:
 
 
 class Sessions:
-    """All units. lost_s: seconds of silence after which what a unit held is given up."""
+    """All units. lost_s: seconds of silence after which what a unit held is given up.
+
+    next_deadline: a time before which none has been silent for so long, perhaps long before; infinite without units.
+    """
 
     def __init__(self, table: Table, *, lost_s: float) -> None:
         self._table = table
@@ -64,10 +68,12 @@ class Sessions:
         self._units: dict[int, _Unit] = {}
         self._replaced: set[str] = set()
         self._turn = 0
+        self.next_deadline = math.inf
 
     def start(self, now: float) -> None:
         """Expect the units of the ledger to come back."""
         self._units = {index: _Unit(unit.epoch, now) for index, unit in self._table.books.units.items()}
+        self.next_deadline = self._silent_from()
         self._turn = 0
 
     @property
@@ -100,6 +106,7 @@ class Sessions:
             others = [unit.given for index, unit in self._units.items() if index != hello.unit]
             self._units[hello.unit] = known = _Unit(epoch, now, given=min(others, default=0))
         known.seen, known.limit = now, hello.limit
+        self.next_deadline = min(self.next_deadline, now + self._lost_s)
         return Welcome(self._table.controller, epoch, min(_WATCH_S, self._lost_s / 4))
 
     def check(self, session: Session, now: float) -> None:
@@ -207,13 +214,12 @@ class Sessions:
                 log.warning("storage unit %d was silent for %g s: its rows are given up", index, self._lost_s)
                 del self._units[index]
                 self._table.lose_unit(index)
+        self.next_deadline = self._silent_from()
 
     def excuse(self, now: float) -> None:
         """Count silence anew, because the controller itself did not run."""
         for unit in self._units.values():
             unit.seen = now
 
-    @property
-    def next_deadline(self) -> float | None:
-        """When ``lose_silent`` is to be called next."""
-        return min([unit.seen for unit in self._units.values()]) + self._lost_s if self._units else None
+    def _silent_from(self) -> float:
+        return min([unit.seen for unit in self._units.values()], default=math.inf) + self._lost_s
