@@ -112,11 +112,13 @@ class Claims:
         return grants
 
     def _serve(self, queue: TaskQueue, claims: dict[Claim, None], grants: list[Grant], now: float) -> None:
+        waiting = list(claims)
         for exact in (True, False):
-            for claim in [claim for claim in claims if exact or claim.appetite.accept]:
+            for claim in waiting:
                 if (lot := self._meet(queue, claim, now, exact=exact)) is not None:
                     self.withdraw(claim)
                     grants.append(Grant(claim, lot))
+            waiting = [claim for claim in claims if claim.appetite.accept]
 
     def grant(self, claim: Claim, now: float) -> Lot | None:
         """Meet ``claim`` if that can be done now; it comes after all parked ones, which so cannot be met."""

@@ -80,6 +80,8 @@ class TaskQueue:
         """Take in new rows, which have all that the task needs; their groups differ in nothing but their serials."""
         if self.by_group or self._keyed:
             self.freed(rows)
+        elif len(rows) == 1:
+            self._add(rows[0])
         elif rows:
             window, order = self._place(rows[0])
             self.index.extend(rows, window=window, order=order)
@@ -91,6 +93,9 @@ class TaskQueue:
                 self.refresh(group)
             return
         ready = [row for row in rows if self.has_ready(row) and row not in self.index]
+        if len(ready) == 1:
+            self._add(ready[0])
+            return
         for (window, order), alike in groupby(ready, self._place):
             self.index.extend(list(alike), window=window, order=order)
 
