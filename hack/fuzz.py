@@ -24,7 +24,8 @@ from asyncflow.net.frames import BatchHeader, decode_batch, encode_batch
 from asyncflow.net.handshake import Handshake
 from asyncflow.net.jagged import OBJECT, TEXT, Jagged
 from asyncflow.net.keys import Keys
-from asyncflow.net.stream import Inbox, staging
+from asyncflow.net.staging import staging
+from asyncflow.net.stream import Inbox
 from asyncflow.queue.client.open_values import decode, encode_columns, pack_object, unpack_object
 from asyncflow.queue.controller import news, replica
 from asyncflow.queue.controller.folding import empty_books

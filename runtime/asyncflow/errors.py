@@ -27,10 +27,12 @@ from typing import ClassVar
 class AsyncFlowError(Exception):
     """Base of all errors that AsyncFlow raises on purpose.
 
-    what: what was wrong, with the offending value; where: path, role, address or field; hint: what to do.
+    what: what was wrong, with the offending value; where: path, role, address or field; hint: what to do; told: another
+    process said so.
     """
 
     code: ClassVar[str] = "error"
+    told = False
 
     def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
         super().__init__(what)
@@ -151,4 +153,6 @@ _BY_CODE = {error.code: error for error in _tree(AsyncFlowError)}
 def from_wire(fields: dict[str, str]) -> AsyncFlowError:
     """Make again the error that ``to_wire`` described; an unknown code becomes a RemoteError."""
     kind = _BY_CODE.get(fields.get("code", ""), RemoteError)
-    return kind(fields.get("what", "unknown error"), where=fields.get("where", ""), hint=fields.get("hint", ""))
+    error = kind(fields.get("what", "unknown error"), where=fields.get("where", ""), hint=fields.get("hint", ""))
+    error.told = True
+    return error

@@ -17,7 +17,8 @@ from asyncflow.net.handshake import HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE, Handsh
 from asyncflow.net.hosts import address_of, host_and_port
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient, RpcServer
-from asyncflow.net.stream import Inbox, Outbox, staging
+from asyncflow.net.staging import staging
+from asyncflow.net.stream import Inbox, Outbox
 
 ANY_PORT = "tcp://127.0.0.1:*"
 

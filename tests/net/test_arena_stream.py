@@ -14,7 +14,7 @@ from asyncflow.net.arena import PAGE, Outgoing
 from asyncflow.net.arena_loans import Incoming
 from asyncflow.net.arena_stream import ArenaInbox, ArenaOutbox
 from asyncflow.net.frames import LARGE
-from asyncflow.net.stream import staging
+from asyncflow.net.staging import staging
 
 MOST = 1 << 22
 THERE = 1 << 63

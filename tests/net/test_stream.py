@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from asyncflow.errors import ProtocolError
 from asyncflow.net.frames import LARGE
 from asyncflow.net.sealed import Seal
-from asyncflow.net.stream import Inbox, Outbox, staging
+from asyncflow.net.staging import staging
+from asyncflow.net.stream import Inbox, Outbox
 
 SECRET = bytes(range(32))
 MOST = 1 << 22

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from asyncflow.errors import DeadlineExceeded, StaleHandle
 from asyncflow.net.jagged import Jagged
-from asyncflow.queue.backends.base import BytesLost, Place
+from asyncflow.queue.backends.base import BytesLost, Place, each
 from asyncflow.queue.backends.memory import MemoryBackend
 from asyncflow.queue.protocol.messages import RowMeta
-from asyncflow.queue.protocol.unit_calls import NewCells, NewRows, Verdict
+from asyncflow.queue.protocol.unit_calls import MovedRows, NewCells, NewRows, Verdict
 from asyncflow.queue.unit.budget import Budget
 from asyncflow.queue.unit.holdings import Holdings
 
@@ -34,17 +34,33 @@ class Unit:
         parcel = await self.holdings.store_new(columns, rows=len(lengths), outputs=outputs, producer="", timeout=0)
         rows = list(range(self.rows, self.rows + len(lengths)))
         self.rows += len(lengths)
-        metas = [RowMeta(partition="p", serial=row, sample=0, step=1) for row in rows]
+        metas = [
+            RowMeta(partition="p", serial=row, sample=0, step=1, tokens=row, tags={"made": row} if row % 2 else {})
+            for row in rows
+        ]
         put = self.holdings.propose(NewRows(metas, rows, 1, parcel.cells), parcel, outputs=outputs)
         self.holdings.decide(put, Verdict(ok if ok is not None else [True] * len(rows)))
         return rows
 
-    async def store(self, rows, columns, *, lease="1", reason=""):
+    async def move(self, rows, lengths, *, ok):
+        """Take in rows from another unit, with a whole column and an unfinished one."""
+        columns = {
+            name: Jagged.from_rows([np.full(n, row) for n, row in zip(lengths, rows, strict=True)], "int64")
+            for name in "ab"
+        }
+        parcel = await self.holdings.store_new(
+            columns, rows=len(rows), outputs=OUTPUTS, partial=["b"], producer="", timeout=0
+        )
+        tokens, tags = [2 * row for row in rows], [{"moved": row} for row in rows]
+        put = self.holdings.propose(MovedRows(0, 1, rows, parcel.cells, ["b"], tokens, tags), parcel, outputs=OUTPUTS)
+        self.holdings.decide(put, Verdict(ok))
+
+    async def store(self, rows, columns, *, lease="1", reason="", tags=()):
         made = {name: Jagged.from_rows([np.full(n, v) for n, v in cells], "int64") for name, cells in columns.items()}
         parcel = await self.holdings.store_outputs(
             made, rows=rows, lease=lease, partial=bool(reason), producer="", timeout=0
         )
-        entry = NewCells(lease=lease, rows=rows, cells=parcel.cells, tags=[], reason=reason)
+        entry = NewCells(lease=lease, rows=rows, cells=parcel.cells, tags=list(tags), reason=reason)
         return self.holdings.propose(entry, parcel, outputs={})
 
     async def write(self, rows, columns, *, ok=None, **how):
@@ -53,13 +69,19 @@ class Unit:
 
 
 class Model:
-    """What each row should be: its columns as (length, value) and the lease that wrote them."""
+    """What each row should be, one by one: its columns as (length, value) and the lease that wrote them."""
 
     def __init__(self):
         self.whole = {}
         self.partial = {}
+        self.about = {}
 
-    def write(self, row, cells, lease, reason):
+    def hold(self, row, *, whole, partial, tokens, tags):
+        self.whole[row] = {name: (cell, "") for name, cell in whole.items()}
+        self.partial[row] = {name: (cell, "") for name, cell in partial.items()}
+        self.about[row] = (tokens, tags)
+
+    def write(self, row, cells, lease, reason, tags):
         whole, partial = self.whole.get(row), self.partial.get(row)
         if whole is None or any(whole[name][1] == lease for name in cells if name in whole):
             return
@@ -69,6 +91,12 @@ class Model:
                 partial.pop(name, None)
             elif name not in whole:
                 partial[name] = (cell, lease)
+        if not reason:
+            self.about[row] = (self.about[row][0], self.about[row][1] | tags)
+
+    def clear(self, row):
+        for shelf in (self.whole, self.partial, self.about):
+            shelf.pop(row, None)
 
     def cells(self, row):
         return {name: cell for shelf in (self.partial[row], self.whole[row]) for name, (cell, _) in shelf.items()}
@@ -83,48 +111,72 @@ class Model:
         return sum(size for whole in self.whole.values() for name, size in OUTPUTS.items() if name not in whole)
 
 
-cell_lists = st.dictionaries(st.sampled_from("abc"), st.tuples(st.integers(0, 4), st.integers(0, 9)), min_size=1)
+cell_lists = st.dictionaries(st.sampled_from("abc"), st.tuples(st.integers(0, 4), st.integers(0, 9)))
+FAR = 1000
+"""The least id of rows that come from elsewhere."""
 
 
-@settings(max_examples=200)
+def some_of(rows, *, unique=False):
+    """Rows one after another, any rows, or some that are named twice."""
+    runs = st.tuples(st.integers(0, len(rows) - 1), st.integers(1, 6)).map(lambda run: rows[run[0] :][: run[1]])
+    any_ = st.lists(st.sampled_from(rows), min_size=1, max_size=5, unique=unique)
+    return st.one_of(runs, any_) if unique else st.one_of(runs, any_, runs.map(lambda run: [run[-1], *run]))
+
+
+@settings(max_examples=150)
 @given(st.data())
-def test_rows_bytes_and_promises_are_those_of_the_model(data):
+def test_rows_bytes_promises_and_tags_are_those_of_a_model_that_keeps_row_by_row(data):
     async def run():
         unit, model = Unit(), Model()
+        known = [FAR, FAR + 1, FAR + 2, FAR + 4]
+
+        def verdicts(rows):
+            return data.draw(
+                st.one_of(st.just([True] * len(rows)), st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
+            )
+
         for _ in range(data.draw(st.integers(1, 12))):
-            action = data.draw(st.sampled_from(["create", "write", "write", "clear"]))
+            action = data.draw(st.sampled_from(["create", "move", "write", "write", "write", "clear"]))
             if action == "create":
-                lengths = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
-                ok = data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
+                lengths = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=8))
+                ok = verdicts(lengths)
                 for row, length, admitted in zip(await unit.create(lengths, ok=ok), lengths, ok, strict=True):
+                    known.append(row)
                     if admitted:
-                        model.whole[row], model.partial[row] = {"a": ((length, row), "")}, {}
-            elif not unit.rows:
-                continue
+                        tags = {"made": row} if row % 2 else {}
+                        model.hold(row, whole={"a": (length, row)}, partial={}, tokens=row, tags=tags)
+            elif action == "move":
+                rows = data.draw(some_of(known[:4], unique=True))
+                lengths, ok = [row % 3 for row in rows], verdicts(rows)
+                await unit.move(rows, lengths, ok=ok)
+                for row, length, admitted in zip(rows, lengths, ok, strict=True):
+                    if admitted and row not in model.whole:
+                        cell = (length, row)
+                        model.hold(row, whole={"a": cell}, partial={"b": cell}, tokens=2 * row, tags={"moved": row})
             elif action == "write":
-                rows = data.draw(st.lists(st.integers(0, unit.rows - 1), min_size=1, max_size=4, unique=True))
-                cells = data.draw(cell_lists)
-                ok = data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
-                lease, reason = data.draw(st.sampled_from("123")), data.draw(st.sampled_from(["", "tired"]))
+                rows = data.draw(some_of(sorted(known)))
+                cells, ok = data.draw(cell_lists), verdicts(rows)
+                lease, reason = data.draw(st.sampled_from("123")), data.draw(st.sampled_from(["", "", "tired"]))
+                tags = data.draw(st.sampled_from([[], [{"n": number} for number, _ in enumerate(rows)]]))
                 columns = {name: [cell] * len(rows) for name, cell in cells.items()}
-                await unit.write(rows, columns, ok=ok, lease=lease, reason=reason)
-                for row, admitted in zip(rows, ok, strict=True):
+                await unit.write(rows, columns, ok=ok, lease=lease, reason=reason, tags=tags)
+                for row, admitted, told in zip(rows, ok, tags or [{}] * len(rows), strict=True):
                     if admitted:
-                        model.write(row, cells, lease, reason)
+                        model.write(row, cells, lease, reason, told)
             else:
-                rows = data.draw(st.lists(st.integers(0, unit.rows - 1), max_size=4))
+                rows = data.draw(some_of(sorted(known)))
                 unit.holdings.clear(rows)
                 for row in rows:
-                    model.whole.pop(row, None), model.partial.pop(row, None)
+                    model.clear(row)
             assert (unit.budget.used, unit.budget.promised) == (model.used, model.promised)
             assert {h.row for h in unit.holdings.held()} == model.whole.keys()
             for held in unit.holdings.held():
                 assert held.columns == {n: 8 * c[0] for n, (c, _) in model.whole[held.row].items()}
                 assert held.partial == {n: 8 * c[0] for n, (c, _) in model.partial[held.row].items()}
+                assert (held.tokens, held.tags) == model.about[held.row]
             for names in ("a", "ab", "cba"):
-                there = [row for row in model.whole if model.cells(row).keys() >= set(names)]
-                if there:
-                    asked = data.draw(st.permutations(there))
+                there = [row for row in sorted(model.whole) if model.cells(row).keys() >= set(names)]
+                for asked in (there, data.draw(st.permutations(there))) if there else ():
                     got = await unit.holdings.fetch(asked, list(names))
                     for name in names:
                         cells = [model.cells(row)[name] for row in asked]
@@ -133,6 +185,16 @@ def test_rows_bytes_and_promises_are_those_of_the_model(data):
         assert (unit.budget.used, unit.budget.promised, len(unit.holdings), unit.backend.nbytes) == (0, 0, 0, 0)
 
     asyncio.run(run())
+
+
+async def test_a_row_that_one_write_names_twice_keeps_one_cell_and_the_other_is_freed():
+    unit = Unit()
+    rows = await unit.create([1] * 8, outputs={})
+    await unit.write([rows[6], *rows[4:7]], {"c": [(1, 0), (2, 1), (3, 2), (4, 3)]})
+    got = await unit.holdings.fetch(rows[4:7], ["c"])
+    assert (got["c"].lengths.tolist(), unit.budget.used) == ([2, 3, 1], 8 * (8 + 6))
+    unit.holdings.wipe()
+    assert (unit.budget.used, unit.backend.nbytes) == (0, 0)
 
 
 async def test_who_asks_for_cells_that_are_not_decided_about_waits_for_the_verdict():
@@ -175,7 +237,7 @@ class Slow(MemoryBackend):
         await super().put(parcel, columns)
 
     async def get(self, places, columns):
-        if lost := [place for place in places if place in self.gone]:
+        if lost := [place for place in each(places) if place in self.gone]:
             raise BytesLost(lost)
         return await super().get(places, columns)
 

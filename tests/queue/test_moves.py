@@ -312,8 +312,8 @@ class Movement(RuleBasedStateMachine):
         for unit in self.units.values():
             here = {number for number, row in books.rows.items() if row.home == unit.home}
             assert set(unit.holdings.rows) == here
-            assert unit.budget.used == sum(row.size for row in unit.holdings.rows.values())
-            assert unit.budget.promised == sum(row.promise for row in unit.holdings.rows.values())
+            assert unit.budget.used == sum(block.size(row) for row, block in unit.holdings.rows.items())
+            assert unit.budget.promised == sum(block.promise for block in unit.holdings.rows.values())
             for number in here:
                 row, truth = books.rows[number], self.truth[number]
                 assert (set(row.columns), row.here) == (set(truth), True)

@@ -44,6 +44,12 @@ class Overview(Struct, frozen=True, kw_only=True):
     units: list[UnitView]
 
 
+class Shown(PartitionView, frozen=True, kw_only=True):
+    """What ``show --json`` gives."""
+
+    units: list[UnitView]
+
+
 class SeenRow(Struct, frozen=True, kw_only=True):
     """What ``peek --json`` gives of a row. state: for the task, if one was named; values: in words, those it has."""
 
@@ -61,9 +67,12 @@ def ls(address: str, *, key: Path | None, timeout: float, as_json: bool) -> None
 
     async def look(queue: QueueClient) -> Overview:
         names = await queue.partitions(timeout=_CALL_S)
-        views = [await queue.show(name, timeout=_CALL_S) for name in names]
-        units = await queue.units_there(timeout=_CALL_S)
-        return Overview(stats=await queue.stats(timeout=_CALL_S), partitions=views, units=units)
+        stats, units, *views = await asyncio.gather(
+            queue.stats(timeout=_CALL_S),
+            queue.units_there(timeout=_CALL_S),
+            *(queue.show(name, timeout=_CALL_S) for name in names),
+        )
+        return Overview(stats=stats, partitions=views, units=units)
 
     overview = _look(address, look, key=key, timeout=timeout)
     if as_json:
@@ -80,6 +89,8 @@ def ls(address: str, *, key: Path | None, timeout: float, as_json: bool) -> None
     units = "1 unit" if stats.units == 1 else f"{stats.units} units"
     click.echo(f"{units}, {_bytes(stats.bytes)} of {_bytes(stats.limit)} held, ledger {_bytes(stats.ledger_bytes)}")
     click.echo(f"{stats.lease_expiries} leases ended without an answer, {stats.redeliveries} rows given out again")
+    for silent in stats.silent:
+        click.echo(f"controller {silent} does not answer: its tasks are not counted here")
 
 
 def drain(address: str, unit: int, *, key: Path | None, timeout: float, as_json: bool) -> None:
@@ -89,7 +100,7 @@ def drain(address: str, unit: int, *, key: Path | None, timeout: float, as_json:
         deadline = time.monotonic() + timeout
         await queue.drain_unit(unit, timeout=_CALL_S)
         while left := [view for view in await queue.units_there(timeout=_CALL_S) if view.unit == unit]:
-            if left[0].state == "serving":
+            if left[0].state in ("serving", "silent"):
                 break
             if time.monotonic() >= deadline:
                 hint = "It goes on; see asyncflow queue ls, and whether the other units have room"
@@ -106,8 +117,14 @@ def drain(address: str, unit: int, *, key: Path | None, timeout: float, as_json:
 
 
 def show(address: str, partition: str, *, key: Path | None, timeout: float, as_json: bool) -> None:
-    """Print the tasks of one partition and what each waits for."""
-    view = _look(address, lambda queue: queue.show(partition, timeout=_CALL_S), key=key, timeout=timeout)
+    """Print the tasks of one partition and what each waits for, and the storage units."""
+
+    async def look(queue: QueueClient) -> Shown:
+        asked = queue.show(partition, timeout=_CALL_S), queue.units_there(timeout=_CALL_S)
+        told, units = await asyncio.gather(*asked)
+        return Shown(**msgspec.structs.asdict(told), units=units)
+
+    view = _look(address, look, key=key, timeout=timeout)
     if as_json:
         _print_json(view)
         return
@@ -125,6 +142,9 @@ def show(address: str, partition: str, *, key: Path | None, timeout: float, as_j
         name = f"{task.name} (groups)" if task.groups else task.name
         table.add_row(name, _list(task.needs), _list(task.writes), *map(str, counts), *(oldest or ("-", "-")))
     _print(table)
+    for silent, tasks in view.silent.items():
+        click.echo(f"controller {silent} does not answer: nothing is known of its tasks, {_list(tasks)}")
+    _print(_of_units(view.units))
 
 
 def peek(
@@ -208,9 +228,10 @@ def _state(sight: Sight, index: int) -> str:
 
 
 def _of_units(units: Sequence[UnitView]) -> Table:
-    table = _table("UNIT", "STATE", "ROWS", "HELD", "OF")
+    table = _table("UNIT", "STATE", "ROWS", "HELD", "OF", "EPOCH", "ADDRESS")
     for unit in units:
-        table.add_row(str(unit.unit), unit.state, str(unit.rows), _bytes(unit.bytes), _bytes(unit.limit))
+        room = (_bytes(unit.bytes), _bytes(unit.limit))
+        table.add_row(str(unit.unit), unit.state, str(unit.rows), *room, str(unit.epoch), unit.address or "-")
     return table
 
 

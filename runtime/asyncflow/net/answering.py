@@ -18,7 +18,8 @@ from asyncflow.net.flow import Flow, tune
 from asyncflow.net.frames import Buffer
 from asyncflow.net.handshake import HELLO_SIZE, PROOF_SIZE
 from asyncflow.net.keys import Keys
-from asyncflow.net.stream import Inbox, Outbox, staging
+from asyncflow.net.staging import staging
+from asyncflow.net.stream import Inbox, Outbox
 
 _MAX_PEERS = 8192
 _MAX_UNREAD = 4096
@@ -58,14 +59,8 @@ class Answering:
 
     def send(self, peer: int, key: Hashable, parts: Sequence[Buffer]) -> None:
         """Send ``parts`` to ``peer``, unless it is gone; ``key`` names the message."""
-        flow = self._peers.get(peer)
-        if flow is None or flow.outbox is None:
-            return
-        if len(flow.outbox) >= _MAX_UNREAD:
-            self._cut_off(peer, "a peer does not read what it asked for")
-            return
-        flow.outbox.push(key, parts)
-        flow.flush()
+        if (flow := self._peers.get(peer)) is not None:
+            flow.send(key, parts)
 
     def close(self) -> None:
         """Close all streams at once."""
@@ -114,6 +109,7 @@ class Answering:
             shake=self._shaking(peer, socket),
             deliver=functools.partial(self._deliver, peer),
             lost=lambda why: self._forget(peer, why),
+            most_unread=_MAX_UNREAD,
         )
         self._strangers[peer] = None
         self._loop.call_later(_SHAKE_S, self._cut_off_stranger, peer)

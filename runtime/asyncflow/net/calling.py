@@ -16,7 +16,8 @@ from asyncflow.net.frames import Buffer
 from asyncflow.net.handshake import WELCOME_SIZE
 from asyncflow.net.hosts import host_and_port, look_up
 from asyncflow.net.keys import Keys
-from asyncflow.net.stream import Inbox, Outbox, staging
+from asyncflow.net.staging import staging
+from asyncflow.net.stream import Inbox, Outbox
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _CONNECT_S = 3.0
@@ -56,12 +57,10 @@ class Calling:
 
     def send(self, key: Hashable, parts: Sequence[Buffer]) -> None:
         """Send ``parts`` now, or as soon as the stream takes them; ``key`` names the message for ``withdraw``."""
-        outbox = self._flow.outbox if self._flow is not None else None
-        if self._flow is None or outbox is None:
+        if self._flow is None or self._flow.outbox is None:
             self._waiting[key] = parts
         else:
-            outbox.push(key, parts)
-            self._flow.flush()
+            self._flow.send(key, parts)
 
     def withdraw(self, key: Hashable) -> bool:
         """Take back the message ``key`` if nothing of it has left yet, and say whether that was so."""

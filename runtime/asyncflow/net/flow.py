@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import socket as sockets
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Hashable, Sequence
 
 from asyncflow.errors import AsyncFlowError, PeerLost, ProtocolError
+from asyncflow.net.frames import Buffer
 from asyncflow.net.stream import Inbox, Outbox
 
 SILENT = "it is connected and silent: stopped, overloaded, or it waits for something itself"
@@ -44,7 +46,7 @@ class Flow:
     """One connected stream.
 
     shake: takes the peer's first bytes, of ``size``, and gives the inbox and the outbox, or how many bytes it takes
-    next; lost: told why it broke.
+    next; lost: told why it broke; most_unread: messages that may wait for a peer that does not read.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Flow:
         shake: Callable[[bytes], tuple[Inbox, Outbox] | int],
         deliver: Deliver,
         lost: Callable[[AsyncFlowError], None],
+        most_unread: int = sys.maxsize,
     ) -> None:
         self.closed = False
         self.outbox: Outbox | None = None
@@ -65,6 +68,7 @@ class Flow:
         self._inbox: Inbox | None = None
         self._deliver = deliver
         self._lost = lost
+        self._most_unread = most_unread
         self._writing = False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(socket, self._read)
@@ -81,33 +85,31 @@ class Flow:
             if self.outbox is not None:
                 self.outbox.close()
 
-    def _read(self) -> None:
-        """Deliver what came, but not for ever."""
+    def send(self, key: Hashable, parts: Sequence[Buffer]) -> None:
+        """Send a message after those before it; ``key`` names it. The peer must have shaken hands.
+
+        Nothing more goes to a peer that does not read, which is lost.
+        """
+        outbox = self.outbox
+        if outbox is None or self.closed:
+            return
+        if (whole := outbox.in_one(parts)) is None:
+            if len(outbox) >= self._most_unread:
+                self._fail(ProtocolError("a peer does not read what it asked for"))
+                return
+            outbox.push(key, parts)
+            self.flush()
+            return
         try:
-            for _ in range(_READS):
-                if self.closed:
-                    break
-                inbox = self._inbox
-                room = self._first[self._came :] if inbox is None else inbox.room()
-                count = self._socket.recv_into(room)
-                if not count:
-                    self._fail(PeerLost("the connection to the peer broke"))
-                elif inbox is None:
-                    self._take_first(count)
-                else:
-                    for parts in inbox.took(count):
-                        if not self.closed:
-                            self._deliver(parts)
-                if count < len(room):
-                    break
+            went = self._socket.send(whole)
         except BlockingIOError:
-            pass
+            went = 0
         except OSError as error:
             self._fail(PeerLost(f"the connection to the peer broke: {error}"))
-        except ProtocolError as wrong:
-            self._fail(wrong)
-        except MemoryError:
-            self._fail(ProtocolError("there is no memory for what a peer wants to send"))
+            return
+        if went < len(whole):
+            outbox.keep(memoryview(whole)[went:])
+            self.flush()
 
     def flush(self) -> None:
         """Send what the stream takes now; the rest follows when it takes more."""
@@ -115,7 +117,7 @@ class Flow:
         if outbox is None or self.closed:
             return
         try:
-            while not outbox.idle and (views := outbox.views()):
+            while views := outbox.views():
                 outbox.sent(self._socket.sendmsg(views))
         except BlockingIOError:
             if not self._writing:
@@ -128,6 +130,32 @@ class Flow:
         if self._writing:
             self._writing = False
             self._loop.remove_writer(self._socket)
+
+    def _read(self) -> None:
+        """Deliver what came, but not for ever."""
+        try:
+            for _ in range(_READS):
+                inbox = self._inbox
+                room = self._first[self._came :] if inbox is None else inbox.room()
+                count = self._socket.recv_into(room)
+                if not count:
+                    self._fail(PeerLost("the connection to the peer broke"))
+                elif inbox is None:
+                    self._take_first(count)
+                else:
+                    for parts in inbox.took(count):
+                        if not self.closed:
+                            self._deliver(parts)
+                if count < len(room) or self.closed:
+                    break
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._fail(PeerLost(f"the connection to the peer broke: {error}"))
+        except ProtocolError as wrong:
+            self._fail(wrong)
+        except MemoryError:
+            self._fail(ProtocolError("there is no memory for what a peer wants to send"))
 
     def _take_first(self, count: int) -> None:
         """Take in bytes of the handshake."""

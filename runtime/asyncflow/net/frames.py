@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NoReturn, TypeAlias
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -70,32 +70,27 @@ def encode_batch(columns: Mapping[str, Jagged]) -> tuple[BatchHeader, list[Buffe
 
     Frames of large columns are the columns' own memory: it must not change until they were sent.
     """
-    counts = {len(column) for column in columns.values()}
+    counts = set(map(len, columns.values()))
     if len(counts) > 1:
         raise ValueError(f"columns of one batch differ in rows: { {name: len(c) for name, c in columns.items()} }")
     rows = counts.pop() if counts else 0
-    headers = [ColumnHeader(name=n, dtype=c.dtype, values=c.values.size, inner=c.inner) for n, c in columns.items()]
-    small: list[Any] = [_lengths(columns, rows)]
+    headers = []
+    small: list[Any] = [b""]
     large: list[Buffer] = []
-    for column in columns.values():
-        values = np.ascontiguousarray(column.values)
+    for name, column in columns.items():
+        values = column.values
+        headers.append(ColumnHeader(name=name, dtype=column.dtype, values=values.size, inner=column.inner))
         if values.nbytes < LARGE:
             small.append(values)
         else:
             large.append(values.view(np.uint8).data)
-    return BatchHeader(rows=rows, columns=headers), [b"".join(small), *large]
-
-
-def _lengths(columns: Mapping[str, Jagged], rows: int) -> bytes | Array:
-    """Give the lengths of all rows, [columns, rows]."""
-    sizes = [column.values.size for column in columns.values()]
+    sizes = [header.values for header in headers]
     short = max(sizes, default=0) <= _LONGEST_SHORT
     if rows == 1:
-        return struct.pack(f"<{len(sizes)}{'I' if short else 'q'}", *sizes)
-    lengths = np.empty((len(sizes), rows), _LONG)
-    for row, column in zip(lengths, columns.values(), strict=True):
-        np.subtract(column.offsets[1:], column.offsets[:-1], out=row)
-    return lengths.astype(_SHORT) if short else lengths
+        small[0] = struct.pack(f"<{len(sizes)}{'I' if short else 'q'}", *sizes)
+    else:
+        small[0] = np.array([column.lengths for column in columns.values()], _SHORT if short else _LONG)
+    return BatchHeader(rows=rows, columns=headers), [b"".join(small), *large]
 
 
 def decode_batch(header: BatchHeader, frames: Sequence[Buffer], *, max_bytes: int) -> dict[str, Jagged]:
@@ -104,15 +99,14 @@ def decode_batch(header: BatchHeader, frames: Sequence[Buffer], *, max_bytes: in
     Large ones share the memory of frames that can be written to. max_bytes: most bytes that all frames together may
     hold. Raises ProtocolError where anything disagrees.
     """
-    dtypes = [_stored(column) for column in header.columns]
+    dtypes = [DTYPES.get(column.dtype) or _unknown(column) for column in header.columns]
     sizes = [column.values * dtype.itemsize for column, dtype in zip(header.columns, dtypes, strict=True)]
     _check_frames(header, sizes, [len(frame) for frame in frames], max_bytes)
     small, large = memoryview(frames[0]), iter(frames[1:])
     at = len(small) - sum([size for size in sizes if size < LARGE])
+    lengths = _decode_lengths(header, small[:at])
     columns = {}
-    for column, dtype, size, offsets in zip(
-        header.columns, dtypes, sizes, _decode_offsets(header, small[:at]), strict=True
-    ):
+    for index, (column, dtype, size) in enumerate(zip(header.columns, dtypes, sizes, strict=True)):
         if size < LARGE:
             values = np.frombuffer(bytearray(small[at : at + size]), dtype)
             at += size
@@ -120,15 +114,12 @@ def decode_batch(header: BatchHeader, frames: Sequence[Buffer], *, max_bytes: in
             values = np.frombuffer(next(large), np.uint8).view(dtype)
             if not (values.flags.aligned and values.flags.writeable):
                 values = values.copy()
-        columns[column.name] = _column(column, values, offsets)
+        columns[column.name] = _column(column, values, None if lengths is None else lengths[index])
     return columns
 
 
-def _stored(column: ColumnHeader) -> np.dtype[np.generic]:
-    dtype = DTYPES.get(column.dtype)
-    if dtype is None:
-        raise ProtocolError(f"dtype {column.dtype!r} is not one that may cross a socket", where=_where(column))
-    return dtype
+def _unknown(column: ColumnHeader) -> NoReturn:
+    raise ProtocolError(f"dtype {column.dtype!r} is not one that may cross a socket", where=_where(column))
 
 
 def _check_frames(header: BatchHeader, sizes: Sequence[int], came: Sequence[int], max_bytes: int) -> None:
@@ -145,31 +136,32 @@ def _check_frames(header: BatchHeader, sizes: Sequence[int], came: Sequence[int]
         raise ProtocolError(what, where="batch")
 
 
-def _decode_offsets(header: BatchHeader, frame: memoryview) -> Offsets:
-    """Give the offsets of all columns, [columns, rows + 1], which are known to be right."""
-    shape = len(header.columns), header.rows
-    dtype = _SHORT if len(frame) == shape[0] * shape[1] * _SHORT.itemsize else _LONG
-    lengths = np.frombuffer(frame, dtype).reshape(shape)
-    offsets = np.zeros((shape[0], shape[1] + 1), np.int64)
-    if header.rows == 1:
-        offsets[:, 1:] = lengths
-    else:
-        np.add.accumulate(lengths, 1, np.int64, offsets[:, 1:])
-    if dtype is _LONG and bool((offsets[:, 1:] < offsets[:, :-1]).any()):
-        raise ProtocolError("a row has less than no values", where="batch")
-    for column, values in zip(header.columns, offsets[:, -1].tolist(), strict=True):
-        if values != column.values:
-            raise ProtocolError(f"its rows hold {values} values, not {column.values}", where=_where(column))
-    return offsets
+def _decode_lengths(header: BatchHeader, frame: memoryview) -> Offsets | None:
+    """Give the lengths of the rows of all columns, [columns, rows], which are known to be right; None for one row."""
+    columns, rows = header.columns, header.rows
+    short = len(frame) == len(columns) * rows * _SHORT.itemsize
+    sums = sizes = [column.values for column in columns]
+    lengths: Offsets | None = None
+    if rows == 1:
+        sums = list(struct.unpack(f"<{len(columns)}{'I' if short else 'q'}", frame))
+    elif columns:
+        lengths = np.frombuffer(frame, _SHORT if short else _LONG).reshape(len(columns), rows).astype(np.int64)
+        if not short and lengths.size and not 0 <= lengths.min() <= lengths.max() <= max(sizes):
+            raise ProtocolError("a row has less than no values, or more than its column", where="batch")
+        sums = lengths.sum(1).tolist()
+    if sums != sizes:
+        column, values = next((column, n) for column, n in zip(columns, sums, strict=True) if n != column.values)
+        raise ProtocolError(f"its rows hold {values} values, not {column.values}", where=_where(column))
+    return lengths
 
 
-def _column(header: ColumnHeader, values: Array, offsets: Offsets) -> Jagged:
+def _column(header: ColumnHeader, values: Array, lengths: Offsets | None) -> Jagged:
     if header.dtype == "bool" and bool((values.view(np.uint8) > 1).any()):
         raise ProtocolError("a truth value is neither 0 nor 1", where=_where(header))
     if header.inner == ():
-        return Jagged.trusted(values, offsets, header.dtype)
+        return Jagged.trusted(values, lengths, header.dtype)
     try:
-        return Jagged(values, offsets, header.dtype, header.inner)
+        return Jagged.checked(values, lengths, header.dtype, header.inner)
     except ValueError as wrong:
         raise ProtocolError(str(wrong), where=_where(header)) from wrong
 

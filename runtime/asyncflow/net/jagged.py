@@ -34,6 +34,7 @@ DTYPES |= {"bool": np.dtype(np.bool_), BFLOAT16: np.dtype("<u2")}
 DTYPES |= dict.fromkeys((TEXT, BYTES, OBJECT), np.dtype(np.uint8))
 """The dtypes that may cross a socket, by name, and how their values lie in memory."""
 
+_OFFSET = 8
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder().decode
 
@@ -44,24 +45,29 @@ class Jagged:
     values: 1-D array of all values; offsets: int64 [rows + 1], row i is ``values[offsets[i]:offsets[i + 1]]``;
     dtype: name in ``DTYPES``, by default that of ``values`` (others are said explicitly); inner: see ``Inner``.
     Raises ValueError where they do not fit together.
+
+    Inside, the values lie one after another; offsets and lengths are made of one another when asked for, and a single
+    row needs neither.
     """
 
-    __slots__ = ("dtype", "inner", "offsets", "values")
+    __slots__ = ("_lengths", "_offsets", "dtype", "inner", "values")
 
     def __init__(self, values: Array, offsets: Offsets, dtype: str = "", inner: Inner = ()) -> None:
         self.dtype = dtype or values.dtype.name
         self.inner = inner
-        self.values = values
-        self.offsets = offsets
+        self.values = np.ascontiguousarray(values)
+        self._offsets: Offsets | None = offsets
+        self._lengths: Offsets | None = None
         if self.dtype not in DTYPES or values.dtype != DTYPES[self.dtype]:
             raise ValueError(f"values of dtype {values.dtype} cannot be a column of dtype {self.dtype!r}")
         if values.ndim != 1 or offsets.ndim != 1 or offsets.dtype != np.int64 or offsets.size == 0:
             raise ValueError(f"a column needs 1-D values and int64 offsets, not {values.shape} and {offsets.shape}")
         if offsets[0] != 0 or offsets[-1] != values.size or bool((offsets[1:] < offsets[:-1]).any()):
             raise ValueError(f"offsets must rise from 0 to {values.size}")
-        self._check_shape()
+        self.check_shape()
 
-    def _check_shape(self) -> None:
+    def check_shape(self) -> None:
+        """Raise ValueError where the rows are not of the shape that ``inner`` says."""
         if self.inner == ():
             return
         if self.dtype in (TEXT, BYTES, OBJECT):
@@ -77,10 +83,18 @@ class Jagged:
             raise ValueError(f"rows of inner shape {self.inner} need multiples of {width} values")
 
     @classmethod
-    def trusted(cls, values: Array, offsets: Offsets, dtype: str, inner: Inner = ()) -> Jagged:
-        """Make a column of what is known to fit together, without looking."""
+    def trusted(cls, values: Array, lengths: Offsets | None, dtype: str, inner: Inner = ()) -> Jagged:
+        """Make a column of what is known to fit together, without looking. lengths: None for one row of all values."""
         made = object.__new__(cls)
-        made.values, made.offsets, made.dtype, made.inner = values, offsets, dtype, inner
+        made.values, made.dtype, made.inner = values, dtype, inner
+        made._offsets, made._lengths = None, lengths
+        return made
+
+    @classmethod
+    def checked(cls, values: Array, lengths: Offsets | None, dtype: str, inner: Inner) -> Jagged:
+        """Make a column of ``lengths`` that are known to fit. Raises ValueError where ``inner`` does not."""
+        made = cls.trusted(values, lengths, dtype, inner)
+        made.check_shape()
         return made
 
     @classmethod
@@ -95,7 +109,8 @@ class Jagged:
         if name in (TEXT, BYTES, OBJECT):
             data = [_to_bytes(row, name) for row in rows]
             values = np.frombuffer(bytearray().join(data), np.uint8)
-            return cls(values, _offsets(np.fromiter(map(len, data), np.int64, len(data))), name, inner)
+            lengths = np.fromiter(map(len, data), np.int64, len(data))
+            return cls.checked(values, lengths, name, inner)
         stored = DTYPES[name]
         ndim = 0 if inner is None else 1 + len(inner)
         arrays = [
@@ -105,8 +120,11 @@ class Jagged:
             for row in rows
         ]
         flat = arrays if ndim == 1 else [row.reshape(-1) for row in arrays]
+        if len(flat) == 1:
+            return cls.checked(flat[0].copy(), None, name, inner)
         values = np.concatenate(flat) if flat else np.empty(0, stored)
-        return cls(values, _offsets(np.fromiter([row.size for row in arrays], np.int64, len(arrays))), name, inner)
+        lengths = np.fromiter([row.size for row in flat], np.int64, len(flat))
+        return cls.checked(values, lengths, name, inner)
 
     @classmethod
     def of(cls, rows: Sequence[Any]) -> Jagged:
@@ -127,20 +145,43 @@ class Jagged:
         A single run shares its column's memory.
         """
         first, start, stop = runs[0]
-        if any(column.dtype != first.dtype or column.inner != first.inner for column, _, _ in runs):
+        if len(runs) == 1:
+            return first.cut(start, stop)
+        if {(column.dtype, column.inner) for column, _, _ in runs} != {(first.dtype, first.inner)}:
             forms = ", ".join(sorted({column.form for column, _, _ in runs}))
             raise ValueError(f"rows of {forms} cannot be one column")
-        if len(runs) == 1:
-            if start == 0 and stop == len(first):
-                return first
-            offsets = first.offsets[start : stop + 1] - first.offsets[start]
-            return cls.trusted(_values(first, start, stop), offsets, first.dtype, first.inner)
-        values = np.concatenate([_values(column, a, b) for column, a, b in runs])
-        lengths = np.concatenate([column.offsets[a + 1 : b + 1] - column.offsets[a:b] for column, a, b in runs])
-        return cls.trusted(values, _offsets(lengths), first.dtype, first.inner)
+        values, lengths = [], []
+        for column, start, stop in runs:
+            whole = stop - start == len(column)
+            values.append(column.values if whole else _values(column, start, stop))
+            lengths.append(column.lengths if whole else column.lengths[start:stop])
+        return cls.trusted(np.concatenate(values), np.concatenate(lengths), first.dtype, first.inner)
+
+    def cut(self, start: int, stop: int) -> Jagged:
+        """Give the rows from ``start`` to ``stop``, which share this column's memory."""
+        if start == 0 and stop == len(self):
+            return self
+        return self.trusted(_values(self, start, stop), self.lengths[start:stop], self.dtype, self.inner)
 
     def __len__(self) -> int:
-        return self.offsets.size - 1
+        if self._lengths is not None:
+            return self._lengths.size
+        return self._offsets.size - 1 if self._offsets is not None else 1
+
+    @property
+    def offsets(self) -> Offsets:
+        """Where rows begin, and the last one ends: int64 [rows + 1]."""
+        if self._offsets is None:
+            self._offsets = _offsets(self.lengths)
+        return self._offsets
+
+    @property
+    def lengths(self) -> Offsets:
+        """Number of values of each row, int64 [rows]."""
+        if self._lengths is None:
+            offsets = self._offsets
+            self._lengths = np.array([self.values.size]) if offsets is None else offsets[1:] - offsets[:-1]
+        return self._lengths
 
     def row(self, index: int) -> Array:
         """Give row ``index`` (from 0) as a view of its values, in its shape."""
@@ -153,7 +194,7 @@ class Jagged:
 
         Raises ProtocolError for bytes that are no such value.
         """
-        bounds = self.offsets.tolist()
+        bounds = [0, self.values.size] if len(self) == 1 else self.offsets.tolist()
         if self.dtype in (TEXT, BYTES, OBJECT):
             data = self.values.tobytes()
             return [_from_bytes(data[a:b], self.dtype) for a, b in pairwise(bounds)]
@@ -168,7 +209,7 @@ class Jagged:
         starts, stops = self.offsets[chosen], self.offsets[chosen + 1]
         parts = [self.values[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
         values = np.concatenate(parts) if parts else np.empty(0, self.values.dtype)
-        return self.trusted(values, _offsets(stops - starts), self.dtype, self.inner)
+        return self.trusted(values, stops - starts, self.dtype, self.inner)
 
     @property
     def form(self) -> str:
@@ -176,11 +217,6 @@ class Jagged:
         if self.inner is None:
             return f"{self.dtype} scalar"
         return f"{self.dtype}[{','.join(map(str, self.inner))}]" if self.inner else self.dtype
-
-    @property
-    def lengths(self) -> Offsets:
-        """Number of values of each row, int64 [rows]."""
-        return self.offsets[1:] - self.offsets[:-1]
 
     @property
     def sizes(self) -> list[int]:
@@ -193,7 +229,7 @@ class Jagged:
     @property
     def nbytes(self) -> int:
         """Bytes of values and offsets."""
-        return self.values.nbytes + self.offsets.nbytes
+        return self.values.nbytes + (len(self) + 1) * _OFFSET
 
     def __eq__(self, other: object) -> bool:
         """Equal when form, row lengths and the bits of all values are (so that a NaN equals itself)."""
@@ -212,7 +248,10 @@ class Jagged:
 
 
 def _values(column: Jagged, start: int, stop: int) -> Array:
-    return column.values[column.offsets[start] : column.offsets[stop]]
+    if stop - start == len(column):
+        return column.values
+    offsets = column.offsets
+    return column.values[offsets.item(start) : offsets.item(stop)]
 
 
 def _as_row(row: Any, dtype: str, inner: Inner) -> Array:
@@ -253,5 +292,5 @@ def _from_bytes(data: bytes, dtype: str) -> Any:
 
 def _offsets(lengths: Offsets) -> Offsets:
     offsets = np.zeros(lengths.size + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
+    lengths.cumsum(out=offsets[1:])
     return offsets

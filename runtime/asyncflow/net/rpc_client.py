@@ -90,7 +90,7 @@ class RpcClient:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         body = wire.encode(request)
-        wire.check_size(f"the call of {method}", body, frames, limit=self._max_message)
+        wire.check_size("the call of", method, body, frames, limit=self._max_message)
         link = self._current() or await self._found(method, timeout, deadline)
         future: asyncio.Future[Answered] = loop.create_future()
 
@@ -131,7 +131,7 @@ class RpcClient:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         body = wire.encode(request)
-        wire.check_size(f"the call of {method}", body, (), limit=self._max_message)
+        wire.check_size("the call of", method, body, (), limit=self._max_message)
         link = self._current()
         if link is None:
             done(PeerLost(f"{method}: the peer has no address", where=self.name))

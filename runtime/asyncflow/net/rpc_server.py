@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -156,7 +155,7 @@ class RpcServer:
         except ProtocolError:
             self._drop("shape")
             return
-        if (peer, header.call) in self._running:
+        if self._running and (peer, header.call) in self._running:
             self._drop("repeated")
             return
         route = self._routes.get(header.method)
@@ -172,12 +171,12 @@ class RpcServer:
             self._refuse(peer, header, ProtocolError(f"{header.method}: {wrong}", where=self.name))
             return
         self.counters.calls[header.method] += 1
-        self._answer(peer, header, partial(route.handler, request, parts[2:]))
+        self._answer(peer, header, route.handler, request, parts[2:])
 
-    def _answer(self, peer: int, header: wire.Call, reply: Callable[[], Reply | Awaited]) -> None:
+    def _answer(self, peer: int, header: wire.Call, reply: Callable[..., Reply | Awaited], *asked: Any) -> None:
         """Answer a call with what ``reply`` gives or raises, or with what that will have."""
         try:
-            found = reply()
+            found = reply(*asked)
             if isinstance(found, _AWAITED):
                 self._answer_later(peer, header, found)
             else:
@@ -208,7 +207,7 @@ class RpcServer:
     def _send_reply(self, peer: int, header: wire.Call, reply: Reply) -> None:
         answer, out = reply if isinstance(reply, tuple) else (reply, ())
         body = wire.encode(answer)
-        wire.check_size(f"the answer to {header.method}", body, out, limit=self._max_message)
+        wire.check_size("the answer to", header.method, body, out, limit=self._max_message)
         self._send(peer, header, [wire.encode(wire.Answer(header.call, len(out))), body, *out])
 
     def _refuse(self, peer: int, header: wire.Call, error: AsyncFlowError) -> None:
@@ -216,7 +215,7 @@ class RpcServer:
         self._send(peer, header, [wire.encode(wire.Failure(header.call)), wire.encode(error.to_wire())])
 
     def _send(self, peer: int, header: wire.Call, parts: Sequence[Buffer]) -> None:
-        if self._streams is not None and not self._streams.closed:
+        if self._streams is not None:
             self._streams.send(peer, header.call, parts)
 
     def _cut_off(self, why: str) -> None:

@@ -24,10 +24,10 @@ class Seal:
         self._gcm = AESGCM(key)
         self._number = 0
 
-    def seal(self, data: bytes | memoryview) -> bytearray:
-        """Give ``data`` sealed, which makes it longer by ``TAG``."""
-        sealed = bytearray(len(data) + TAG)
-        self._gcm.encrypt_into(self._next(), data, None, sealed)
+    def seal(self, data: bytes | memoryview, *, behind: int = 0) -> bytearray:
+        """Give ``data`` sealed, which makes it longer by ``TAG``, behind so many bytes that are zero."""
+        sealed = bytearray(behind + len(data) + TAG)
+        self._gcm.encrypt_into(self._next(), data, None, memoryview(sealed)[behind:])
         return sealed
 
     def open(self, sealed: memoryview, into: memoryview) -> None:

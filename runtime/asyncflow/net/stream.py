@@ -10,7 +10,6 @@ no size is believed beyond ``most``, and memory is touched only by bytes that ca
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import struct
@@ -29,8 +28,6 @@ _CHUNK = 1 << 20
 _DIRECT = 1 << 14
 """Missing bytes from which on they are received where they stay."""
 _AHEAD = 4
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_KEPT, _LARGEST_KEPT = 256 << 20, 32 << 20
 _TO_COME = memoryview(b"")
 _LENGTH = struct.Struct("<Q")
 _COUNT = struct.Struct("<I")
@@ -38,23 +35,10 @@ _COUNT = struct.Struct("<I")
 _CutUp: TypeAlias = tuple[list[memoryview], list[tuple[int, int]]]
 
 
-def staging() -> memoryview:
-    """Make memory for inboxes of this process, which from now on uses freed memory again for what comes."""
-    _keep_freed()
-    return memoryview(bytearray(1 << 16))
-
-
-@functools.cache
-def _keep_freed() -> None:
-    """Let the allocator keep what was freed: to get each page anew from the kernel takes as long as to receive it.
-
-    Threads that come later share one arena, since of those of their own they give back whole heaps.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_ARENA_MAX, 1)
-        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
+@functools.lru_cache(64)
+def _table(count: int) -> struct.Struct:
+    """Give the beginning of the block of ``count`` parts: their number, and the size of each."""
+    return struct.Struct(f"<I{count}Q")
 
 
 class Inbox:
@@ -69,7 +53,6 @@ class Inbox:
         self._over = TAG if seal else 0
         self._staging = staging
         self._whole: list[list[memoryview]] = []
-        self._opened: _CutUp | None = None
         self._between = True
         self._direct = False
         self._filled = 0
@@ -104,25 +87,19 @@ class Inbox:
         self._target = _TO_COME
 
     def _take_blocks(self, begin: int, count: int) -> int:
-        """Take the blocks that lie whole in the staging memory from ``begin`` on; give where the rest begins.
-
-        That is the shorter way for what comes most often, messages without large parts.
-        """
+        """Take the blocks that lie whole in the staging memory from ``begin`` on; give where the rest begins."""
+        staging, seal = self._staging, self._seal
         while count - begin >= _LENGTH.size:
             start = begin + _LENGTH.size
-            end: int = start + _LENGTH.unpack_from(self._staging, begin)[0]
+            end: int = start + _LENGTH.unpack_from(staging, begin)[0]
             if end > count or end - start < _COUNT.size + self._over:
                 break
-            if self._seal is None:
-                block = memoryview(bytearray(self._staging[start:end]))
-            else:
-                block = _memory(end - start - TAG)
-                self._seal.open(self._staging[start:end], block)
+            block = memoryview(bytearray(staging[start : end - self._over]))
+            if seal is not None:
+                seal.open(staging[start:end], block)
             parts, large = self._cut_up(block)
             if large:
-                self._opened = parts, large
-                self._target[:] = self._staging[begin:start]
-                self._fill(_LENGTH.size)
+                self._target = self._reader.send((parts, large))
                 return end
             self._whole.append(parts)
             begin = end
@@ -133,16 +110,17 @@ class Inbox:
         while self._filled == len(self._target):
             self._target, self._filled = next(self._reader), 0
 
-    def _read(self) -> Generator[memoryview, None, None]:
-        """Yield the memory that must be filled next, message after message."""
+    def _read(self) -> Generator[memoryview, _CutUp | None, None]:
+        """Yield the memory that must be filled next, message after message; takes a block that came otherwise."""
+        length = memoryview(bytearray(_LENGTH.size))
         while True:
             self._between = True
-            size = (yield from self._begun()) - self._over
+            opened = yield length
             self._between = False
-            if not _COUNT.size <= size <= self._most + _COUNT.size + 8 * MAX_PARTS:
-                raise ProtocolError(f"a message begins with {size} bytes where {self._most} are allowed")
-            opened, self._opened = self._opened, None
             if opened is None:
+                size = _LENGTH.unpack(length)[0] - self._over
+                if not _COUNT.size <= size <= self._most + _COUNT.size + 8 * MAX_PARTS:
+                    raise ProtocolError(f"a message begins with {size} bytes where {self._most} are allowed")
                 block = _memory(size + self._over)
                 yield block
                 if self._seal is not None:
@@ -154,13 +132,6 @@ class Inbox:
                 parts[index] = _memory(size)
                 yield from self._large(parts[index])
             self._whole.append(parts)
-
-    def _begun(self) -> Generator[memoryview, None, int]:
-        """Give the bytes of the block of the next message."""
-        length = memoryview(bytearray(_LENGTH.size))
-        yield length
-        size: int = _LENGTH.unpack(length)[0]
-        return size
 
     def _found(self, word: int) -> memoryview | None:
         """Give the large part of which a block says this, where that is not its size and it comes."""
@@ -185,7 +156,7 @@ class Inbox:
         at = _COUNT.size + 8 * count
         if count > MAX_PARTS or at > len(block):
             raise ProtocolError(f"a block of {len(block)} bytes cannot name {count} parts")
-        sizes = struct.unpack_from(f"<{count}Q", block, _COUNT.size)
+        _, *sizes = _table(count).unpack_from(block)
         total = len(block) - at
         parts: list[memoryview] = []
         large: list[tuple[int, int]] = []
@@ -217,6 +188,23 @@ class Outbox:
 
     def __len__(self) -> int:
         return len(self._messages)
+
+    def in_one(self, parts: Sequence[Buffer]) -> Buffer | None:
+        """Give the bytes of a message of small parts that nothing waits before; None where it must be ``push``ed.
+
+        They go now, and what does not go of them is to be ``keep``t.
+        """
+        if self._views or self._messages or self._pieces is not None:
+            return None
+        sizes = _sizes(parts)
+        length = sum(sizes)
+        if length >= LARGE and max(sizes) >= LARGE:
+            return None
+        return self._block(sizes, parts, length=length)
+
+    def keep(self, rest: Buffer) -> None:
+        """Have ``rest``, the end of what ``in_one`` gave, go next."""
+        self._views.append(rest)
 
     def push(self, key: Hashable, parts: Sequence[Buffer]) -> None:
         """Put a message behind the others. Its large parts must not change until they went."""
@@ -264,26 +252,29 @@ class Outbox:
 
     def _cut(self, parts: Sequence[Buffer]) -> tuple[Buffer, Iterator[Buffer] | None]:
         """Give the first piece of a message, and those that come after it, if any do."""
-        sizes = [len(part) if type(part) is bytes else memoryview(part).nbytes for part in parts]
-        small, length = parts, sum(sizes)
+        sizes = _sizes(parts)
+        small: list[Buffer] = []
         large: list[memoryview] = []
-        if max(sizes, default=0) >= LARGE:
-            small = [part for part, size in zip(parts, sizes, strict=True) if size < LARGE]
-            for index, (part, size) in enumerate(zip(parts, sizes, strict=True)):
-                if size < LARGE:
-                    continue
-                length -= size
-                view = memoryview(part).cast("B")
-                if (word := self._elsewhere(view)) is None:
-                    large.append(view)
-                else:
-                    sizes[index] = word
-        head = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
+        length = 0
+        for index, part in enumerate(parts):
+            if sizes[index] < LARGE:
+                small.append(part)
+                length += sizes[index]
+            elif (word := self._elsewhere(view := memoryview(part).cast("B"))) is None:
+                large.append(view)
+            else:
+                sizes[index] = word
         rest = itertools.chain.from_iterable(map(self._large, large)) if large else None
+        return self._block(sizes, small, length=length), rest
+
+    def _block(self, sizes: Sequence[int], small: Sequence[Buffer], *, length: int) -> Buffer:
+        """Give a block, behind its length. length: bytes of the small parts."""
+        table = _table(len(sizes)).pack(len(sizes), *sizes)
         if self._seal is None:
-            return b"".join([_LENGTH.pack(len(head) + length), head, *small]), rest
-        sealed = self._seal.seal(b"".join([head, *small]))
-        return _LENGTH.pack(len(sealed)), itertools.chain((sealed,), rest or ())
+            return b"".join([_LENGTH.pack(len(table) + length), table, *small])
+        sealed = self._seal.seal(b"".join([table, *small]), behind=_LENGTH.size)
+        _LENGTH.pack_into(sealed, 0, len(sealed) - _LENGTH.size)
+        return sealed
 
     def _elsewhere(self, part: memoryview) -> int | None:
         """Put a large part where the peer finds it, and give what the block says instead of its size; None: it goes."""
@@ -297,6 +288,10 @@ class Outbox:
             return
         for start in range(0, len(view), _CHUNK):
             yield self._seal.seal(view[start : start + _CHUNK])
+
+
+def _sizes(parts: Sequence[Buffer]) -> list[int]:
+    return [len(part) if type(part) is bytes else memoryview(part).nbytes for part in parts]
 
 
 def _memory(size: int) -> memoryview:

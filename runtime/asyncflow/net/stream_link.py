@@ -13,7 +13,8 @@ import contextlib
 import socket as sockets
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -24,8 +25,10 @@ from asyncflow.net.frames import Buffer
 from asyncflow.net.handshake import WELCOME_SIZE
 from asyncflow.net.hosts import host_and_port, look_up
 from asyncflow.net.keys import Keys
-from asyncflow.net.stream import Inbox, Outbox, staging
+from asyncflow.net.staging import staging
+from asyncflow.net.stream import Inbox, Outbox
 
+T = TypeVar("T")
 LOOK_S = 0.1
 """How long a thread sleeps at most before it looks whether what it waits for can still come."""
 _PAUSE_S = 0.05
@@ -59,17 +62,23 @@ class StreamLink:
         """Send a call as soon as the peer is connected. Raises DeadlineExceeded, PeerLost, ProtocolError."""
         body = wire.encode(request)
         if frames:
-            wire.check_size(f"the call of {method}", body, frames, limit=self._most)
+            wire.check_size("the call of", method, body, frames, limit=self._most)
         socket = self._socket or self._connected(method, deadline)
-        left = min(self._left(method, deadline), wire.MAX_TIMEOUT)
-        header = wire.encode(wire.Call(call, method, left, len(frames)))
-        self._outbox.push(call, [header, body, *frames])
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise self._late(method)
+        header = wire.encode(wire.Call(call, method, min(left, wire.MAX_TIMEOUT), len(frames)))
+        parts = [header, body, *frames]
         try:
+            if (whole := self._outbox.in_one(parts)) is None:
+                self._outbox.push(call, parts)
+            elif (went := _took(socket.send, whole)) == len(whole):
+                return
+            else:
+                self._outbox.keep(memoryview(whole)[went:])
             while not self._outbox.idle:
                 self._left(method, deadline)
-                if views := self._outbox.views():
-                    with contextlib.suppress(BlockingIOError):
-                        self._outbox.sent(socket.sendmsg(views))
+                self._outbox.sent(_took(socket.sendmsg, self._outbox.views()))
         except OSError as error:
             raise self._broken(error) from error
 
@@ -84,18 +93,21 @@ class StreamLink:
         """Give the next message, waiting up to ``seconds``; nothing if none came. Raises PeerLost, ProtocolError."""
         if self.gone is not None:
             raise self.gone
+        if self._ready:
+            return self._ready.pop(0)
+        if self._socket is None:
+            raise PeerLost("the connection was not made", where=self.address)
         until = time.monotonic() + seconds
         flags = self._patience(seconds)
-        while not self._ready:
-            if self._socket is None:
-                raise PeerLost("the connection was not made", where=self.address)
-            try:
-                heard = self._hear(self._socket, flags)
-            except OSError as error:
-                raise self._broken(error) from error
-            if not self._ready and (not heard or time.monotonic() > until):
-                return []
-        return self._ready.pop(0)
+        try:
+            while self._hear(self._socket, flags):
+                if self._ready:
+                    return self._ready.pop(0)
+                if time.monotonic() > until:
+                    break
+        except OSError as error:
+            raise self._broken(error) from error
+        return []
 
     @property
     def ready(self) -> bool:
@@ -215,6 +227,14 @@ class StreamLink:
     def _broken(self, why: object) -> PeerLost:
         hint = "Nobody knows whether the call was done"
         return PeerLost(f"the connection to the peer broke: {why}", where=self.address, hint=hint)
+
+
+def _took(send: Callable[[T], int], what: T) -> int:
+    """Send, and give how many bytes went: none where the peer read none for as long as the socket may wait."""
+    try:
+        return send(what)
+    except BlockingIOError:
+        return 0
 
 
 def _timeval(seconds: float) -> bytes:

@@ -8,7 +8,6 @@ Invariant: whatever bytes come, they are a message of this protocol or an error 
 from __future__ import annotations
 
 import functools
-import math
 import os
 import threading
 from collections.abc import Sequence
@@ -82,16 +81,16 @@ def check_call(header: Call, parts: int) -> None:
     """Refuse a request whose header does not fit its ``parts`` (header, body and frames) or whose timeout is none."""
     if parts != 2 + header.frames:
         raise ProtocolError(f"a request of {header.frames} frames came in {parts} parts")
-    if not (math.isfinite(header.timeout) and 0 < header.timeout <= MAX_TIMEOUT):
+    if not 0 < header.timeout <= MAX_TIMEOUT:
         raise ProtocolError(f"a request has a timeout of {header.timeout} s")
 
 
-def check_size(what: str, body: bytes, frames: Sequence[Buffer], *, limit: int) -> int:
+def check_size(what: str, method: str, body: bytes, frames: Sequence[Buffer], *, limit: int) -> int:
     """Give the bytes of a message; ProtocolError where it holds more than ``limit`` of them, or too many frames."""
     size = len(body) + (sum([memoryview(frame).nbytes for frame in frames]) if frames else 0)
     if size + _HEADER_ROOM > limit or len(frames) > MAX_FRAMES:
         hint = f"Split it: at most {limit} bytes and {MAX_FRAMES} frames go in one message"
-        raise ProtocolError(f"{what} has {size} bytes in {len(frames)} frames", hint=hint)
+        raise ProtocolError(f"{what} {method} has {size} bytes in {len(frames)} frames", hint=hint)
     return size
 
 

@@ -29,6 +29,7 @@ from asyncflow.api.load import Manifest, load
 from asyncflow.api.names import HOST_ENV
 from asyncflow.api.queue import TransferQueue
 from asyncflow.errors import AsyncFlowError, CheckpointError, LedgerCorrupt, ManifestError
+from asyncflow.net.loop import Loop
 from asyncflow.roles.post import LOOPBACK, JobPost, Post, QueuePost, RoleOptions, keys_of_job
 from asyncflow.telemetry.logs import setup_logging
 
@@ -51,7 +52,8 @@ def run_role(
     setup_logging(options.role, options.index)
     status = 0
     try:
-        status = asyncio.run(_run(serve, alone, options, load(options.job)))
+        with asyncio.Runner(loop_factory=Loop) as runner:
+            status = runner.run(_run(serve, alone, options, load(options.job)))
     except* AsyncFlowError as group:
         errors = list(_leaves(group))
         for error in errors:

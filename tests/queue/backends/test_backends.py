@@ -60,7 +60,20 @@ async def test_rows_of_several_parcels_make_one_column(backend):
     asked = [Place(4, 2), Place(3, 0), Place(5, 4), Place(4, 0), Place(3, 1)]
     got = await backend.get(asked, ["tokens", "answer"])
     for name, column in got.items():
-        assert column == Jagged.gather([(parts[parcel][name], index, index + 1) for parcel, index in asked])
+        assert column == Jagged.gather([(parts[parcel][name], index, index + 1) for parcel, index, _ in asked])
+
+
+async def test_a_place_may_stand_for_several_rows(backend):
+    parts = {parcel: samples(9, seed=parcel) for parcel in (1, 2)}
+    for parcel, columns in parts.items():
+        await backend.put(parcel, columns)
+    asked = [Place(2, 3, 4), Place(2, 7), Place(1, 0, 9), Place(2, 1, 2)]
+    got = await backend.get(asked, ["tokens", "answer"])
+    for name, column in got.items():
+        assert column == Jagged.gather([(parts[parcel][name], row, row + rows) for parcel, row, rows in asked])
+    await backend.free([Place(2, 0, 3), Place(1, 0, 9), Place(2, 8)], ["tokens", "answer"])
+    left = await backend.get([Place(2, 3, 5)], ["answer", "tokens"])
+    assert left == {name: Jagged.gather([(parts[2][name], 3, 8)]) for name in ("answer", "tokens")}
 
 
 async def test_a_reader_has_its_own(backend):

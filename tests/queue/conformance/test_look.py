@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from asyncflow import cli
+from asyncflow.identity import epoch_of
 from asyncflow.roles.controller import _show
 from asyncflow.telemetry.metrics import ControllerMetrics
 
@@ -49,6 +50,12 @@ async def test_ls_tells_of_partitions_and_room(run, filled):
     assert [(unit["unit"], unit["state"]) for unit in overview["units"]] == [(0, "serving"), (1, "serving")]
 
 
+async def test_a_unit_that_is_not_heard_for_long_is_called_silent(two_units):
+    sessions, now = two_units.controller.sessions, two_units.controller.now()
+    assert [unit.state for unit in sessions.views(now).units] == ["serving", "serving"]
+    assert [unit.state for unit in sessions.views(now + 3.5).units] == ["silent", "silent"]
+
+
 async def test_drain_has_a_unit_leave_and_waits_for_it(run, filled, scores, two_units):
     leaving = asyncio.create_task(leave(two_units.units[1]))
     status, out = await run("drain", "1", "--timeout", "20")
@@ -83,6 +90,16 @@ async def test_show_names_the_oldest_row_that_is_waited_for_and_the_column_that_
     task = json.loads(out)["tasks"][0]
     assert (task["name"], task["ready"], task["leased"], task["done"]) == ("grade", 1, 1, 1)
     assert (task["oldest"]["row"], task["oldest"]["lacks"]) == (filled[3], ["text"])
+
+
+async def test_show_names_the_units_and_where_they_are(run, filled, two_units):
+    shown = json.loads((await run("show", "scores", "--json"))[1])["units"]
+    assert [unit["unit"] for unit in shown] == [0, 1]
+    _, out = await run("show", "scores")
+    for index, unit in two_units.units.items():
+        words = next(line.split() for line in out.splitlines() if line.rstrip().endswith(unit.server.address))
+        assert words[:2] == [str(index), "serving"]
+        assert words[-2:] == [str(epoch_of(unit._liaison.home)), unit.server.address]
 
 
 async def test_peek_shows_rows_and_values_and_leases_nothing(run, filled, scores):

@@ -1,6 +1,8 @@
 """A queue with three controllers, on sockets in this process: its tasks are decided about by different ones."""
 
 import asyncio
+import contextlib
+from types import SimpleNamespace
 
 import pytest
 
@@ -312,6 +314,30 @@ async def test_a_question_about_a_task_whose_shard_is_gone_names_it(queue, monke
         await asking.call("open.progress", AskProgress(P, [], "grade"), Progress, timeout=10)
     await asking.close()
     assert (await queue.client.consumed(P, "read", timeout=10)).done == 0
+
+
+@pytest.mark.parametrize("how", ["gone", "stopped"])
+async def test_who_looks_is_told_what_the_others_say_and_which_controller_is_silent(queue, monkeypatch, how):
+    monkeypatch.setattr("asyncflow.queue.controller.home._ASK_S", 0.5)
+    monkeypatch.setattr("asyncflow.queue.controller.home._LOOK_S", 0.5)
+    await queue.put(3)
+    assert (await queue.client.stats(timeout=10)).silent == []
+    assert (await queue.client.show(P, timeout=10)).silent == {}
+    await queue.stop_controller(1)
+    async with contextlib.AsyncExitStack() as stack:
+        if how == "stopped":
+            mute = await stack.enter_async_context(await asyncio.start_server(lambda *_: None, "127.0.0.1"))
+            address = "tcp://{}:{}".format(*mute.sockets[0].getsockname())
+            queue.controllers[1] = SimpleNamespace(server=SimpleNamespace(address=address))
+        stats, view = await asyncio.gather(queue.client.stats(timeout=10), queue.client.show(P, timeout=10))
+        assert stats.silent == [1]
+        assert sorted(stats.ready) == [f"{P}/check", f"{P}/read"]
+        assert view.silent == {1: ["grade"]}
+        assert ([task.name for task in view.tasks], view.rows) == (["check", "read"], 3)
+        for whole in (queue.client.audit, lambda **options: queue.client.snapshot(partition=P, **options)):
+            with pytest.raises(DeadlineExceeded, match="controller 1"):
+                await whole(timeout=10)
+        queue.controllers[1] = None
 
 
 async def test_a_row_cleared_before_the_shard_knows_is_stale(queue):

@@ -22,14 +22,15 @@ BACKENDS: Final = "asyncflow.storage_backends"
 
 
 class Place(NamedTuple):
-    """Where a row of a parcel lies: the number of the parcel, and which of its rows it is, from 0."""
+    """Where rows of a parcel lie: its number, which of its rows is the first, from 0, and how many they are."""
 
     parcel: int
     row: int
+    rows: int = 1
 
 
 class BytesLost(Exception):
-    """Cells are gone from the store, although nobody freed them; ``places`` are those of their rows."""
+    """Cells are gone from the store, although nobody freed them; ``places`` are those of their rows, one each."""
 
     def __init__(self, places: Sequence[Place]) -> None:
         super().__init__(f"the store lost cells of {len(places)} rows")
@@ -102,3 +103,8 @@ class Backend(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Let go of everything."""
+
+
+def each(places: Sequence[Place]) -> list[Place]:
+    """Give a place for each row."""
+    return [Place(parcel, row) for parcel, first, rows in places for row in range(first, first + rows)]

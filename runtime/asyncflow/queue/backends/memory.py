@@ -7,8 +7,6 @@ never more than twice that of the cells; otherwise nothing is copied that lies i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
-from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -20,80 +18,96 @@ _OFFSET = 8
 """Bytes that a row needs besides its values."""
 
 
-class _Shelf:
-    """One column of a parcel, as far as it lives.
+class _Gaps:
+    """What is free of one column of a parcel. kept: the indices that its rows had in the parcel, None for all."""
 
-    kept: the indices that its rows had in the parcel, None while they are all there.
-    """
-
-    __slots__ = ("_alive", "_bytes", "_column", "_kept", "_rows")
+    __slots__ = ("_alive", "_bytes", "_kept", "_rows")
 
     def __init__(self, column: Jagged) -> None:
-        self._column = column
         self._kept: npt.NDArray[np.int64] | None = None
         self._alive: npt.NDArray[np.bool_] | None = None
         self._rows = len(column)
         self._bytes = column.values.nbytes
 
-    def run(self, first: int, rows: int) -> tuple[Jagged, int, int]:
-        """Give a column, and where in it the rows from index ``first`` of the parcel lie."""
-        start = first if self._kept is None else int(np.searchsorted(self._kept, first))
-        return self._column, start, start + rows
+    def at(self, index: int) -> int:
+        """Give where in the column the row lies that had this index in the parcel."""
+        return index if self._kept is None else int(np.searchsorted(self._kept, index))
 
-    def free(self, indices: Sequence[int]) -> bool:
-        """Forget rows; True when none is left."""
-        self._rows -= len(indices)
+    def free(self, column: Jagged, first: int, rows: int) -> Jagged | None:
+        """Forget rows of ``column``; give the column for those that are left, None for none."""
+        self._rows -= rows
         if not self._rows:
-            return True
+            return None
         if self._alive is None:
-            self._alive = np.ones(len(self._column), np.bool_)
-        dead = np.asarray(indices) if self._kept is None else np.searchsorted(self._kept, indices)
-        self._alive[dead] = False
-        values = self._column.offsets[dead + 1] - self._column.offsets[dead]
-        self._bytes -= int(values.sum()) * self._column.values.itemsize
-        if 2 * (self._bytes + _OFFSET * self._rows) < self._column.nbytes:
-            rows = np.flatnonzero(self._alive)
-            self._column = self._column.take(rows)
-            self._kept = rows if self._kept is None else self._kept[rows]
-            self._alive = None
-        return False
+            self._alive = np.ones(len(column), np.bool_)
+        start = self.at(first)
+        self._alive[start : start + rows] = False
+        self._bytes -= int(column.offsets[start + rows] - column.offsets[start]) * column.values.itemsize
+        if 2 * (self._bytes + _OFFSET * self._rows) >= column.nbytes:
+            return column
+        left = np.flatnonzero(self._alive)
+        self._kept = left if self._kept is None else self._kept[left]
+        self._alive = None
+        return column.take(left)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        return self._column.nbytes
+
+class _Parcel:
+    """Columns of a parcel, as far as they live, and the gaps of those that have some."""
+
+    __slots__ = ("columns", "gaps")
+
+    def __init__(self, columns: Mapping[str, Jagged]) -> None:
+        self.columns = dict(columns)
+        self.gaps: dict[str, _Gaps] = {}
+
+    def run(self, name: str, first: int, rows: int) -> tuple[Jagged, int, int]:
+        """Give a column, and where in it the rows from index ``first`` of the parcel lie."""
+        gaps = self.gaps.get(name)
+        start = first if gaps is None else gaps.at(first)
+        return self.columns[name], start, start + rows
+
+    def free(self, name: str, first: int, rows: int) -> None:
+        """Forget rows of a column."""
+        column = self.columns[name]
+        if rows < len(column) and name not in self.gaps:
+            self.gaps[name] = _Gaps(column)
+        left = self.gaps[name].free(column, first, rows) if rows < len(column) else None
+        if left is not None:
+            self.columns[name] = left
+        else:
+            del self.columns[name]
 
 
 class MemoryBackend(Backend):
-    """Columns of parcels in dicts."""
+    """Parcels in a dict."""
 
     immediate = True
 
     def __init__(self) -> None:
-        self._parcels: dict[int, dict[str, _Shelf]] = {}
+        self._parcels: dict[int, _Parcel] = {}
 
     async def put(self, parcel: int, columns: Mapping[str, Jagged]) -> None:
         """Keep the columns themselves."""
-        self._parcels[parcel] = {name: _Shelf(column) for name, column in columns.items()}
+        self._parcels[parcel] = _Parcel(columns)
 
     async def get(self, places: Sequence[Place], columns: Sequence[str]) -> dict[str, Jagged]:
         """Give rows that lie one after another as they lie, others as a copy."""
-        runs = _runs(places)
-        return {
-            name: Jagged.gather([self._parcels[parcel][name].run(first, rows) for parcel, first, rows in runs])
-            for name in columns
-        }
+        places = _joined(places)
+        number, first, rows = places[0]
+        whole = self._parcels[number]
+        if len(places) == 1 and not whole.gaps:
+            return {name: whole.columns[name].cut(first, first + rows) for name in columns}
+        runs = [(self._parcels[number], first, rows) for number, first, rows in places]
+        return {name: Jagged.gather([of.run(name, first, rows) for of, first, rows in runs]) for name in columns}
 
     async def free(self, places: Sequence[Place], columns: Sequence[str]) -> None:
         """Forget cells."""
-        for parcel, of in groupby(sorted(places), key=attrgetter("parcel")):
-            indices = [place.row for place in of]
-            shelves = self._parcels[parcel]
+        for number, first, rows in _joined(places):
+            parcel = self._parcels[number]
             for name in columns:
-                if shelves[name].free(indices):
-                    del shelves[name]
-            if not shelves:
-                del self._parcels[parcel]
+                parcel.free(name, first, rows)
+            if not parcel.columns:
+                del self._parcels[number]
 
     async def close(self) -> None:
         """Forget all."""
@@ -102,19 +116,19 @@ class MemoryBackend(Backend):
     @property
     def nbytes(self) -> int:
         """Bytes in memory, those that nobody needs any more included."""
-        return sum(shelf.nbytes for shelves in self._parcels.values() for shelf in shelves.values())
+        return sum(column.nbytes for parcel in self._parcels.values() for column in parcel.columns.values())
 
 
-def _runs(places: Sequence[Place]) -> list[tuple[int, int, int]]:
-    """Give parcel, first index and number of the rows that lie one after another."""
-    runs = []
-    parcel, first = places[0]
-    after = first
-    for place in places:
-        if place.parcel != parcel or place.row != after:
-            runs.append((parcel, first, after - first))
-            parcel, first = place
-            after = first
-        after += 1
-    runs.append((parcel, first, after - first))
-    return runs
+def _joined(places: Sequence[Place]) -> Sequence[Place]:
+    """Give the same rows, those that lie one after another as one place."""
+    if len(places) < 2:
+        return places
+    joined = []
+    parcel, first, rows = places[0]
+    for place in places[1:]:
+        if place.parcel == parcel and place.row == first + rows:
+            rows += place.rows
+        else:
+            joined.append(Place(parcel, first, rows))
+            parcel, first, rows = place
+    return [*joined, Place(parcel, first, rows)]

@@ -27,7 +27,7 @@ import numpy as np
 from asyncflow.errors import PeerLost
 from asyncflow.net.batches import batches, weighed_batches
 from asyncflow.net.jagged import Array, Jagged
-from asyncflow.queue.backends.base import Backend, BytesLost, Place
+from asyncflow.queue.backends.base import Backend, BytesLost, Place, each
 from asyncflow.queue.backends.layout import Layout, Sample, Unpacking, pieces
 from asyncflow.queue.backends.store import Outcome, Store
 
@@ -93,7 +93,8 @@ class PackedBackend(Backend):
         Raises BytesLost, which also names what went with the rows asked for, and PeerLost where the store did not
         answer for ``PATIENCE_S``.
         """
-        samples = [self._samples[place] for place in places]
+        rows = each(places)
+        samples = [self._samples[place] for place in rows]
         unpacking = Unpacking([(sample.layout, sample.row) for sample in samples], columns)
         needed: dict[str, list[int]] = {}
         for number, sample in enumerate(samples):
@@ -103,13 +104,13 @@ class PackedBackend(Backend):
             lost = await self._read(samples, list(needed.values()), unpacking)
         if lost:
             gone = await self._gone_with({samples[number].key for number, moved in lost.items() if not moved})
-            raise BytesLost(list(dict.fromkeys([*(places[number] for number in lost), *gone])))
+            raise BytesLost(list(dict.fromkeys([*(rows[number] for number in lost), *gone])))
         return unpacking.columns()
 
     async def free(self, places: Sequence[Place], columns: Sequence[str]) -> None:
         """Remove the values of which nothing is needed any more."""
         gone = []
-        for place in places:
+        for place in each(places):
             sample = self._samples[place]
             sample.freed |= frozenset(columns)
             if not sample.columns:

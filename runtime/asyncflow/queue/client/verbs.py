@@ -99,18 +99,20 @@ def persist(attempt: Callable[[], Verb[T]], *, what: str, timeout: float, clock:
     """Do ``attempt()`` again and again until it succeeds, for ``timeout`` seconds in all.
 
     Only PeerLost and DeadlineExceeded are tried again, after a growing pause with jitter; other errors pass through.
-    Raises DeadlineExceeded that says ``what`` was waited for, and the last error.
+    Raises DeadlineExceeded that says ``what`` was waited for, the last error, and what the peer itself said last.
     """
     deadline = clock() + timeout
-    pause = _FIRST_PAUSE_S
+    pause, said = _FIRST_PAUSE_S, ""
     while True:
         try:
             return (yield from attempt())
         except (PeerLost, DeadlineExceeded) as error:
             last: AsyncFlowError = error
+            said = f"; it said: {error}" if error.told else said
         nap, left = pause * random.uniform(0.5, 1.0), deadline - clock()
         if nap >= left:
-            raise DeadlineExceeded(f"{what} did not succeed within {timeout:g} s; last: {last}") from last
+            last_words = f"{last}" if last.told else f"{last}{said}"
+            raise DeadlineExceeded(f"{what} did not succeed within {timeout:g} s; last: {last_words}") from last
         yield Pause(nap)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
 

@@ -83,7 +83,7 @@ class Handlers:
         command("units.lost", unit_calls.LostRows, self._lost)
         command("queue.drain", moving_calls.Drain, self._sessions.drain)
         command("queue.where", moving_calls.AskWhere, self._where)
-        command("queue.units", calls.Nothing, lambda _: self._sessions.views())
+        command("queue.units", calls.Nothing, lambda _: self._sessions.views(now()))
         command("queue.shares", calls.Nothing, lambda _: self._sessions.shares())
         command("units.leg", moving_calls.AskLeg, self._leg)
         answer("units.watch", unit_calls.Watch, self._watch)

@@ -3,8 +3,9 @@
 Questions about the whole queue are asked of every shard, those about a task of another controller are passed on to it
 when it knows of rows what is known here.
 
-Invariants: a shard that is stopped holds up only who asks about its tasks, until a deadline that names it; no answer
-about a task is older than its question.
+Invariants: a shard that is stopped holds up only who asks about its tasks, until a deadline that names it; who looks
+(``stats``, ``show``) is told what the others say, and which are silent; no answer about a task is older than its
+question.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Refused
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, Refused
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import Handler, RpcClient, RpcServer, persist
 from asyncflow.queue.controller import merging
@@ -39,6 +40,7 @@ T = TypeVar("T")
 R = TypeVar("R", bound=Struct)
 
 _ASK_S = 5.0
+_LOOK_S = 2.0
 _EXPIRE_S = 60.0
 _DONE = calls.Done()
 
@@ -58,8 +60,8 @@ class Home(Alone):
     def route(self, server: RpcServer) -> None:
         """Have ``server`` answer clients, units and shards."""
         wraps: dict[str, Wrap] = {
-            "queue.stats": self._with_all("queue.stats", QueueStats, merging.merge_stats),
-            "queue.show": self._with_all("queue.show", PartitionView, merging.merge_views),
+            "queue.stats": self._with_most("queue.stats", QueueStats, lambda _, *told: merging.merge_stats(*told)),
+            "queue.show": self._with_most("queue.show", PartitionView, self._merge_views),
             "queue.snapshot": self._with_all("queue.snapshot", calls.Snapshot, _merge_snapshots),
             "queue.audit": self._with_all("queue.audit", AuditReport, _merge_audits),
             "queue.expire": self._expire,
@@ -137,6 +139,35 @@ class Home(Alone):
 
         return wrap
 
+    def _with_most(self, method: str, reply: type[R], merge: Callable[[Any, R, Sequence[R], Sequence[int]], R]) -> Wrap:
+        """Answer with what the controllers say that answer soon; ``merge`` is told which do not."""
+
+        def wrap(own: Handler) -> Handler:
+            async def heard(index: int, call: Any) -> R | None:
+                try:
+                    return await self._ask(index, method, call, reply, within_s=_LOOK_S)
+                except (DeadlineExceeded, PeerLost) as silent:
+                    log.info("controller %d is silent: %s", index, silent)
+                    return None
+
+            async def handle(call: Any, frames: Sequence[memoryview]) -> Any:
+                mine: Any = await own(call, frames)
+                told = await asyncio.gather(*[heard(index, call) for index in self._shards])
+                silent = [index for index, answer in zip(self._shards, told, strict=True) if answer is None]
+                return merge(call, mine, [answer for answer in told if answer is not None], silent)
+
+            return handle
+
+        return wrap
+
+    def _merge_views(
+        self, call: calls.InPartition, mine: PartitionView, told: Sequence[PartitionView], silent: Sequence[int]
+    ) -> PartitionView:
+        held = self._table.books.partitions.get(call.partition)
+        tasks = held.elsewhere.items() if held is not None else ()
+        lacking = {index: sorted(name for name, there in tasks if there.controller == index) for index in silent}
+        return merging.merge_views(mine, told, lacking)
+
     def _passed_on(self, method: str, reply: type[R]) -> Wrap:
         """Have the controller of the task answer, where that is another."""
 
@@ -179,17 +210,18 @@ class Home(Alone):
 
         return handle
 
-    async def _ask(self, index: int, method: str, call: Struct, reply: type[R]) -> R:
+    async def _ask(self, index: int, method: str, call: Struct, reply: type[R], *, within_s: float | None = None) -> R:
         """Ask a shard, when it knows what is known here. Raises DeadlineExceeded that names it."""
+        within_s = _ASK_S if within_s is None else within_s
         if (pending := self._controller.settle()) is not None:
             await pending
-        shard, reach = self._shards[index], shard_calls.Reach(self._feed.home, self._feed.position, _ASK_S / 2)
+        shard, reach = self._shards[index], shard_calls.Reach(self._feed.home, self._feed.position, within_s / 2)
         try:
-            reached = await shard.call("shards.reach", reach, shard_calls.Reached, timeout=_ASK_S)
+            reached = await shard.call("shards.reach", reach, shard_calls.Reached, timeout=within_s)
             if reached.ok:
-                return await shard.call(method, call, reply, timeout=_ASK_S)
+                return await shard.call(method, call, reply, timeout=within_s)
         except DeadlineExceeded as late:
-            raise DeadlineExceeded(f"{method}: no answer within {_ASK_S:g} s", where=f"controller {index}") from late
+            raise DeadlineExceeded(f"{method}: no answer within {within_s:g} s", where=f"controller {index}") from late
         raise DeadlineExceeded(f"{method}: it has not caught up with the rows yet", where=f"controller {index}")
 
 

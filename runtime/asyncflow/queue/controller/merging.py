@@ -1,12 +1,12 @@
 """What all controllers of a queue say together, of what each says of its own tasks.
 
 Invariant: what concerns rows is what the home says; what concerns a task is what its controller says; nothing is
-counted twice.
+counted twice; a controller of which nothing is told is named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -15,8 +15,8 @@ from asyncflow.queue.protocol.messages import PartitionSnapshot, QueueStats, Ste
 from asyncflow.queue.protocol.views import PartitionView
 
 
-def merge_stats(home: QueueStats, shards: Sequence[QueueStats]) -> QueueStats:
-    """Give the counts of the whole queue."""
+def merge_stats(home: QueueStats, shards: Sequence[QueueStats], silent: Sequence[int] = ()) -> QueueStats:
+    """Give the counts of the whole queue, but for what ``silent`` controllers would have said."""
     summed = {
         field: sum(getattr(each, field) for each in (home, *shards))
         for field in ("lease_expiries", "redeliveries", "fenced", "ledger_bytes")
@@ -25,7 +25,7 @@ def merge_stats(home: QueueStats, shards: Sequence[QueueStats]) -> QueueStats:
         field: {task: count for each in (home, *shards) for task, count in getattr(each, field).items()}
         for field in ("ready", "leased", "parked")
     }
-    return replace(home, **summed, **by_task)
+    return replace(home, **summed, **by_task, silent=list(silent))
 
 
 def merge_snapshots(home: PartitionSnapshot, shards: Sequence[PartitionSnapshot]) -> PartitionSnapshot:
@@ -38,7 +38,7 @@ def _step(number: int, state: StepState, shards: Sequence[PartitionSnapshot]) ->
     return replace(state, done={task: count for each in (state, *there) for task, count in each.done.items()})
 
 
-def merge_views(home: PartitionView, shards: Sequence[PartitionView]) -> PartitionView:
-    """Describe a partition with the tasks of all controllers."""
+def merge_views(home: PartitionView, shards: Sequence[PartitionView], silent: Mapping[int, list[str]]) -> PartitionView:
+    """Describe a partition with the tasks of all controllers, but for those of ``silent`` ones, which are named."""
     tasks = [task for each in (home, *shards) for task in each.tasks]
-    return replace(home, tasks=sorted(tasks, key=lambda task: task.name))
+    return replace(home, tasks=sorted(tasks, key=lambda task: task.name), silent=dict(silent))

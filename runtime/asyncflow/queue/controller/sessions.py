@@ -1,7 +1,8 @@
 """The storage units as the controller knows them: who is there, how full, and which rows each must still free.
 
 Invariants: orders are kept until the unit has said that it carried them out, so a lost answer loses none; a unit is
-taken for lost only after it was silent for ``lost_s`` while the controller itself ran.
+told to free a row only when the ledger has why; a unit is taken for lost only after it was silent for ``lost_s`` while
+the controller itself ran.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
 import msgspec
 
@@ -20,13 +20,15 @@ from asyncflow.identity import epoch_of, home_of, unit_at
 from asyncflow.queue.controller.moves import Room
 from asyncflow.queue.controller.state import Row
 from asyncflow.queue.controller.table import Table
-from asyncflow.queue.protocol.moving_calls import AskLeg, Drain, Leg, Shares, Units, UnitView
+from asyncflow.queue.protocol.moving_calls import AskLeg, Drain, Leg, Shares, Units, UnitState, UnitView
 from asyncflow.queue.protocol.runs import expand, shrink
 from asyncflow.queue.protocol.unit_calls import Hello, Orders, Session, Watch, Welcome
 
 log = logging.getLogger(__name__)
 
 _WATCH_S = 1.0
+_SILENT = 3
+"""A unit that was not heard for so many times as long as it may be without a word is called silent."""
 _ORDERS = 10_000
 
 
@@ -41,6 +43,7 @@ class _Unit:
     held: int = 0
     given: int = 0
     synced: bool = False
+    address: str = ""
     first: int = 1
     frees: list[int] = field(default_factory=list)
     watching: tuple[asyncio.Future[Orders], asyncio.TimerHandle] | None = None
@@ -68,6 +71,7 @@ class Sessions:
         self._units: dict[int, _Unit] = {}
         self._replaced: set[str] = set()
         self._turn = 0
+        self._watch_s = min(_WATCH_S, lost_s / 4)
         self.next_deadline = math.inf
 
     def start(self, now: float) -> None:
@@ -105,9 +109,9 @@ class Sessions:
         if known is None or known.epoch != epoch:
             others = [unit.given for index, unit in self._units.items() if index != hello.unit]
             self._units[hello.unit] = known = _Unit(epoch, now, given=min(others, default=0))
-        known.seen, known.limit = now, hello.limit
+        known.seen, known.limit, known.address = now, hello.limit, hello.address
         self.next_deadline = min(self.next_deadline, now + self._lost_s)
-        return Welcome(self._table.controller, epoch, min(_WATCH_S, self._lost_s / 4))
+        return Welcome(self._table.controller, epoch, self._watch_s)
 
     def check(self, session: Session, now: float) -> None:
         """Refuse a unit whose session another controller began, or that was given up meanwhile."""
@@ -123,8 +127,15 @@ class Sessions:
         if missing:
             log.warning("storage unit %d came back without %d rows", session.unit, missing)
 
-    def order(self, rows: Iterable[Row]) -> None:
-        """Have the units free ``rows``; those of units that are gone are gone with them."""
+    def order(self, rows: Iterable[Row], *, after: asyncio.Future[None] | None = None) -> None:
+        """Have the units free ``rows``; those of units that are gone are gone with them.
+
+        after: when this is done, and if it went well. The ledger then has why, and the units have been sent the
+        verdicts that made the rows, without which they would pass them over.
+        """
+        if after is not None:
+            after.add_done_callback(lambda done: None if done.exception() else self.order(rows))
+            return
         told: dict[int, list[int]] = {}
         for row in rows:
             told.setdefault(row.moved or home_of(row.row), []).append(row.row)
@@ -170,15 +181,29 @@ class Sessions:
         self._turn += 1
         return Shares({index: unit.given for index, unit in self._taking()}, self._turn - 1)
 
-    def views(self) -> Units:
+    def views(self, now: float) -> Units:
         """Describe all units."""
-        return Units([self._view(index, unit) for index, unit in sorted(self._units.items())])
+        return Units(
+            [
+                UnitView(
+                    unit=index,
+                    state=self._state(unit, now),
+                    rows=unit.held,
+                    bytes=unit.used,
+                    limit=unit.limit,
+                    epoch=unit.epoch,
+                    address=unit.address,
+                )
+                for index, unit in sorted(self._units.items())
+            ]
+        )
 
-    def _view(self, index: int, unit: _Unit) -> UnitView:
-        state: Literal["serving", "leaving", "away"] = "serving" if unit.synced else "away"
+    def _state(self, unit: _Unit, now: float) -> UnitState:
         if self._leaving(unit):
-            state = "leaving"
-        return UnitView(unit=index, state=state, rows=unit.held, bytes=unit.used, limit=unit.limit)
+            return "leaving"
+        if not unit.synced:
+            return "away"
+        return "silent" if now - unit.seen > _SILENT * self._watch_s else "serving"
 
     def drain(self, drain: Drain) -> None:
         """Have a unit leave."""

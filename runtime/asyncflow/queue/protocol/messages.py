@@ -167,7 +167,8 @@ class QueueStats(Struct, frozen=True, kw_only=True):
     """Counts of now. Keys of ``ready``, ``leased`` and ``parked`` are "partition/task"; the rest counts rows or bytes.
 
     live: rows whose bytes are held or awaited, the staged ones included; bytes, limit: of all units together, as they
-    last said; lease_expiries, redeliveries: since the controller started.
+    last said; lease_expiries, redeliveries: since the controller started; silent: controllers that did not answer, of
+    whose tasks nothing is told.
     """
 
     ready: dict[str, int]
@@ -186,6 +187,7 @@ class QueueStats(Struct, frozen=True, kw_only=True):
     redeliveries: int
     fenced: int
     ledger_bytes: int
+    silent: list[int] = []
 
 
 class AuditReport(Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ Invariant: as in ``calls``, every call can be sent again after its answer was lo
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
@@ -40,17 +40,23 @@ class Whereabouts(Struct, frozen=True):
     units: list[int]
 
 
-class UnitView(Struct, frozen=True, kw_only=True):
-    """A unit as the controller knows it. away: it has not been heard since it, or the controller, began.
+UnitState: TypeAlias = Literal["serving", "silent", "leaving", "away"]
 
-    rows: that it holds, those still to be moved where it leaves; bytes: used; limit: most bytes.
+
+class UnitView(Struct, frozen=True, kw_only=True):
+    """A unit as the controller knows it. away: it has not told what it holds since it, or the controller, began.
+
+    silent: it has not been heard for several times as long as it should be; rows: that it holds, those still to be
+    moved where it leaves; bytes: used; limit: most bytes; epoch: of its rows.
     """
 
     unit: int
-    state: Literal["serving", "leaving", "away"]
+    state: UnitState
     rows: int
     bytes: int
     limit: int
+    epoch: int = 0
+    address: str = ""
 
 
 class Units(Struct, frozen=True):

@@ -18,7 +18,7 @@ MOST = 1 << 20
 def shrink(ids: Sequence[int]) -> list[int]:
     """Give ``ids`` with each run of consecutive ones as its first and minus the number of the others."""
     count = len(ids)
-    if count > 1 and ids[-1] - ids[0] == count - 1 and all(map(int.__eq__, ids, range(ids[0], ids[0] + count))):
+    if count > 1 and ids[-1] - ids[0] == count - 1 and list(ids) == list(range(ids[0], ids[0] + count)):
         return [ids[0], 1 - count]
     made: list[int] = []
     follows = -1

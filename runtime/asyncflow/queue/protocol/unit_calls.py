@@ -104,11 +104,12 @@ class Fetched(Struct, frozen=True):
 
 
 class Hello(Struct, frozen=True):
-    """A unit asks for the epoch of its rows."""
+    """A unit asks for the epoch of its rows. address: where others reach it."""
 
     unit: int
     incarnation: str
     limit: int
+    address: str = ""
 
 
 class Welcome(Struct, frozen=True):
@@ -209,7 +210,9 @@ AnyEntry = TypeVar("AnyEntry", bound=Entry)
 
 
 def short(entry: AnyEntry) -> AnyEntry:
-    """Give ``entry`` in few bytes."""
+    """Give ``entry`` in few bytes, which one of a single row is in."""
+    if len(entry.rows) == 1:
+        return entry
     sizes = {name: shrink_equal(of) for name, of in entry.cells.sizes.items()}
     cells = Cells(dtypes=entry.cells.dtypes, sizes=sizes)
     return msgspec.structs.replace(entry, rows=shrink(entry.rows), cells=cells)

@@ -35,7 +35,10 @@ class TaskView(Struct, frozen=True, kw_only=True):
 
 
 class PartitionView(Struct, frozen=True, kw_only=True):
-    """One partition. rows: there or awaited; wanted: lost, to be put again; columns: their dtypes."""
+    """One partition. rows: there or awaited; wanted: lost, to be put again; columns: their dtypes.
+
+    silent: controllers that did not answer, with those of their tasks of which nothing is told.
+    """
 
     name: str
     purpose: str
@@ -45,3 +48,4 @@ class PartitionView(Struct, frozen=True, kw_only=True):
     expected: int | None
     columns: dict[str, str]
     tasks: list[TaskView]
+    silent: dict[int, list[str]] = {}

@@ -137,7 +137,7 @@ class Departure:
         rows = [row for row in pack.rows if row in self._holdings]
         if not rows:
             return
-        held = [self._holdings.rows[row] for row in rows]
+        held = [(row, self._holdings.rows[row]) for row in rows]
         columns = await self._holdings.fetch(rows, pack.columns) if pack.columns else {}
         header, frames = encode_batch(columns)
         request = TakeRows(
@@ -146,8 +146,8 @@ class Departure:
             rows=shrink(rows),
             header=header,
             partial=list(pack.partial),
-            tokens=[row.tokens for row in held],
-            tags=[row.tags for row in held],
+            tokens=[block.tokens(row) for row, block in held],
+            tags=[block.tags(row) for row, block in held],
             outputs=dict(pack.outputs),
             wait_s=_ROOM_S,
             producer=f"unit {self._unit}",

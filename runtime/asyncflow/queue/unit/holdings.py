@@ -1,8 +1,8 @@
 """What a unit holds: rows, their admitted cells, and puts about which the controller has not yet decided.
 
-The cells of one put are a *parcel* in the back end; a row is made of *pieces*, each some columns of its place in a
-parcel. A put is stored first, then announced, then decided. Until then its cells are neither old nor new: who asks for
-them waits for the verdict.
+The cells of one put are a *parcel* in the back end; what rows consist of is said by their *block*. A put is stored
+first, then announced, then decided. Until then its cells are neither old nor new: who asks for them waits for the
+verdict.
 
 A row is created together with a promise of room for its outputs, and only then; so whoever completes it gets through,
 although the unit is full of rows that wait to be completed.
@@ -26,9 +26,10 @@ from asyncflow.net.jagged import Jagged
 from asyncflow.net.later import Later
 from asyncflow.queue.backends.base import Backend, BytesLost, Place
 from asyncflow.queue.protocol.shard_calls import controller_of
-from asyncflow.queue.protocol.unit_calls import Cells, Entry, Held, MovedRows, NewCells, NewRows, Verdict
+from asyncflow.queue.protocol.unit_calls import Cells, Entry, Held, MovedRows, NewCells, Verdict
+from asyncflow.queue.unit.blocks import Block, Run, stretches, together
 from asyncflow.queue.unit.budget import Budget
-from asyncflow.queue.unit.pieces import HeldRow, Parcel, Piece, Put, promised
+from asyncflow.queue.unit.pieces import Parcel, Part, Piece, Put
 
 
 class Holdings:
@@ -38,7 +39,7 @@ class Holdings:
         self.budget = budget
         self.puts: dict[Put, None] = {}
         self._lost = lost
-        self._rows: dict[int, HeldRow] = {}
+        self._rows: dict[int, Block] = {}
         self._backend = backend
         self._where = where
         self._numbers = itertools.count(1)
@@ -51,8 +52,8 @@ class Holdings:
         return row in self._rows
 
     @property
-    def rows(self) -> Mapping[int, HeldRow]:
-        """What is here, by row."""
+    def rows(self) -> Mapping[int, Block]:
+        """What is here: the block of each row."""
         return self._rows
 
     async def store_new(
@@ -70,7 +71,7 @@ class Holdings:
         outputs: most bytes of each column that a row gets later; partial: columns that are unfinished.
         """
         parcel = Parcel(next(self._numbers), columns, partial=partial)
-        promise = promised(outputs, parcel.whole) * rows
+        promise = sum(size for name, size in outputs.items() if name not in parcel.whole) * rows
         await self.budget.reserve(parcel.size, promise=promise, timeout=timeout, producer=producer)
         return await self._put(parcel, columns, promise=promise)
 
@@ -93,12 +94,12 @@ class Holdings:
         return await self._put(parcel, columns)
 
     def _promised(self, rows: Sequence[int], cells: Cells) -> bool:
-        held = [self._rows.get(number) for number in rows]
-        return all(
-            row is not None and row.awaits(name, size)
-            for name, sizes in cells.sizes.items()
-            for row, size in zip(held, sizes, strict=True)
-        )
+        blocks = list(map(self._rows.get, rows))
+        for start, stop in stretches(rows, blocks):
+            block = blocks[start]
+            if block is None or not block.awaits({name: max(of[start:stop]) for name, of in cells.sizes.items()}):
+                return False
+        return True
 
     async def _put(self, parcel: Parcel, columns: Mapping[str, Jagged], *, promise: int = 0) -> Parcel:
         try:
@@ -118,29 +119,33 @@ class Holdings:
     def decide(self, put: Put, verdict: Verdict, error: AsyncFlowError | None = None) -> None:
         """Make those rows of ``put`` that were admitted part of the holdings, free the others, tell who waits."""
         ok = verdict.ok or [False] * len(put.entry.rows)
-        refused: list[Piece] = []
-        void = 0
-        promise = promised(put.outputs, put.parcel.whole)
-        for index, number in enumerate(put.entry.rows):
-            piece = Piece(Place(put.parcel.number, index), put.parcel, put.parcel.columns)
-            if not ok[index]:
-                refused.append(piece)
-                void += promise
-            elif isinstance(put.entry, NewCells):
-                void += self._write(number, piece, put.entry, index, refused)
-            elif isinstance(put.entry, MovedRows) and (number in self._rows or self._comes_again(put, number)):
-                refused.append(piece)
-                void += promise
-            else:
-                self._rows[number] = _new_row(put, index, piece)
+        refused, void = self._write(put, put.entry, ok) if isinstance(put.entry, NewCells) else self._admit(put, ok)
         del self.puts[put]
-        self._free(refused, promise=void)
+        if refused or void:
+            self._free(refused, promise=void)
         if put.verdict.done():
             return
         if error is not None:
             put.verdict.set_exception(error)
         else:
-            put.verdict.set_result(Verdict(ok, rows=verdict.rows))
+            put.verdict.set_result(verdict if verdict.ok else Verdict(ok, rows=verdict.rows))
+
+    def _admit(self, put: Put, ok: Sequence[bool]) -> tuple[list[Part], int]:
+        """Hold new rows; give what is not needed, and the bytes of promises that are void."""
+        rows, refused, void = put.entry.rows, [], 0
+        if isinstance(put.entry, MovedRows):
+            ok = [
+                good and number not in self._rows and not self._comes_again(put, number)
+                for number, good in zip(rows, ok, strict=True)
+            ]
+        for start, stop in stretches(rows, ok):
+            block = Block.new(put, rows[start] - start)
+            if ok[start]:
+                self._rows.update(dict.fromkeys(rows[start:stop], block))
+            else:
+                refused += block.parts(rows[start], stop - start)
+                void += block.promise * (stop - start)
+        return refused, void
 
     def _comes_again(self, put: Put, number: int) -> bool:
         """Tell whether a row was sent here once more after ``put``, which then is not what the controller meant."""
@@ -151,97 +156,103 @@ class Holdings:
 
     def discard(self, parcel: Parcel, rows: int) -> None:
         """Free what was stored and is not proposed."""
-        self._free([Piece(Place(parcel.number, index), parcel, parcel.columns) for index in range(rows)])
+        self._free([(Piece(parcel, 0), parcel.columns, 0, rows)])
 
-    def _write(self, number: int, piece: Piece, entry: NewCells, index: int, refused: list[Piece]) -> int:
-        """Make a piece part of a row; give the bytes of kept promises, and to ``refused`` what is not needed.
+    def _write(self, put: Put, entry: NewCells, ok: Sequence[bool]) -> tuple[list[Part], int]:
+        """Write to rows; give what is not needed, and the bytes of promises that are kept.
 
-        That is what it replaces, or itself where the row is gone or the same put came before.
+        That is what was replaced, or what came where the row is gone or the same put came before.
         """
-        row = self._rows.get(number)
-        if row is None or row.has_from(piece):
-            refused.append(piece)
-            return 0
-        before = row.promise
-        if entry.reason:
-            refused += row.keep(piece)
-        else:
-            refused += row.complete(piece)
-            row.tags |= entry.tags[index] if entry.tags else {}
-        return before - row.promise
+        rows, parcel, refused, kept = entry.rows, put.parcel, [], 0
+        blocks = [self._rows.get(number) if good else None for number, good in zip(rows, ok, strict=True)]
+        alike = blocks if len(set(rows)) == len(rows) else range(len(rows))
+        for start, stop in stretches(rows, alike):
+            count, first = stop - start, rows[start]
+            piece = Piece(parcel, first - start, partial=bool(entry.reason))
+            block = self._rows.get(first) if ok[start] else None
+            if block is None or block.has_from(parcel):
+                refused.append((piece, parcel.columns, first, count))
+                continue
+            tags = [] if entry.reason else entry.tags[start:stop]
+            after, dropped = block.written(piece, range(first, first + count), tags)
+            self._rows.update(dict.fromkeys(rows[start:stop], after))
+            refused += dropped
+            kept += (block.promise - after.promise) * count
+        return refused, kept
 
     async def fetch(self, rows: Sequence[int], columns: Sequence[str]) -> dict[str, Jagged]:
         """Give ``columns`` of ``rows``, in that order. Raises StaleHandle for what is not there."""
         if not rows:
             raise ProtocolError("a fetch names no row", where=self._where)
-        asked = frozenset(rows)
-        while pending := [put.verdict for put in self.puts if put.touches(asked, columns)]:
-            with contextlib.suppress(AsyncFlowError):
-                await pending[-1]
+        if self.puts:
+            await self._decided(frozenset(rows), columns)
         got: dict[str, Jagged] = {}
-        for places, names in self._together(rows, columns):
+        for places, names in self._found(rows, columns):
             try:
                 got |= await self._backend.get(places, names)
             except BytesLost as gone:
                 raise self._lose(gone) from gone
         return {name: got[name] for name in columns}
 
-    def _together(self, rows: Sequence[int], columns: Sequence[str]) -> list[tuple[list[Place], list[str]]]:
+    async def _decided(self, rows: frozenset[int], columns: Sequence[str]) -> None:
+        """Wait for the verdicts on puts that may change these cells."""
+        while pending := [put.verdict for put in self.puts if put.touches(rows, columns)]:
+            with contextlib.suppress(AsyncFlowError):
+                await pending[-1]
+
+    def _found(self, rows: Sequence[int], columns: Sequence[str]) -> list[tuple[list[Place], list[str]]]:
         """Give where the cells lie, columns that lie at the same places together."""
-        found = [self._row(number) for number in rows]
-        if all(len(row.whole) == 1 and not row.partial for row in found):
-            pieces = [row.whole[0] for row in found]
-            if all(set(columns).issubset(there) for there in {piece.columns for piece in pieces}):
-                return [([piece.place for piece in pieces], list(columns))]
-        together: list[tuple[list[Place], list[str]]] = []
-        for name in columns:
-            places = [self._place(number, row, name) for number, row in zip(rows, found, strict=True)]
-            alike = next((names for known, names in together if known == places), None)
-            if alike is None:
-                together.append((places, [name]))
-            else:
-                alike.append(name)
-        return together
+        blocks = list(map(self._rows.get, rows))
+        runs = []
+        for start, stop in stretches(rows, blocks):
+            block = blocks[start]
+            if block is None:
+                hint = "It was cleared, or lost with the unit's earlier incarnation"
+                raise StaleHandle(f"row {rows[start]} is not here", where=self._where, hint=hint)
+            runs.append(Run(block, rows[start], stop - start))
+        try:
+            return together(runs, columns)
+        except KeyError as missing:
+            (column,) = missing.args
+            row, cells = next((run.first, run.block.cells) for run in runs if column not in run.block.cells)
+            hint = f"It has {', '.join(sorted(cells))}"
+            raise StaleHandle(f"row {row} has no column {column!r}", where=self._where, hint=hint) from None
 
     def _lose(self, gone: BytesLost) -> StaleHandle:
         """Give up the rows whose cells the store has lost, whoever asked for them; give the error for who did."""
         there = frozenset(gone.places)
-        lost = [number for number, row in self._rows.items() if not there.isdisjoint(row.places)]
+        lost = [
+            number
+            for number, block in self._rows.items()
+            if not there.isdisjoint(piece.place(number, 1) for piece in block.cells.values())
+        ]
         self.clear(lost)
         self._lost(lost)
         hint = "The samples will be created again"
         return StaleHandle(f"the store has lost {len(lost)} rows", where=self._where, hint=hint)
 
-    def _row(self, number: int) -> HeldRow:
-        row = self._rows.get(number)
-        if row is None:
-            hint = "It was cleared, or lost with the unit's earlier incarnation"
-            raise StaleHandle(f"row {number} is not here", where=self._where, hint=hint)
-        return row
-
-    def _place(self, number: int, row: HeldRow, column: str) -> Place:
-        piece = row.piece(column)
-        if piece is None:
-            has = ", ".join(sorted({name for piece in (*row.whole, *row.partial) for name in piece.columns}))
-            raise StaleHandle(f"row {number} has no column {column!r}", where=self._where, hint=f"It has {has}")
-        return piece.place
-
     def held(self) -> Iterable[Held]:
         """Describe all rows."""
-        for number, row in self._rows.items():
+        for number, block in self._rows.items():
             yield Held(
                 row=number,
-                columns={name: piece.size(name) for piece in row.whole for name in piece.columns},
-                partial={name: piece.size(name) for piece in row.partial for name in piece.columns},
-                tokens=row.tokens,
-                tags=row.tags,
+                columns=block.sizes(number, partial=False),
+                partial=block.sizes(number, partial=True),
+                tokens=block.tokens(number),
+                tags=block.tags(number),
             )
 
     def clear(self, rows: Iterable[int]) -> None:
         """Free rows; those that are not here are passed over."""
-        gone = [row for number in rows if (row := self._rows.pop(number, None)) is not None]
-        pieces = [piece for row in gone for pieces in (row.whole, row.partial) for piece in pieces]
-        self._free(pieces, promise=sum(row.promise for row in gone))
+        asked = list(rows)
+        gone = list(map(self._rows.pop, asked, itertools.repeat(None)))
+        parts: list[Part] = []
+        void = 0
+        for start, stop in stretches(asked, gone):
+            if (block := gone[start]) is not None:
+                parts += block.parts(asked[start], stop - start)
+                void += block.promise * (stop - start)
+        self._free(parts, promise=void)
 
     def wipe(self) -> None:
         """Free everything: writers are fenced, creators may try again elsewhere."""
@@ -250,17 +261,19 @@ class Holdings:
             again = PeerLost("the unit was given up and began anew", where=self._where)
             self.decide(put, Verdict([]), None if isinstance(put.entry, NewCells) else again)
 
-    def _free(self, pieces: Sequence[Piece], *, promise: int = 0) -> None:
+    def _free(self, parts: Sequence[Part], *, promise: int = 0) -> None:
         """Give back promises now, and bytes when the store has let go of them."""
         if promise:
             self.budget.release(0, promise=promise)
         by_columns: dict[tuple[str, ...], list[Place]] = {}
-        for piece in pieces:
-            if piece.columns:
-                by_columns.setdefault(piece.columns, []).append(piece.place)
+        size = 0
+        for piece, columns, first, rows in parts:
+            if columns:
+                by_columns.setdefault(columns, []).append(piece.place(first, rows))
+                size += piece.size(columns, first, rows)
         if not by_columns:
             return
-        work = self._let_go(by_columns, sum(piece.size(name) for piece in pieces for name in piece.columns))
+        work = self._let_go(by_columns, size)
         freeing = begin(work) if self._backend.immediate else asyncio.create_task(work, name="free")
         if freeing is not None:
             self._freeing.add(freeing)
@@ -272,15 +285,3 @@ class Holdings:
                 await self._backend.free(places, columns)
         finally:
             self.budget.release(size)
-
-
-def _new_row(put: Put, index: int, piece: Piece) -> HeldRow:
-    entry = put.entry
-    if isinstance(entry, MovedRows):
-        whole = [piece._replace(columns=piece.parcel.whole)] if piece.parcel.whole else []
-        partial = [piece._replace(columns=tuple(entry.partial))] if entry.partial else []
-        return HeldRow(entry.tokens[index], dict(entry.tags[index]), put.outputs, whole, partial)
-    if isinstance(entry, NewRows):
-        meta = entry.metas[index]
-        return HeldRow(meta.tokens, dict(meta.tags), put.outputs, [piece])
-    return HeldRow(0, dict(entry.tags[index]) if entry.tags else {}, put.outputs, [piece])

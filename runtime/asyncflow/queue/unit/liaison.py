@@ -60,7 +60,7 @@ class Liaison:
     """Keeps a unit and the controller in agreement, until the unit is replaced.
 
     epoch: that of the unit's rows, 0 before the first session; joined: set when the controller has taken the unit in;
-    leave: set when it wants the unit to leave; shard: gives the address of a shard.
+    leave: set when it wants the unit to leave; address: gives the unit's own; shard: gives that of a shard.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Liaison:
         incarnation: str,
         controller: RpcClient,
         holdings: Holdings,
+        address: Callable[[], str] = lambda: "",
         shard: Callable[[int], str | None] = lambda _: None,
         keys: Keys | None = None,
     ) -> None:
@@ -80,6 +81,7 @@ class Liaison:
         self._incarnation = incarnation
         self._controller = controller
         self._holdings = holdings
+        self._address = address
         self._rows = 0
         self._shards = Shards(name=f"storage unit {unit}", address=shard, keys=keys, decided=self._ruled)
         self._news: list[NewCells] = []
@@ -152,7 +154,7 @@ class Liaison:
 
     async def _greet(self) -> Welcome:
         """Say hello until there is an answer. Raises Fenced when another incarnation has this unit's place."""
-        hello = Hello(self._unit, self._incarnation, self._holdings.budget.limit)
+        hello = Hello(self._unit, self._incarnation, self._holdings.budget.limit, self._address())
         while True:
             try:
                 return await self._controller.call("units.hello", hello, Welcome, timeout=_CALL_S)
@@ -194,9 +196,11 @@ class Liaison:
 
     def _untold(self, session: Session) -> tuple[Admit, list[Put]] | None:
         """Give what is to be told next: what shards have admitted, then puts; None where there is nothing."""
+        if not self._holdings.puts and not self._news:
+            return None
         puts = list(islice((put for put in self._holdings.puts if not put.shard), _PUTS))
         news = self._news[:_PUTS]
-        return (Admit(session, [*news, *(short(put.entry) for put in puts)]), puts) if news or puts else None
+        return (Admit(session, [*news, *[short(put.entry) for put in puts]]), puts) if news or puts else None
 
     async def _tell_all(self, session: Session) -> None:
         held = iter(list(self._holdings.held()))

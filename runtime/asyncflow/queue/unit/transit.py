@@ -15,8 +15,8 @@ from asyncflow.errors import AsyncFlowError, Elsewhere
 from asyncflow.identity import home_of
 from asyncflow.net.later import Later
 from asyncflow.queue.protocol.unit_calls import MovedRows, Verdict
+from asyncflow.queue.unit.blocks import Block
 from asyncflow.queue.unit.holdings import Holdings
-from asyncflow.queue.unit.pieces import Piece
 
 _Form = tuple[str, str]
 
@@ -82,7 +82,10 @@ class Transit:
 
     def _away(self, rows: Sequence[int]) -> set[int]:
         """Give those that are not here and may be elsewhere: what was put here and never moved is gone for good."""
-        home, here = self._home(), self._holdings
+        here = self._holdings.rows
+        if all(map(here.__contains__, rows)):
+            return set()
+        home = self._home()
         return {row for row in rows if (self.leaving or home_of(row) != home) and row not in here}
 
     async def decided(self, rows: Iterable[int] | None = None) -> None:
@@ -97,32 +100,34 @@ class Transit:
         """Give the first rows that are here, no more than said unless that is none, and their bytes."""
         rows: list[int] = []
         total = 0
-        for number, row in self._holdings.rows.items():
-            if rows and (len(rows) == most or total + row.size > most_bytes):
+        for number, block in self._holdings.rows.items():
+            size = block.size(number)
+            if rows and (len(rows) == most or total + size > most_bytes):
                 break
             rows.append(number)
-            total += row.size
+            total += size
         return rows, total
 
     def packs(self, rows: Iterable[int], *, most_bytes: int) -> Iterator[Pack]:
         """Give those of ``rows`` that are here, in packs of no more bytes unless that is one row."""
         open_: dict[tuple[object, ...], Pack] = {}
         for number in rows:
-            row = self._holdings.rows.get(number)
-            if row is None:
+            block = self._holdings.rows.get(number)
+            if block is None:
                 continue
-            whole, partial = _forms(row.whole), _forms(row.partial)
-            alike = (whole, partial, tuple(sorted(row.outputs.items())))
+            whole, partial = _forms(block, partial=False), _forms(block, partial=True)
+            alike = (whole, partial, tuple(sorted(block.outputs.items())))
+            size = block.size(number)
             pack = open_.get(alike)
-            if pack is not None and pack.nbytes + row.size > most_bytes:
+            if pack is not None and pack.nbytes + size > most_bytes:
                 yield open_.pop(alike)
                 pack = None
             if pack is None:
                 unfinished = tuple(name for name, _ in partial)
                 columns = tuple(name for name, _ in whole) + unfinished
-                pack = open_[alike] = Pack(columns, unfinished, row.outputs)
+                pack = open_[alike] = Pack(columns, unfinished, block.outputs)
             pack.rows.append(number)
-            pack.nbytes += row.size
+            pack.nbytes += size
         yield from open_.values()
 
 
@@ -131,5 +136,6 @@ async def _settled(verdict: Later[Verdict]) -> None:
         await verdict
 
 
-def _forms(pieces: Iterable[Piece]) -> tuple[_Form, ...]:
-    return tuple(sorted((name, piece.parcel.cells.dtypes[name]) for piece in pieces for name in piece.columns))
+def _forms(block: Block, *, partial: bool) -> tuple[_Form, ...]:
+    cells = block.cells.items()
+    return tuple(sorted((name, of.parcel.cells.dtypes[name]) for name, of in cells if of.partial is partial))

@@ -104,6 +104,7 @@ class StorageUnit:
             incarnation=self.incarnation,
             controller=self._controller,
             holdings=self.holdings,
+            address=lambda: self.server.address,
             shard=shard,
             keys=keys,
         )
