@@ -203,8 +203,7 @@ class Controller:
         def ended() -> Claimed | None:
             return Claimed(None, True, late) if self.table.claims.ended(claim) else None
 
-        lot = self.table.claims.grant(claim, self.now())
-        if lot is not None:
+        if (lot := self.table.claims.grant(claim, self.now())) is not None:
             return self.safe(Claimed(lot.shrunk(), False, late))
         if (found := ended()) is not None or wait_s <= 0:
             return self.safe(found or Claimed(None, False, late))
@@ -282,8 +281,7 @@ class Controller:
 
     def _set_alarm(self) -> None:
         """Have the alarm ring no later than the first deadline; it may ring for nothing."""
-        due = min(self.table.books.leases.next_deadline, self.sessions.next_deadline)
-        if self._due <= due:
+        if self._due <= (due := min(self.table.books.leases.next_deadline, self.sessions.next_deadline)):
             return
         if self._alarm is not None:
             self._alarm.cancel()
