@@ -47,7 +47,7 @@ def test_sizes_told_by_column_are_known_by_row(columns):
 
 @pytest.mark.parametrize("sizes", [{"a": [1, 2]}, {"a": [1], "b": []}, {"a": [1, 2, 3], "b": [1, 2]}])
 def test_sizes_of_other_rows_are_refused(sizes):
-    with pytest.raises(ValueError, match="sizes of|zip"):
+    with pytest.raises(ValueError, match=r"sizes of|zip"):
         by_row(Cells(dtypes={}, sizes=sizes), 3)
 
 
