@@ -28,16 +28,15 @@ def make_groups(
     first: serial of the first group; row_id: of its first row; the others follow; work: of new groups' rows.
     """
     rows, groups, bare, live = books.rows, partition.groups, partition.bare, State.LIVE
-    number = row_id
+    name, since, number = partition.name, books.now, row_id
     made = 0
     for serial in range(first, first + count):
         group = groups.get(serial)
         if group is None:
-            group = groups[serial] = Group(partition.name, "open", serial, size, 0, ANY_VERSION)
+            group = groups[serial] = Group(name, "open", serial, size, 0, ANY_VERSION)
             mine = group.rows
             for sample in range(size):
-                row = Row(group, sample, number, live, bare, books.now, work, NO_SIZES, NO_TAGS)
-                rows[number] = row
+                rows[number] = row = Row(group, sample, number, live, bare, since, work, NO_SIZES, NO_TAGS)
                 mine.append(row)
                 number += 1
             made += size
