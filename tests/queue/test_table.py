@@ -269,9 +269,9 @@ def test_a_claim_does_not_look_at_all_rows(make_queue):
     looked = []
 
     class Places(dict):
-        def pop(self, *item):
+        def get(self, item):
             looked.append(item)
-            return super().pop(*item)
+            return super().get(item)
 
     index._places = Places(index._places)
     assert len(queue.claim("rollout", rows=16)) == 16

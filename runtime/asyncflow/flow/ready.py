@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from itertools import islice, repeat
+from itertools import islice
 from operator import itemgetter
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -22,31 +22,30 @@ from asyncflow.flow.schedule import Window
 T = TypeVar("T", bound=Hashable)
 Rank: TypeAlias = tuple[int, ...]
 _Run: TypeAlias = tuple[Rank, int, list[Any], "_Shelf"]
-"""(order, tick of the first item, the items with the first one last, where they lie); gone ones may be among them."""
+"""(order, tick of the first item, the items, of which the last one comes first, where they lie)"""
 
 _SLACK = 64
 _BEFORE = itemgetter(0, 1)
 
 
 class _Shelf:
-    """runs: sorted, those before ``start`` are gone; size: items in them; count: how many of these hold."""
+    """runs: sorted, those before ``start`` are empty; count: how many items in them hold; gone: how many do not."""
 
-    __slots__ = ("count", "runs", "size", "start", "window")
+    __slots__ = ("count", "gone", "runs", "start", "window")
 
     def __init__(self, window: Window) -> None:
         self.window = window
         self.runs: list[_Run] = []
         self.start = 0
-        self.size = 0
         self.count = 0
+        self.gone = 0
 
     def insert(self, run: _Run) -> None:
         runs = self.runs
-        if not runs or runs[-1][:2] < run[:2]:
+        if not runs or runs[-1][0] <= run[0]:
             runs.append(run)
         else:
             bisect.insort(runs, run, lo=self.start, key=_BEFORE)
-        self.size += len(run[2])
         self.count += len(run[2])
 
 
@@ -83,10 +82,11 @@ class ReadyIndex(Generic[T]):
 
         weight: what it adds to ``ReadyIndex.weight``. An item that is there already keeps its place.
         """
-        if item not in self._places:
-            self.extend((item,), window=window, order=order, weight=weight)
-            return
-        self.weight += weight - self._heavy.pop(item, 1)
+        if item in self._places:
+            self.weight -= self._heavy.pop(item, 1)
+        else:
+            self._places[item] = self._insert([item], window, order)
+        self.weight += weight
         if weight != 1:
             self._heavy[item] = weight
 
@@ -94,24 +94,29 @@ class ReadyIndex(Generic[T]):
         """Add items that are not there, each of ``weight``, all of one window and one order."""
         if not items:
             return
-        shelf = self._shelves.get(window)
-        if shelf is None:
-            self._shelves[window] = shelf = _Shelf(window)
-        run: _Run = (order, self._ticks, list(items[::-1]), shelf)
-        shelf.insert(run)
-        self._places.update(dict.fromkeys(items, run))
-        self._ticks += len(items)
+        self._places.update(dict.fromkeys(items, self._insert([*items[::-1]], window, order)))
         self.weight += weight * len(items)
         if weight != 1:
             self._heavy.update(dict.fromkeys(items, weight))
+
+    def _insert(self, items: list[T], window: Window, order: Rank) -> _Run:
+        shelf = self._shelves.get(window)
+        if shelf is None:
+            self._shelves[window] = shelf = _Shelf(window)
+        run = (order, self._ticks, items, shelf)
+        self._ticks += len(items)
+        shelf.insert(run)
+        return run
 
     def discard(self, item: T) -> None:
         """Take ``item`` out, if it is there."""
         run = self._places.pop(item, None)
         if run is not None:
             self.weight -= self._heavy.pop(item, 1) if self._heavy else 1
-            run[3].count -= 1
-            self._tidy(run[3])
+            shelf = run[3]
+            shelf.count -= 1
+            shelf.gone += 1
+            self._tidy(shelf)
 
     def discard_all(self, items: Collection[T]) -> None:
         """Take those of ``items`` out that are there."""
@@ -147,17 +152,14 @@ class ReadyIndex(Generic[T]):
         while len(taken) < most:
             run = shelf.runs[shelf.start]
             items = run[2]
-            piece = items[len(taken) - most :]
-            del items[len(taken) - most :]
-            shelf.size -= len(piece)
+            while items and len(taken) < most:
+                item = items.pop()
+                if places.get(item) is run:
+                    del places[item]
+                    taken.append(item)
+                else:
+                    shelf.gone -= 1
             shelf.start += not items
-            piece.reverse()
-            found = list(map(places.pop, piece, repeat(None)))
-            if found.count(run) < len(piece):
-                there = [(item, of) for item, of in zip(piece, found, strict=True) if of is not None]
-                piece = [item for item, of in there if of is run]
-                places.update((item, of) for item, of in there if of is not run)
-            taken += piece
         shelf.count -= len(taken)
         self.weight -= sum([self._heavy.pop(item, 1) for item in taken]) if self._heavy else len(taken)
         self._tidy(shelf)
@@ -193,15 +195,18 @@ class ReadyIndex(Generic[T]):
                 if self._places.get(items[-1]) is run:
                     return run
                 items.pop()
-                shelf.size -= 1
+                shelf.gone -= 1
             shelf.start += 1
 
     def _tidy(self, shelf: _Shelf) -> None:
         """Forget what is gone when it is more than what is there; each item is so moved O(1) times."""
         if not shelf.count:
             del self._shelves[shelf.window]
-        elif shelf.size + shelf.start > 2 * shelf.count + _SLACK:
-            for run in shelf.runs[shelf.start :]:
+        elif shelf.gone > shelf.count + _SLACK:
+            for run in shelf.runs:
                 run[2][:] = [item for item in run[2] if self._places.get(item) is run]
-            shelf.runs = [run for run in shelf.runs[shelf.start :] if run[2]]
-            shelf.start, shelf.size = 0, shelf.count
+            shelf.runs = [run for run in shelf.runs if run[2]]
+            shelf.start = shelf.gone = 0
+        elif shelf.start > len(shelf.runs) // 2 + _SLACK:
+            del shelf.runs[: shelf.start]
+            shelf.start = 0

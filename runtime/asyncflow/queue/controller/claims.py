@@ -112,18 +112,21 @@ class Claims:
         return grants
 
     def _serve(self, queue: TaskQueue, claims: dict[Claim, None], grants: list[Grant], now: float) -> None:
+        waiting = list(claims)
         for exact in (True, False):
-            for claim in list(claims):
+            for claim in waiting:
                 if (lot := self._meet(queue, claim, now, exact=exact)) is not None:
                     self.withdraw(claim)
                     grants.append(Grant(claim, lot))
+            waiting = [claim for claim in claims if claim.appetite.accept]
 
     def grant(self, claim: Claim, now: float) -> Lot | None:
         """Meet ``claim`` if that can be done now; it comes after all parked ones, which so cannot be met."""
         queue = self._queue(claim)
         if queue is None:
             return None
-        return self._meet(queue, claim, now, exact=True) or self._meet(queue, claim, now, exact=False)
+        lot = self._meet(queue, claim, now, exact=True)
+        return lot or (self._meet(queue, claim, now, exact=False) if claim.appetite.accept else None)
 
     def _queue(self, claim: Claim) -> TaskQueue | None:
         queue = self._books.partition(claim.partition).task(claim.task)
@@ -133,8 +136,6 @@ class Claims:
         return queue
 
     def _meet(self, queue: TaskQueue, claim: Claim, now: float, *, exact: bool) -> Lot | None:
-        if not exact and not claim.appetite.accept:
-            return None
         lease = self._books.leases.of_ticket(claim.worker, claim.ticket)
         if lease is not None:
             rows = list(map(self._books.rows.__getitem__, lease.rows))
@@ -262,18 +263,13 @@ class Claims:
         """Tell whether nothing will ever come for ``claim``; see ``Claim.until_done``. Raises Misdirected."""
         partition = self._books.partition(claim.partition)
         queue = partition.task(claim.task)
-        if not partition.ended(claim.task):
+        if partition.closed is None or not partition.ended(claim.task):
             return False
         if not claim.until_done or queue is None:
             return True
         held = self._books.leases.of_worker(claim.worker)
         home = (claim.partition, claim.task)
         return queue.leased == sum(len(lease.rows) for lease in held if (lease.partition, lease.task) == home)
-
-    @property
-    def next_deadline(self) -> float | None:
-        """When ``expire`` is to be called next."""
-        return self._books.leases.next_deadline
 
     def _end(self, lease: Lease, reason: str) -> int:
         rows = list(lease.rows)

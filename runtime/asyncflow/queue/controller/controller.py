@@ -203,8 +203,7 @@ class Controller:
         def ended() -> Claimed | None:
             return Claimed(None, True, late) if self.table.claims.ended(claim) else None
 
-        lot = self.table.claims.grant(claim, self.now())
-        if lot is not None:
+        if (lot := self.table.claims.grant(claim, self.now())) is not None:
             return self.safe(Claimed(lot.shrunk(), False, late))
         if (found := ended()) is not None or wait_s <= 0:
             return self.safe(found or Claimed(None, False, late))
@@ -242,6 +241,9 @@ class Controller:
         """Give the parked calls that can be answered now; an error is an answer too."""
         books = self.table.books
         found: list[tuple[Later[Any], Any]] = []
+        if self._parked.keys().isdisjoint(books.touched):
+            books.touched.clear()
+            return found
         for grant in self.table.claims.serve(self.now()):
             waiter, late = self._claims[grant.claim]
             found.append((self._unpark(waiter), Claimed(grant.lot.shrunk(), False, late)))
@@ -279,9 +281,7 @@ class Controller:
 
     def _set_alarm(self) -> None:
         """Have the alarm ring no later than the first deadline; it may ring for nothing."""
-        lease, unit = self.table.claims.next_deadline, self.sessions.next_deadline
-        due = unit if lease is None or (unit is not None and unit < lease) else lease
-        if due is None or self._due <= due:
+        if self._due <= (due := min(self.table.books.leases.next_deadline, self.sessions.next_deadline)):
             return
         if self._alarm is not None:
             self._alarm.cancel()

@@ -92,8 +92,7 @@ def _completed(books: Books, event: ev.Completed) -> None:
 
 def _returned(books: Books, event: ev.Returned) -> None:
     queue, rows = books.end_rows(event.lease, event.rows, done=False)
-    for row in rows:
-        queue.freed(row)
+    queue.freed(rows)
     books.partition(queue.spec.partition).returned += len(rows)
 
 

@@ -5,11 +5,11 @@ Invariant: as for all folds, see ``Books``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from asyncflow.queue.controller.books import Books, Fold
 from asyncflow.queue.controller.partition import Partition
-from asyncflow.queue.controller.state import IDLE, State, Work, new_groups
+from asyncflow.queue.controller.state import ANY_VERSION, IDLE, NO_SIZES, NO_TAGS, NO_WORK, Group, Row, State, Work
 from asyncflow.queue.ledger import events as ev
 
 
@@ -17,7 +17,7 @@ def _put(books: Books, event: ev.Put) -> None:
     partition = books.partition(event.partition)
     partition.purpose = "open"
     partition.used.add(event.serial, event.groups)
-    make_groups(books, partition, event.serial, event.groups, event.size, event.row, {})
+    make_groups(books, partition, event.serial, event.groups, event.size, event.row, NO_WORK)
 
 
 def make_groups(
@@ -27,31 +27,27 @@ def make_groups(
 
     first: serial of the first group; row_id: of its first row; the others follow; work: of new groups' rows.
     """
-    serials = range(first, first + count)
-    if partition.groups.keys().isdisjoint(serials):
-        _make_new(books, partition, serials, size, row_id, work)
-        return
-    for number, serial in enumerate(serials):
-        group, row = partition.groups.get(serial), row_id + number * size
+    rows, groups, bare, live = books.rows, partition.groups, partition.bare, State.LIVE
+    name, since, number = partition.name, books.now, row_id
+    made = 0
+    for serial in range(first, first + count):
+        group = groups.get(serial)
         if group is None:
-            _make_new(books, partition, [serial], size, row, work)
+            group = groups[serial] = Group(name, "open", serial, size, 0, ANY_VERSION)
+            mine = group.rows
+            for sample in range(size):
+                rows[number] = row = Row(group, sample, number, live, bare, since, work, NO_SIZES, NO_TAGS)
+                mine.append(row)
+                number += 1
+            made += size
             continue
         for sample in range(size):
             if group.rows[sample].state is State.WANTED:
-                books.enter(partition, group, sample, row + sample)
-
-
-def _make_new(
-    books: Books, partition: Partition, serials: Sequence[int], size: int, row_id: int, work: Mapping[str, Work]
-) -> None:
-    groups, rows = new_groups(
-        partition.name, serials, size=size, row=row_id, shape=partition.bare, since=books.now, work=work
-    )
-    partition.groups.update(zip(serials, groups, strict=True))
-    books.rows.update(zip(range(row_id, row_id + len(rows)), rows, strict=True))
-    partition.counts[State.LIVE] += len(rows)
+                books.enter(partition, group, sample, number)
+            number += 1
+    partition.counts[live] += made
     for task, did in work.items():
-        partition.queues[task].busy += len(rows) * bool(did.done)
+        partition.queues[task].busy += made * bool(did.done)
 
 
 def _rows_cleared(books: Books, event: ev.RowsCleared) -> None:

@@ -32,6 +32,7 @@ from asyncflow.queue.protocol.shard_calls import controller_of
 
 Frames = Sequence[memoryview]
 _DONE = calls.Done()
+_PUTS = (unit_calls.NewRows, unit_calls.OpenRows)
 
 
 class Handlers:
@@ -188,7 +189,7 @@ class Handlers:
             return unit_calls.Verdict([], ProtocolError(str(wrong), where="controller").to_wire())
         except AsyncFlowError as error:
             return unit_calls.Verdict([], error.to_wire())
-        if isinstance(entry, unit_calls.NewRows | unit_calls.OpenRows):
+        if isinstance(entry, _PUTS):
             self._sessions.placed(session, sum(verdict.ok))
         return verdict
 

@@ -145,6 +145,6 @@ class Leases:
         return ended
 
     @property
-    def next_deadline(self) -> float | None:
-        """A time before which no lease ends, perhaps long before; None without leases since ``due``."""
-        return self._heap[0][0] if self._heap else None
+    def next_deadline(self) -> float:
+        """A time before which no lease ends, perhaps long before; infinite without leases since ``due``."""
+        return self._heap[0][0] if self._heap else math.inf

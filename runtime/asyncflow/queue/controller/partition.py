@@ -118,23 +118,18 @@ class Partition:
 
     def created(self, rows: Sequence[Row], shape: Shape) -> None:
         """Take new rows of open groups, all of ``shape``, into the indexes."""
-        for queue in self.queues.values():
-            if queue.suits(shape):
-                queue.created(rows)
+        for queue in self.gains(self.bare, shape):
+            queue.created(rows)
 
     def gained(self, changed: Iterable[tuple[Row, Shape]]) -> None:
         """Take rows, each with its shape before, into the indexes of those tasks that waited for their new columns."""
-        groups: dict[tuple[TaskQueue, Group], None] = {}
+        gained: dict[TaskQueue, list[Row]] = {}
         for row, before in changed:
-            if row.shape is before:
-                continue
-            for queue in self.gains(before, row.shape):
-                if queue.by_group:
-                    groups[queue, row.group] = None
-                else:
-                    queue.freed(row)
-        for queue, group in groups:
-            queue.refresh(group)
+            if row.shape is not before:
+                for queue in self.gains(before, row.shape):
+                    gained.setdefault(queue, []).append(row)
+        for queue, rows in gained.items():
+            queue.freed(rows)
 
     def gains(self, before: Shape, after: Shape) -> list[TaskQueue]:
         """Give the tasks that ``after`` suits and ``before`` did not."""

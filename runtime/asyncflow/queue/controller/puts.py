@@ -8,12 +8,11 @@ has not yet told what it holds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import compress
 
 from asyncflow.errors import PeerLost, Refused
 from asyncflow.queue.controller.books import Books
 from asyncflow.queue.controller.partition import Partition
-from asyncflow.queue.controller.state import Shape, State
+from asyncflow.queue.controller.state import Row, Shape, State
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.messages import KEY_TAG, SERIAL_BITS, Tag
 
@@ -99,15 +98,15 @@ class Puts:
 
         Those of ``numbers`` of which no row was made are of groups that had lost other rows only.
         """
-        found = list(map(self._books.rows.get, numbers))
-        fresh = [row for row in found if row is not None]
-        if len(fresh) < len(numbers):
-            sizes, tags = list(compress(sizes, found)), list(compress(tags, found))
-        for row, cells in zip(fresh, sizes, strict=True):
-            row.shape, row.cells, row.here = shape, cells, True
+        there = self._books.rows
+        fresh: list[Row] = []
+        for number, cells in zip(numbers, sizes, strict=True):
+            if (row := there.get(number)) is not None:
+                row.shape, row.cells, row.here = shape, cells, True
+                fresh.append(row)
         if tags:
-            for row, tagged in zip(fresh, tags, strict=True):
-                row.tags = tagged
+            for row in fresh:
+                row.tags = tags[row.row - numbers[0]]
             partition.name_rows(fresh)
         partition.created(fresh, shape)
 

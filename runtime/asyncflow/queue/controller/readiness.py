@@ -11,6 +11,7 @@ to the same end: ``created``, ``freed`` and ``taken``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from asyncflow.flow.ready import ReadyIndex
 from asyncflow.flow.schedule import Window
@@ -77,29 +78,37 @@ class TaskQueue:
 
     def created(self, rows: Sequence[Row]) -> None:
         """Take in new rows, which have all that the task needs; their groups differ in nothing but their serials."""
+        if self.by_group or self._keyed:
+            self.freed(rows)
+        elif len(rows) == 1:
+            self._add(rows[0])
+        elif rows:
+            window, order = self._place(rows[0])
+            self.index.extend(rows, window=window, order=order)
+
+    def freed(self, rows: Sequence[Row]) -> None:
+        """Note that ``rows`` or their columns came to be there for this task."""
         if self.by_group:
             for group in dict.fromkeys([row.group for row in rows]):
                 self.refresh(group)
-        elif self._keyed:
-            for row in rows:
-                self._add(row)
-        elif rows:
-            group = rows[0].group
-            self.index.extend(rows, window=group.window, order=self._order(group, 0))
-
-    def freed(self, row: Row) -> None:
-        """Note that ``row`` or its columns came to be there for this task."""
-        if self.by_group:
-            self.refresh(row.group)
-        elif self.has_ready(row):
-            self._add(row)
+            return
+        ready = [row for row in rows if self.has_ready(row) and row not in self.index]
+        if len(ready) == 1:
+            self._add(ready[0])
+            return
+        for (window, order), alike in groupby(ready, self._place):
+            self.index.extend(list(alike), window=window, order=order)
 
     def taken(self, rows: Sequence[Row]) -> None:
         """Note that ``rows`` are not ready any more: they are held or gone, and with them their groups' readiness."""
         self.index.discard_all({row.group for row in rows} if self.by_group else rows)
 
     def _add(self, row: Row) -> None:
-        self.index.add(row, window=row.group.window, order=self._order(row.group, row.sample))
+        window, order = self._place(row)
+        self.index.add(row, window=window, order=order)
+
+    def _place(self, row: Row) -> tuple[Window, tuple[int, ...]]:
+        return row.group.window, self._order(row.group, row.sample)
 
     def _blocks(self, row: Row) -> bool:
         if row.state.final:

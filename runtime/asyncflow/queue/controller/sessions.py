@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -59,7 +60,10 @@ def _answer(future: asyncio.Future[Orders], orders: Orders) -> None:
 
 
 class Sessions:
-    """All units. lost_s: seconds of silence after which what a unit held is given up."""
+    """All units. lost_s: seconds of silence after which what a unit held is given up.
+
+    next_deadline: a time before which none has been silent for so long, perhaps long before; infinite without units.
+    """
 
     def __init__(self, table: Table, *, lost_s: float) -> None:
         self._table = table
@@ -68,10 +72,12 @@ class Sessions:
         self._replaced: set[str] = set()
         self._turn = 0
         self._watch_s = min(_WATCH_S, lost_s / 4)
+        self.next_deadline = math.inf
 
     def start(self, now: float) -> None:
         """Expect the units of the ledger to come back."""
         self._units = {index: _Unit(unit.epoch, now) for index, unit in self._table.books.units.items()}
+        self.next_deadline = self._silent_from()
         self._turn = 0
 
     @property
@@ -104,6 +110,7 @@ class Sessions:
             others = [unit.given for index, unit in self._units.items() if index != hello.unit]
             self._units[hello.unit] = known = _Unit(epoch, now, given=min(others, default=0))
         known.seen, known.limit, known.address = now, hello.limit, hello.address
+        self.next_deadline = min(self.next_deadline, now + self._lost_s)
         return Welcome(self._table.controller, epoch, self._watch_s)
 
     def check(self, session: Session, now: float) -> None:
@@ -232,13 +239,12 @@ class Sessions:
                 log.warning("storage unit %d was silent for %g s: its rows are given up", index, self._lost_s)
                 del self._units[index]
                 self._table.lose_unit(index)
+        self.next_deadline = self._silent_from()
 
     def excuse(self, now: float) -> None:
         """Count silence anew, because the controller itself did not run."""
         for unit in self._units.values():
             unit.seen = now
 
-    @property
-    def next_deadline(self) -> float | None:
-        """When ``lose_silent`` is to be called next."""
-        return min([unit.seen for unit in self._units.values()]) + self._lost_s if self._units else None
+    def _silent_from(self) -> float:
+        return min([unit.seen for unit in self._units.values()], default=math.inf) + self._lost_s

@@ -5,8 +5,7 @@ A row's ``state`` is where it stands for good: ``LIVE`` (lease tasks work on it,
 What is ready, leased or done is told for each task by ``Work``.
 
 There may be a million rows, so what many have in common they share: a ``Shape`` names the columns of all rows that got
-the same ones in the same order, a ``Work`` serves all rows of a lease, and neither changes. Rows come by the hundred,
-so ``new_groups`` makes all of a put at once.
+the same ones in the same order, a ``Work`` serves all rows of a lease, and neither changes.
 
 Invariants: a sample has one ``Row`` and that has one state; a row id belongs to one ``Row`` for ever, wherever it lies;
 the rows of a group are put on one unit, and go to another together. Fields marked volatile are told by the units and
@@ -16,8 +15,7 @@ not by the ledger.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
-from itertools import chain, cycle, repeat
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -60,9 +58,9 @@ class Work(Struct, frozen=True, gc=False):
 
 IDLE = Work()
 ANY_VERSION = Window(0, NEWEST)
-_NO_WORK: dict[str, Work] = {}
-_NO_TAGS: dict[str, Tag] = {}
-_NO_SIZES: dict[str, int] = {}
+NO_WORK: dict[str, Work] = {}
+NO_TAGS: dict[str, Tag] = {}
+NO_SIZES: dict[str, int] = {}
 
 
 class Shape:
@@ -123,7 +121,7 @@ class Row(Struct, eq=False):
 
     def absent(self, shape: Shape) -> None:
         """Take note that its bytes are gone. shape: that of a row without columns."""
-        self.shape, self.cells, self.partial, self.here = shape, (), _NO_SIZES, False
+        self.shape, self.cells, self.partial, self.here = shape, (), NO_SIZES, False
 
     @property
     def columns(self) -> dict[str, int]:
@@ -196,35 +194,9 @@ class Group(Struct, eq=False):
         return "".join([LETTERS[row.state] for row in self.rows])
 
 
-def new_row(
-    group: Group, sample: int, row: int, state: State, shape: Shape, since: float, work: Mapping[str, Work] = _NO_WORK
-) -> Row:
-    """Give a row of which its unit has not told yet."""
-    return Row(group, sample, row, state, shape, since, work, _NO_SIZES, _NO_TAGS)
-
-
-def new_groups(
-    partition: str, serials: Sequence[int], *, size: int, row: int, shape: Shape, since: float, work: Mapping[str, Work]
-) -> tuple[list[Group], list[Row]]:
-    """Give new open groups of ``size`` living rows, whose ids count on from ``row``; and the rows of all of them."""
-    groups = [Group(partition, "open", serial, size, 0, ANY_VERSION) for serial in serials]
-    rows = list(
-        map(
-            Row,
-            groups if size == 1 else chain.from_iterable(map(repeat, groups, repeat(size))),
-            cycle(range(size)),
-            range(row, row + size * len(groups)),
-            repeat(State.LIVE),
-            repeat(shape),
-            repeat(since),
-            repeat(work),
-            repeat(_NO_SIZES),
-            repeat(_NO_TAGS),
-        )
-    )
-    for at, group in enumerate(groups):
-        group.rows = rows[at * size : (at + 1) * size]
-    return groups, rows
+def new_row(group: Group, sample: int, row: int, state: State, shape: Shape, since: float) -> Row:
+    """Give a row with which nothing has happened, and of which its unit has not told yet."""
+    return Row(group, sample, row, state, shape, since, NO_WORK, NO_SIZES, NO_TAGS)
 
 
 class Finished(NamedTuple):

@@ -227,13 +227,14 @@ class Table:
         """
         held = self.claims.holder(lease)
         if held is not None:
-            queue = self.books.partitions[held.partition].queues[held.task]
+            partition = self.books.partitions[held.partition]
+            queue = partition.queues[held.task]
             if missing := set(queue.spec.writes) - cells.dtypes.keys():
                 raise Refused(f"task {held.task} writes {sorted(missing)} too", where=f"lease {lease}")
-            self.books.check_schema(self.books.partitions[held.partition], cells.dtypes)
+            self.books.check_schema(partition, cells.dtypes)
             if queue.spec.clears and cells.sizes:
                 raise Refused("the task clears what it completes, so it writes nothing", where=f"lease {lease}")
-            if tags and any(KEY_TAG in of for of in tags) and self.books.partitions[held.partition].purpose == "open":
+            if tags and any(KEY_TAG in of for of in tags) and partition.purpose == "open":
                 hint = "Put the row under the other key, and clear this one"
                 raise Refused(f"the tag {KEY_TAG!r} is the row's key and stays", where=f"lease {lease}", hint=hint)
         whole = held is not None and held.rows.keys() >= set(rows)

@@ -239,10 +239,10 @@ def _sync(fd: int) -> None:
 
 
 def _write(fd: int, data: bytes) -> int:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-    return len(data)
+    done = os.write(fd, data)
+    while done < len(data):
+        done += os.write(fd, data[done:])
+    return done
 
 
 def _sync_directory(directory: Path) -> None:

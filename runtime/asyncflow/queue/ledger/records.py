@@ -29,7 +29,8 @@ _decode = msgspec.msgpack.Decoder(Event).decode
 def pack(event: Event) -> bytes:
     """Give ``event`` as one record."""
     payload = _encode(event)
-    return _HEADER.pack(_MAGIC, len(payload), _checksum(payload)) + payload
+    size = len(payload)
+    return _HEADER.pack(_MAGIC, size, zlib.crc32(payload, size)) + payload
 
 
 def read_ledger(directory: Path) -> Iterator[Event]:
