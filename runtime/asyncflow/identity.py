@@ -7,6 +7,7 @@ a row id says where the row was put, which is where it lies unless it was moved 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 NEWEST = 2**31 - 1
@@ -73,6 +74,11 @@ class RowPlace(NamedTuple):
 def unit_of(row: int) -> int:
     """Give the unit where row id ``row`` was put."""
     return row >> COUNTER_BITS & (1 << _UNIT_BITS) - 1
+
+
+def units_of(rows: Iterable[int]) -> list[int]:
+    """Give for each of ``rows`` the unit where it was put."""
+    return [row >> COUNTER_BITS & (1 << _UNIT_BITS) - 1 for row in rows]
 
 
 def home_of(row: int) -> int:

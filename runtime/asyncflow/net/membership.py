@@ -67,7 +67,7 @@ class Membership:
         self._members: dict[tuple[str, int], Member] = {}
         self._known_before: dict[tuple[str, int], Member] = {}
         self._told: dict[tuple[str, int], Member] = {}
-        self._by_role: dict[str, list[Member]] = {}
+        self._by_role: dict[str, tuple[Member, ...]] = {}
         self._trusted_from = 0.0
         self._revision = -1
         self._heartbeat_s = 1.0
@@ -96,9 +96,12 @@ class Membership:
                 log.info("%s left without a goodbye: %s", self.member, error)
         await self.driver.close()
 
-    def peers(self, role: str) -> list[Member]:
-        """Give the members of ``role`` that are known now, this process included, in order of their index."""
-        return list(self._by_role.get(role, ()))
+    def peers(self, role: str) -> tuple[Member, ...]:
+        """Give the members of ``role`` that are known now, this process included, in order of their index.
+
+        It is the same object until the members change.
+        """
+        return self._by_role.get(role, ())
 
     def peer(self, role: str, index: int = 0) -> Member | None:
         """Give one member, or None while there is none."""
@@ -106,7 +109,7 @@ class Membership:
 
     def address(self, role: str, index: int = 0) -> str | None:
         """Give where a member answers calls, or None while there is none: a resolver for ``RpcClient``."""
-        member = self.peer(role, index)
+        member = self._members.get((role, index))
         return (member.address or None) if member is not None else None
 
     def nudge(self) -> None:
@@ -201,9 +204,10 @@ class Membership:
         self._revision = revision
         self._told = {(member.role, member.index): member for member in members}
         self._members = self._known_before | self._told
-        self._by_role = {}
+        by_role: dict[str, list[Member]] = {}
         for place in sorted(self._members):
-            self._by_role.setdefault(place[0], []).append(self._members[place])
+            by_role.setdefault(place[0], []).append(self._members[place])
+        self._by_role = {role: tuple(members) for role, members in by_role.items()}
         self._wake()
         for told in self.on_peers:
             told()

@@ -9,6 +9,7 @@ Invariant: no thread waits for another; no event loop is needed.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
@@ -18,7 +19,7 @@ from asyncflow.net.keys import Keys
 from asyncflow.net.membership import Membership
 from asyncflow.queue.client.lane import Lane
 from asyncflow.queue.client.open_verbs import OpenVerbs
-from asyncflow.queue.client.placement import taking
+from asyncflow.queue.client.placement import Taking
 from asyncflow.queue.client.verbs import Peer, Verb
 
 P = ParamSpec("P")
@@ -31,6 +32,17 @@ def _blocking(verb: Callable[Concatenate[OpenVerbs, P], Verb[T]]) -> Callable[Co
         return queue.run(verb(queue.verbs, *args, **options))
 
     return run
+
+
+_living: weakref.WeakSet[BlockingQueue] = weakref.WeakSet()
+
+
+def _begin_anew() -> None:
+    for queue in _living:
+        queue.begin_anew()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 class BlockingQueue:
@@ -47,14 +59,14 @@ class BlockingQueue:
         keys: Keys | None = None,
         shard: Callable[[int], str | None] = lambda _: None,
     ) -> None:
-        self._verbs = OpenVerbs(units=units, worker=worker, attempt=attempt)
+        self.verbs = OpenVerbs(units=units, worker=worker, attempt=attempt)
         self._controller = controller if callable(controller) else lambda: controller
         self._unit = unit
         self._shard = shard
         self._keys = keys
         self._idle: list[Lane] = []
-        self._process = os.getpid()
         self._closed = False
+        _living.add(self)
 
     @classmethod
     def of(cls, membership: Membership, *, keys: Keys | None = None) -> BlockingQueue:
@@ -62,20 +74,17 @@ class BlockingQueue:
         return cls(
             controller=lambda: membership.address("controller"),
             unit=lambda index: membership.address("storage", index),
-            units=lambda: taking(membership),
+            units=Taking(membership),
             worker=membership.member.incarnation,
             attempt=membership.member.attempt,
             keys=keys,
             shard=lambda index: membership.address("controller", index),
         )
 
-    @property
-    def verbs(self) -> OpenVerbs:
-        """The verbs of this process: after a fork it has names of its own for what it claims and puts."""
-        if self._process != os.getpid():
-            old, self._idle, self._process = self._verbs, [], os.getpid()
-            self._verbs = OpenVerbs(units=old.units, worker=old.worker, attempt=old.attempt)
-        return self._verbs
+    def begin_anew(self) -> None:
+        """Have connections of its own, in a process that was forked, and names for what it claims and puts."""
+        self._idle = []
+        self.verbs = OpenVerbs(units=self.verbs.units, worker=self.verbs.worker, attempt=self.verbs.attempt)
 
     def close(self) -> None:
         """Close all connections: of calls under way when they are done. Later calls raise PeerLost."""

@@ -16,7 +16,7 @@ from asyncflow.net.keys import Keys
 from asyncflow.net.membership import Membership
 from asyncflow.queue.client.connections import Connections
 from asyncflow.queue.client.open_verbs import OpenVerbs
-from asyncflow.queue.client.placement import taking
+from asyncflow.queue.client.placement import Taking
 from asyncflow.queue.client.verbs import Verb
 
 P = ParamSpec("P")
@@ -63,7 +63,7 @@ class QueueClient:
         return cls(
             controller=lambda: membership.address("controller"),
             unit=lambda index: membership.address("storage", index),
-            units=lambda: taking(membership),
+            units=Taking(membership),
             worker=membership.member.incarnation,
             attempt=membership.member.attempt,
             keys=keys,

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 
 from asyncflow.errors import Refused, StaleHandle
-from asyncflow.identity import unit_of
+from asyncflow.identity import units_of
 from asyncflow.net.frames import BatchHeader, Jagged, encode_batch
 from asyncflow.queue.client.routing import at_homes
 from asyncflow.queue.client.scatter import part_of, spread_out
@@ -66,7 +66,7 @@ class OpenVerbs(RowVerbs):
             verdicts, _ = yield from once(unit, "unit.write", request, calls.Verdicts, timeout=seconds, frames=frames)
             return verdicts.ok
 
-        homes = [unit_of(row) for row in rows]
+        homes = units_of(rows)
         parts = yield from at_homes(self, rows, homes, send, what="writing rows", timeout=timeout)
         written = spread_out(parts, len(rows), False)
         if gone := [row for row, ok in zip(rows, written, strict=True) if not ok]:

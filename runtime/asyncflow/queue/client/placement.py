@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from asyncflow.errors import AsyncFlowError, PeerLost
 from asyncflow.net.membership import Membership
+from asyncflow.net.roster import Member
 from asyncflow.queue.client.verbs import Clock, Verb, once
 from asyncflow.queue.protocol.calls import Nothing
 from asyncflow.queue.protocol.moving_calls import Shares
@@ -27,9 +28,21 @@ _AVOID_S = 10.0
 """How long a unit that says that it leaves is not asked again; its successor may be there then."""
 
 
-def taking(membership: Membership) -> list[int]:
-    """Give the indices of the units that take new rows, as the directory knows them."""
-    return [member.index for member in membership.peers("storage") if not member.info.get(LEAVING)]
+class Taking:
+    """Gives the indices of the units that take new rows, as the directory knows them."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._members: tuple[Member, ...] = ()
+        self._units: list[int] = []
+
+    def __call__(self) -> Sequence[int]:
+        """Give them, in order."""
+        members = self._membership.peers("storage")
+        if members is not self._members:
+            self._units = [member.index for member in members if not member.info.get(LEAVING)]
+            self._members = members
+        return self._units
 
 
 class Placement:

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+import numpy as np
+
 from asyncflow.errors import Refused
-from asyncflow.net.frames import Jagged
+from asyncflow.net.frames import Array, Jagged
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -34,12 +36,25 @@ def part_of(columns: Mapping[str, Jagged], indices: Sequence[int], rows: int) ->
     return dict(columns) if len(indices) == rows else {name: column.take(indices) for name, column in columns.items()}
 
 
-def join(parts: Sequence[dict[str, Jagged]], indices: Iterable[Sequence[int]]) -> dict[str, Jagged]:
+def join(parts: Sequence[dict[str, Jagged]], indices: Sequence[Sequence[int]]) -> dict[str, Jagged]:
     """Put columns of parts together so that the row which stands for index i comes at place i."""
     if len(parts) <= 1:
         return parts[0] if parts else {}
     runs = _runs(indices)
-    return {name: Jagged.gather([(parts[part][name], start, stop) for part, start, stop in runs]) for name in parts[0]}
+    if len(runs) == len(parts):
+        return {name: Jagged.gather([(parts[part][name], a, b) for part, a, b in runs]) for name in parts[0]}
+    order = np.argsort(np.concatenate([np.asarray(mine) for mine in indices]))
+    return {name: _interleaved([part[name] for part in parts], runs, order) for name in parts[0]}
+
+
+def _interleaved(columns: Sequence[Jagged], runs: Sequence[tuple[int, int, int]], order: Array) -> Jagged:
+    """Put the rows of ``columns`` together by ``runs``; order: where each comes from, if they lay one after another."""
+    if len(forms := {column.form for column in columns}) > 1:
+        raise ValueError(f"rows of {', '.join(sorted(forms))} cannot be one column")
+    bounds = [column.offsets.tolist() for column in columns]
+    values = np.concatenate([columns[part].values[bounds[part][a] : bounds[part][b]] for part, a, b in runs])
+    lengths = np.concatenate([column.lengths for column in columns])[order]
+    return Jagged.trusted(values, lengths, columns[0].dtype, columns[0].inner)
 
 
 def spread_out(parts: Iterable[tuple[Sequence[int], Sequence[T] | None]], count: int, otherwise: T) -> list[T]:

@@ -17,7 +17,7 @@ from asyncflow.net.keys import Keys
 from asyncflow.net.membership import Membership
 from asyncflow.net.roster import Member
 from asyncflow.queue.client.client import QueueClient
-from asyncflow.queue.client.placement import taking
+from asyncflow.queue.client.placement import Taking
 
 ROLE = "client"
 _JOIN_S = 30.0
@@ -39,7 +39,7 @@ async def visit(
     queue = QueueClient(
         controller=lambda: membership.address("controller"),
         unit=lambda index: membership.address("storage", index),
-        units=lambda: taking(membership),
+        units=Taking(membership),
         worker=worker or member.incarnation,
         keys=keys,
         shard=lambda index: membership.address("controller", index),

@@ -161,9 +161,7 @@ class Controller:
         """
         books = self.table.books
         found = self._find_answers() if books.touched else []
-        if books.frees:
-            self.sessions.order(books.frees)
-            books.frees.clear()
+        frees, books.frees = books.frees, []
         if books.outbox:
             self._ledger.append(books.outbox)
             books.outbox.clear()
@@ -172,6 +170,8 @@ class Controller:
             pending = self._ledger.commit()
         except OSError as error:
             raise self._broken(error) from error
+        if frees:
+            self.sessions.order(frees, after=pending)
         if found:
             asyncio.get_running_loop().call_soon(self._give_all, found, pending)
         return pending

@@ -1,7 +1,8 @@
 """The storage units as the controller knows them: who is there, how full, and which rows each must still free.
 
 Invariants: orders are kept until the unit has said that it carried them out, so a lost answer loses none; a unit is
-taken for lost only after it was silent for ``lost_s`` while the controller itself ran.
+told to free a row only when the ledger has why; a unit is taken for lost only after it was silent for ``lost_s`` while
+the controller itself ran.
 """
 
 from __future__ import annotations
@@ -119,8 +120,15 @@ class Sessions:
         if missing:
             log.warning("storage unit %d came back without %d rows", session.unit, missing)
 
-    def order(self, rows: Iterable[Row]) -> None:
-        """Have the units free ``rows``; those of units that are gone are gone with them."""
+    def order(self, rows: Iterable[Row], *, after: asyncio.Future[None] | None = None) -> None:
+        """Have the units free ``rows``; those of units that are gone are gone with them.
+
+        after: when this is done, and if it went well. The ledger then has why, and the units have been sent the
+        verdicts that made the rows, without which they would pass them over.
+        """
+        if after is not None:
+            after.add_done_callback(lambda done: None if done.exception() else self.order(rows))
+            return
         told: dict[int, list[int]] = {}
         for row in rows:
             told.setdefault(row.moved or home_of(row.row), []).append(row.row)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct, field
 
-from asyncflow.identity import NEWEST, unit_of
+from asyncflow.identity import NEWEST, units_of
 from asyncflow.queue.protocol.messages import LeasedRow, Purpose, RowMeta, Tag
 from asyncflow.queue.protocol.runs import expand, expand_equal, shrink, shrink_equal
 
@@ -43,7 +43,7 @@ class Lot(Struct, frozen=True, array_like=True, kw_only=True):
     @property
     def homes(self) -> list[int]:
         """The unit of each row."""
-        return self.units or [unit_of(row) for row in self.rows]
+        return self.units or units_of(self.rows)
 
     def shrunk(self) -> Lot:
         """Give the same in few bytes, where there are many."""
