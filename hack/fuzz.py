@@ -8,18 +8,21 @@ A target fails where anything but the error that it names comes out. `make fuzz`
 
 import argparse
 import contextlib
+import os
 import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from asyncflow.errors import LedgerCorrupt, ProtocolError
-from asyncflow.net import wire
+from asyncflow.net import arena, wire
+from asyncflow.net.arena_loans import Incoming
+from asyncflow.net.arena_stream import ArenaInbox
 from asyncflow.net.frames import BatchHeader, decode_batch, encode_batch
 from asyncflow.net.handshake import Handshake
 from asyncflow.net.jagged import OBJECT, TEXT, Jagged
@@ -45,6 +48,7 @@ REQUESTS = [
 ]
 _header = msgspec.msgpack.Decoder(BatchHeader)
 _staging = staging()
+_shared = arena.made()
 _pieces = msgspec.msgpack.Decoder(list[bytes])
 _ids = msgspec.msgpack.Decoder(list[int])
 _keys = Keys(secret=b"k" * 40)
@@ -72,19 +76,30 @@ def request(data: bytes) -> None:
 
 def stream(data: bytes) -> None:
     """What comes on a plain stream, in pieces whose lengths the first byte says."""
-    inbox, step = Inbox(most=MOST, seal=None, staging=_staging), 1 + (data[0] if data else 0)
-    try:
+    for message in _messages(Inbox(most=MOST, seal=None, staging=_staging), data):
+        assert sum(map(len, message)) <= len(data)
+
+
+def places(data: bytes) -> None:
+    """What comes from a peer that shares memory: as in ``stream``, with parts that may lie there."""
+    incoming = Incoming(os.dup(_shared))
+    kept = list(_messages(ArenaInbox(incoming, most=MOST, staging=_staging), data))
+    incoming.close()
+    assert all(sum(len(bytes(part)) for part in message) <= MOST for message in kept)
+
+
+def _messages(inbox: Inbox, data: bytes) -> Iterator[list[memoryview]]:
+    """Give what comes until something is wrong."""
+    step = 1 + (data[0] if data else 0)
+    with contextlib.suppress(ProtocolError):
         for at in range(1, len(data), step):
             piece = data[at : at + step]
             while piece:
                 room = inbox.room()
                 fits = min(len(room), len(piece))
                 room[:fits] = piece[:fits]
-                for message in inbox.took(fits):
-                    assert sum(map(len, message)) <= len(data)
+                yield from inbox.took(fits)
                 piece = piece[fits:]
-    except ProtocolError:
-        return
 
 
 def batch(data: bytes) -> None:
@@ -172,7 +187,7 @@ def ids(data: bytes) -> None:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    target.__name__: target for target in (header, request, stream, batch, plain, ledger, handshake, feed, ids)
+    target.__name__: target for target in (header, request, stream, places, batch, plain, ledger, handshake, feed, ids)
 }
 
 
@@ -202,6 +217,7 @@ def seeds() -> dict[str, list[bytes]]:
         "header": [call],
         "request": [claim, leg, told],
         "stream": [b"\x07" + struct.pack("<QI2Q", 25, 2, 3, 2) + b"abcde"],
+        "places": [b"\xff" + struct.pack("<QIQ", 12, 1, 1 << 63 | 9 << 40 | 1 << 16)],
         "batch": [pieces],
         "plain": [pack_object(value) for value in columns["c"]],
         "ledger": [records],

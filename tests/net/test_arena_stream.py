@@ -100,6 +100,18 @@ def test_large_parts_do_not_go_over_the_wire_and_need_no_answer():
     way.close()
 
 
+@pytest.mark.parametrize("step", [1, 1 << 16])
+def test_room_is_there_again_as_soon_as_nobody_looks_at_a_message(step):
+    way = Way(100 * PAGE)
+    way.send(0, [b"small", bytes(40 * PAGE)])
+    assert len(way.wire) < 100
+    way.receive_all(step)
+    assert way.outgoing.put(memoryview(bytes(99 * PAGE))) is None
+    way.came.clear()
+    assert way.outgoing.put(memoryview(bytes(99 * PAGE))) == 1
+    way.close()
+
+
 def test_what_finds_no_room_goes_over_the_wire_and_no_other():
     way = Way(100 * PAGE)
     messages = [parts_of([10, 60 * PAGE]), parts_of([LARGE]), parts_of([60 * PAGE, 7, LARGE])]

@@ -69,6 +69,20 @@ def test_a_reader_is_called_until_it_is_removed(run: Run, pair: tuple[socket.soc
     assert run(main()) == [("first", b"a"), ("second", b"b")]
 
 
+def test_a_socket_that_was_closed_under_its_reader_is_no_obstacle(run: Run) -> None:
+    async def main() -> None:
+        loop, (ours, theirs) = asyncio.get_running_loop(), socket.socketpair()
+        number = ours.fileno()
+        loop.add_reader(ours, lambda: None)
+        ours.close()
+        with pytest.raises(OSError, match="descriptor"):
+            loop.add_reader(number, lambda: None)
+        assert loop.remove_reader(number)
+        theirs.close()
+
+    run(main())
+
+
 def test_of_those_ready_at_once_none_is_called_that_another_removed(run: Run) -> None:
     async def main() -> int:
         loop, called, pairs = asyncio.get_running_loop(), [], [socket.socketpair() for _ in range(3)]
@@ -89,14 +103,17 @@ def test_of_those_ready_at_once_none_is_called_that_another_removed(run: Run) ->
     assert run(main()) == 1
 
 
-def test_a_reader_that_fails_is_logged_and_harms_no_other(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError("oh"), asyncio.CancelledError("oh")])
+def test_a_reader_that_fails_is_logged_and_harms_no_other(
+    run: Run, caplog: pytest.LogCaptureFixture, error: BaseException
+) -> None:
     async def main() -> bytes:
         loop, came = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
         pairs = [socket.socketpair() for _ in range(2)]
 
         def fail() -> None:
             loop.remove_reader(pairs[0][0])
-            raise ZeroDivisionError("oh")
+            raise error
 
         def read() -> None:
             loop.remove_reader(pairs[1][0])
@@ -113,7 +130,7 @@ def test_a_reader_that_fails_is_logged_and_harms_no_other(run: Run, caplog: pyte
 
     with caplog.at_level(logging.ERROR):
         assert run(main()) == b"here"
-    assert "ZeroDivisionError: oh" in caplog.text
+    assert f"{type(error).__name__}: oh" in caplog.text
 
 
 def test_a_reader_may_close_what_can_be_written_at_the_same_time(run: Run) -> None:
@@ -134,6 +151,62 @@ def test_a_reader_may_close_what_can_be_written_at_the_same_time(run: Run) -> No
         return called
 
     assert run(main()) == ["read"]
+
+
+@pytest.mark.parametrize("asks", ["soon", "later", "thread", "future", "stop"])
+def test_what_a_reader_asks_for_is_done_though_readers_never_rest(run: Run, asks: str) -> None:
+    async def main() -> bool:
+        loop, (ours, theirs) = asyncio.get_running_loop(), socket.socketpair()
+        done, calls = loop.create_future(), 0
+
+        def finish() -> None:
+            if not done.done():
+                done.set_result(True)
+
+        def read() -> None:
+            nonlocal calls
+            calls += 1
+            if calls != 100:
+                return
+            if asks == "soon":
+                loop.call_soon(finish)
+            elif asks == "later":
+                loop.call_later(0.01, finish)
+            elif asks == "thread":
+                threading.Thread(target=loop.call_soon_threadsafe, args=(finish,)).start()
+            elif asks == "future":
+                finish()
+            else:
+                loop.stop()
+                loop.call_soon(finish)
+
+        theirs.send(b"never read")
+        loop.add_reader(ours, read)
+        try:
+            async with asyncio.timeout(10):
+                return bool(await done)
+        finally:
+            loop.remove_reader(ours)
+            ours.close()
+            theirs.close()
+
+    if asks == "stop":
+        with pytest.raises(RuntimeError, match="stopped before"):
+            run(main())
+    else:
+        assert run(main())
+
+
+def test_a_timer_rings_though_readers_never_rest(run: Run, pair: tuple[socket.socket, socket.socket]) -> None:
+    async def main() -> None:
+        ours, theirs = pair
+        theirs.send(b"never read")
+        asyncio.get_running_loop().add_reader(ours, lambda: None)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await asyncio.Event().wait()
+
+    run(main())
 
 
 def test_timers_threads_signals_processes_and_transports_go_on_as_in_any_loop(run: Run) -> None:

@@ -1,6 +1,7 @@
 """Messages over a byte stream, sealed or not, without any I/O."""
 
 import struct
+import weakref
 
 import pytest
 from hypothesis import given, settings
@@ -121,6 +122,24 @@ def test_large_parts_are_sent_from_where_they_lie_and_received_where_they_stay()
     assert len(room) == 1 << 20
     (message,) = inbox.took(len(room))
     assert message[1].obj is room.obj
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("step", [7, 1 << 16])
+def test_a_stream_keeps_nothing_of_a_message_that_it_gave(sealed, step):
+    mine, theirs = seals(sealed)
+    outbox, inbox = Outbox(seal=mine), Inbox(most=MOST, seal=theirs, staging=staging())
+    outbox.push("key", [b"small", bytes(1 << 17)])
+    stream, came = sent(outbox), []
+    while stream:
+        room = inbox.room()
+        count = min(step, len(room), len(stream))
+        room[:count] = stream[:count]
+        del stream[:count]
+        came += inbox.took(count)
+    kept = weakref.ref(came[0][1].obj)
+    del room, came
+    assert kept() is None
 
 
 def test_a_message_can_be_taken_back_until_its_first_byte_was_asked_for():

@@ -75,20 +75,23 @@ class Incoming:
     def __init__(self, file: int) -> None:
         self._file = file
         self._pages = os.fstat(file).st_size // PAGE
+        self._first = pages_of(self._pages)
+        self._most_lent = self._pages * PAGE // 2
         self._mapping: _Mapping | None = None
         self._lent = 0
 
     def take(self, page: int, size: int) -> memoryview:
         """Give a part that the sender has put there."""
-        mapping = self._mapped()
-        while mapping.ended:
-            self._lent -= mapping.ended.popleft()
-        if not (pages_of(self._pages) <= page and size > 0 and page + pages_of(size) <= self._pages):
+        mapping = self._mapping or self._mapped()
+        ended = mapping.ended
+        while ended:
+            self._lent -= ended.popleft()
+        if not self._first <= page < page + pages_of(size) <= self._pages:
             raise ProtocolError(f"a part of {size} bytes cannot lie at page {page} of {self._pages}")
         if page in mapping.loans:
             raise ProtocolError(f"a part of {size} bytes cannot lie at page {page}, where another one does")
         there = np.frombuffer(mapping, np.uint8, size, page * PAGE)
-        if self._lent + size > self._pages * PAGE // 2:
+        if self._lent + size > self._most_lent:
             copied = there.copy()
             mapping[page] = FREE
             return copied.data
@@ -115,10 +118,9 @@ class Incoming:
                 mapping.discard(free, self._pages)
 
     def _mapped(self) -> _Mapping:
-        if self._mapping is None:
-            if self._file < 0:
-                raise ProtocolError("a part came through an arena that is closed")
-            self._mapping = _Mapping(self._file, self._pages * PAGE)
-            os.close(self._file)
-            self._file = -1
-        return self._mapping
+        if self._file < 0:
+            raise ProtocolError("a part came through an arena that is closed")
+        made = self._mapping = _Mapping(self._file, self._pages * PAGE)
+        os.close(self._file)
+        self._file = -1
+        return made

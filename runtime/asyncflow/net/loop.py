@@ -1,18 +1,23 @@
-"""The event loop of roles: a reader is called where the poll finds it, with no handle, context and queue between.
+"""The event loop of roles: readers are called where the poll finds them, as long as nothing else is to be done.
 
-What else a loop does is asyncio's, whose own poll is one of the things that are polled here.
+So a message that comes and is answered at once passes neither a handle, a context and a queue, nor the loop's own turn.
+All else is asyncio's, whose own poll is one of the things that are polled here.
 
-Invariants: a reader that was removed is not called any more; one that fails is logged and harms no other.
+Invariants: a reader that was removed is not called any more; one that fails is logged and harms no other; callbacks and
+timers are not kept waiting by readers for longer than the readers of one poll take.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import select
 import selectors
 from collections.abc import Callable
+from contextvars import Context
+from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVarTuple, Unpack
 
 if TYPE_CHECKING:
@@ -40,39 +45,72 @@ class Loop(asyncio.SelectorEventLoop):
         """Call nobody any more, and say whether there was somebody."""
         return self._poll.leave(_number(fd))
 
+    def call_soon(
+        self, callback: Callable[[Unpack[_Asked]], object], *args: *_Asked, context: Context | None = None
+    ) -> asyncio.Handle:
+        """Have ``callback`` called in the next turn."""
+        self._poll.due = True
+        return super().call_soon(callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[[Unpack[_Asked]], object], *args: *_Asked, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Have ``callback`` called at ``when``."""
+        self._poll.due = True
+        return super().call_at(when, callback, *args, context=context)
+
+    def stop(self) -> None:
+        """End with this turn."""
+        self._poll.due = True
+        super().stop()
+
 
 class _Poll(selectors.EpollSelector):
-    """Asyncio's selector, and the readers."""
+    """Asyncio's selector, and the readers. due: whether the loop was asked for something since the poll began.
+
+    What other threads and signals ask for comes through a socket that asyncio watches.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.due = False
         self._others = self.fileno()
         self._readers: dict[int, Callable[..., object]] = {}
         self._epoll = select.epoll()
         self._epoll.register(self._others, select.EPOLLIN)
 
     def watch(self, fd: int, reader: Callable[..., object]) -> None:
-        if fd not in self._readers:
+        if fd in self._readers:
+            self._epoll.modify(fd, select.EPOLLIN)
+        else:
             self._epoll.register(fd, select.EPOLLIN)
         self._readers[fd] = reader
 
     def leave(self, fd: int) -> bool:
         if self._readers.pop(fd, None) is None:
             return False
-        self._epoll.unregister(fd)
+        with contextlib.suppress(OSError):  # it was closed already
+            self._epoll.unregister(fd)
         return True
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        others = False
-        for fd, _ in self._epoll.poll(timeout, _MOST):
-            if (reader := self._readers.get(fd)) is not None:
-                try:
-                    reader()
-                except Exception:
-                    log.exception("%r failed", reader)
-            else:
-                others = others or fd == self._others
-        return super().select(0) if others else []  # now, since a reader may close what asyncio watches
+        others = self.due = False
+        until = monotonic() + timeout if timeout else None
+        while True:
+            for fd, _ in self._epoll.poll(timeout, _MOST):
+                if (reader := self._readers.get(fd)) is not None:
+                    try:
+                        reader()
+                    except (SystemExit, KeyboardInterrupt):
+                        raise
+                    except BaseException:
+                        log.exception("%r failed", reader)
+                else:
+                    others = others or fd == self._others
+            if others or self.due or timeout == 0:
+                return super().select(0) if others else []  # not before: a reader may close what asyncio watches
+            if until is not None:
+                timeout = max(0, until - monotonic())
 
     def close(self) -> None:
         self._readers.clear()

@@ -132,6 +132,7 @@ class Inbox:
                 parts[index] = _memory(size)
                 yield from self._large(parts[index])
             self._whole.append(parts)
+            del opened, parts
 
     def _found(self, word: int) -> memoryview | None:
         """Give the large part of which a block says this, where that is not its size and it comes."""

@@ -37,8 +37,9 @@ class Cluster:
 
     def start_controller(self):
         async def start():
-            self.controller = Controller(ledger_dir=self.folder, keys=self.keys)
-            await self.controller.start()
+            controller = Controller(ledger_dir=self.folder, keys=self.keys)
+            await controller.start()
+            self.controller = controller
 
         self.run(start())
 

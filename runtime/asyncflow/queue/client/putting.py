@@ -21,8 +21,8 @@ from asyncflow.queue.protocol.messages import SERIAL_BITS, Tag
 from asyncflow.queue.protocol.runs import expand
 from asyncflow.queue.protocol.unit_calls import Numbers, PutRows
 
-_SPLIT_BYTES = 1 << 20
-"""Bytes of a part below which splitting costs more than it brings."""
+_SPLIT_BYTES = 8 << 20
+"""Bytes of a part below which splitting costs more than it brings: who fetches the rows joins them again."""
 _MOST_BYTES = 64 << 20
 
 
