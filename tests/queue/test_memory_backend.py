@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.net.jagged import Jagged
-from asyncflow.queue.backends.base import Place
+from asyncflow.queue.backends.base import Place, each
 from asyncflow.queue.backends.memory import MemoryBackend
 
 
@@ -40,9 +40,18 @@ def test_what_lives_reads_back_in_any_order_and_takes_no_more_than_twice_its_byt
             for name in names:
                 expected = [(put[place.parcel][name], place.row, place.row + 1) for place in asked]
                 assert got[name] == Jagged.gather(expected)
-            gone = data.draw(st.lists(st.sampled_from(there), max_size=6, unique=True))
+            runs = [
+                Place(n, i, m) for n, i, _ in there for m in range(2, 9) if set(each([Place(n, i, m)])) <= set(there)
+            ]
+            if runs and data.draw(st.booleans()):
+                gone = [data.draw(st.sampled_from(runs))]
+                got = await backend.get(gone, list(names))
+                ((n, i, m),) = gone
+                assert got == {name: Jagged.gather([(put[n][name], i, i + m)]) for name in names}
+            else:
+                gone = data.draw(st.lists(st.sampled_from(there), max_size=6, unique=True))
             await backend.free(gone, list(names))
-            alive -= {(place, name) for place in gone for name in names}
+            alive -= {(place, name) for place in each(gone) for name in names}
             needed = sum(put[place.parcel][name].row(place.row).nbytes + 8 for place, name in alive)
             assert backend.nbytes <= 2 * needed + 8 * len({(place.parcel, name) for place, name in alive})
         for place, name in sorted(alive):

@@ -6,9 +6,11 @@ import itertools
 import msgspec
 import pytest
 
-from asyncflow.errors import StaleHandle
+from asyncflow.errors import ProtocolError, StaleHandle
 from asyncflow.net.frames import Jagged, encode_batch
 from asyncflow.net.rpc import RpcClient
+from asyncflow.queue.protocol.calls import Verdicts
+from asyncflow.queue.protocol.moving_calls import TakeRows
 from asyncflow.queue.protocol.runs import expand
 from asyncflow.queue.protocol.unit_calls import Numbers, PutRows
 
@@ -216,3 +218,18 @@ async def test_a_creation_that_comes_again_to_another_unit_is_known_and_frees_it
         assert (numbers[0].new, numbers[1].new) == ([], [False])
         assert held(queue) == {0: 3, 1: 0}
         assert budgets(queue)[1] == (0, 0)
+
+
+async def test_rows_that_come_twice_in_one_move_are_refused_and_leave_nothing(cluster):
+    async with cluster(units=1) as queue:
+        unit = queue.units[0]
+        header, frames = encoded(2)
+        known = {"partial": [], "tokens": [0, 0], "tags": [{}, {}], "outputs": {}, "wait_s": 1.0}
+        call = TakeRows(home=7, ticket=1, rows=[5, 5], header=header, **known)
+        client = RpcClient(name="test", resolve=unit.server.address)
+        try:
+            with pytest.raises(ProtocolError, match="2 rows, of which 1 differ"):
+                await client.call("unit.take", call, Verdicts, timeout=10, frames=frames)
+        finally:
+            await client.close()
+        assert (held(queue), budgets(queue)) == ({0: 0}, {0: (0, 0)})

@@ -66,16 +66,16 @@ class _Parcel:
         start = first if gaps is None else gaps.at(first)
         return self.columns[name], start, start + rows
 
-    def free(self, name: str, first: int, rows: int) -> None:
-        """Forget rows of a column."""
-        column = self.columns[name]
-        if rows < len(column) and name not in self.gaps:
-            self.gaps[name] = _Gaps(column)
-        left = self.gaps[name].free(column, first, rows) if rows < len(column) else None
-        if left is not None:
-            self.columns[name] = left
-        else:
-            del self.columns[name]
+    def free(self, names: Sequence[str], first: int, rows: int) -> None:
+        """Forget rows of these columns."""
+        for name in names:
+            column = self.columns.pop(name)
+            if rows == len(column):
+                continue
+            if name not in self.gaps:
+                self.gaps[name] = _Gaps(column)
+            if (left := self.gaps[name].free(column, first, rows)) is not None:
+                self.columns[name] = left
 
 
 class MemoryBackend(Backend):
@@ -104,8 +104,7 @@ class MemoryBackend(Backend):
         """Forget cells."""
         for number, first, rows in _joined(places):
             parcel = self._parcels[number]
-            for name in columns:
-                parcel.free(name, first, rows)
+            parcel.free(columns, first, rows)
             if not parcel.columns:
                 del self._parcels[number]
 

@@ -61,9 +61,9 @@ class Block:
         cells = dict.fromkeys(parcel.columns, whole) | dict.fromkeys(parcel.partial, partial)
         return cls(put.entry, shift, put.outputs, cells, _layers(cells), {})
 
-    def awaits(self, sizes: Mapping[str, int]) -> bool:
-        """Tell whether cells of up to these bytes were promised to each row and are not there yet."""
-        return all(size <= self.outputs.get(name, 0) and not self._has(name) for name, size in sizes.items())
+    def awaits(self, column: str, size: int) -> bool:
+        """Tell whether a cell of up to so many bytes was promised to each row and is not there yet."""
+        return size <= self.outputs.get(column, 0) and not self._has(column)
 
     def has_from(self, parcel: Parcel) -> bool:
         """Tell whether the writer of ``parcel`` has written one of its columns before."""

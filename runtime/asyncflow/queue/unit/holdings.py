@@ -96,9 +96,11 @@ class Holdings:
     def _promised(self, rows: Sequence[int], cells: Cells) -> bool:
         blocks = list(map(self._rows.get, rows))
         for start, stop in stretches(rows, blocks):
-            block = blocks[start]
-            if block is None or not block.awaits({name: max(of[start:stop]) for name, of in cells.sizes.items()}):
+            if (block := blocks[start]) is None:
                 return False
+            for name, sizes in cells.sizes.items():
+                if not block.awaits(name, max(sizes[start:stop])):
+                    return False
         return True
 
     async def _put(self, parcel: Parcel, columns: Mapping[str, Jagged], *, promise: int = 0) -> Parcel:

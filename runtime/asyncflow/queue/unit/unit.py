@@ -238,8 +238,9 @@ class StorageUnit:
     async def _take(self, call: TakeRows, frames: Frames) -> Later[Reply]:
         await self._open(call.wait_s)
         rows = expand(call.rows)
-        if not len(rows) == len(call.tokens) == len(call.tags):
-            raise ProtocolError(f"{len(rows)} rows came with {len(call.tokens)} counts, {len(call.tags)} sets of tags")
+        if not len(rows) == len(set(rows)) == len(call.tokens) == len(call.tags):
+            about = f"{len(call.tokens)} counts, {len(call.tags)} sets of tags"
+            raise ProtocolError(f"{len(rows)} rows, of which {len(set(rows))} differ, came with {about}")
         parcel = await self._store_new(call, frames, rows=len(rows), partial=call.partial)
         entry = MovedRows(call.home, call.ticket, rows, parcel.cells, call.partial, call.tokens, call.tags)
         return _reply(self._liaison.tell(entry, parcel, outputs=call.outputs), lambda verdict: Verdicts(verdict.ok))
