@@ -101,20 +101,22 @@ def decode_batch(header: BatchHeader, frames: Sequence[Buffer], *, max_bytes: in
     """
     dtypes = [DTYPES.get(column.dtype) or _unknown(column) for column in header.columns]
     sizes = [column.values * dtype.itemsize for column, dtype in zip(header.columns, dtypes, strict=True)]
-    _check_frames(header, sizes, [len(frame) for frame in frames], max_bytes)
+    at = _check_frames(header, sizes, [len(frame) for frame in frames], max_bytes)
     small, large = memoryview(frames[0]), iter(frames[1:])
-    at = len(small) - sum([size for size in sizes if size < LARGE])
-    lengths = _decode_lengths(header, small[:at])
     columns = {}
-    for index, (column, dtype, size) in enumerate(zip(header.columns, dtypes, sizes, strict=True)):
+    for column, dtype, size, lengths in zip(
+        header.columns, dtypes, sizes, _decode_lengths(header, small[:at]), strict=True
+    ):
         if size < LARGE:
             values = np.frombuffer(bytearray(small[at : at + size]), dtype)
             at += size
         else:
-            values = np.frombuffer(next(large), np.uint8).view(dtype)
-            if not (values.flags.aligned and values.flags.writeable):
+            values = np.frombuffer(next(large), dtype)
+            if not values.flags.behaved:
                 values = values.copy()
-        columns[column.name] = _column(column, values, None if lengths is None else lengths[index])
+        columns[column.name] = _column(column, values, lengths)
+    if len(columns) != len(sizes):
+        raise ProtocolError("two columns of one batch have the same name", where="batch")
     return columns
 
 
@@ -122,37 +124,37 @@ def _unknown(column: ColumnHeader) -> NoReturn:
     raise ProtocolError(f"dtype {column.dtype!r} is not one that may cross a socket", where=_where(column))
 
 
-def _check_frames(header: BatchHeader, sizes: Sequence[int], came: Sequence[int], max_bytes: int) -> None:
+def _check_frames(header: BatchHeader, sizes: Sequence[int], came: Sequence[int], max_bytes: int) -> int:
+    """Give how many bytes of the first frame are lengths; a ProtocolError where the frames cannot hold the rows."""
     if sum(came) > max_bytes:
         raise ProtocolError(f"a batch of {sum(came)} bytes came where {max_bytes} are allowed", where="batch")
-    if len({column.name for column in header.columns}) != len(sizes):
-        raise ProtocolError("two columns of one batch have the same name", where="batch")
-    if not header.columns and header.rows:
+    if not sizes and header.rows:
         raise ProtocolError(f"a batch of {header.rows} rows has no column", where="batch")
     large = [size for size in sizes if size >= LARGE]
-    cells, values = len(sizes) * header.rows, sum(sizes) - sum(large)
-    if list(came[1:]) != large or not came or came[0] - values not in (cells * _SHORT.itemsize, cells * _LONG.itemsize):
+    cells, spare = len(sizes) * header.rows, sum(came[:1]) - sum(sizes) + sum(large)
+    if list(came[1:]) != large or not came or spare not in (cells * _SHORT.itemsize, cells * _LONG.itemsize):
         what = f"frames of {list(came)} bytes cannot hold {header.rows} rows of columns of {list(sizes)} bytes"
         raise ProtocolError(what, where="batch")
+    return spare
 
 
-def _decode_lengths(header: BatchHeader, frame: memoryview) -> Offsets | None:
-    """Give the lengths of the rows of all columns, [columns, rows], which are known to be right; None for one row."""
-    columns, rows = header.columns, header.rows
-    short = len(frame) == len(columns) * rows * _SHORT.itemsize
-    sums = sizes = [column.values for column in columns]
-    lengths: Offsets | None = None
-    if rows == 1:
-        sums = list(struct.unpack(f"<{len(columns)}{'I' if short else 'q'}", frame))
-    elif columns:
-        lengths = np.frombuffer(frame, _SHORT if short else _LONG).reshape(len(columns), rows).astype(np.int64)
-        if not short and lengths.size and not 0 <= lengths.min() <= lengths.max() <= max(sizes):
+def _decode_lengths(header: BatchHeader, frame: memoryview) -> Sequence[Offsets | None]:
+    """Give for each column the lengths of its rows, which are known to be right; None for one row."""
+    sizes = [column.values for column in header.columns]
+    short = len(frame) == len(sizes) * header.rows * _SHORT.itemsize
+    if header.rows == 1:
+        found: Sequence[Offsets | None] = [None] * len(sizes)
+        sums = list(struct.unpack(f"<{len(sizes)}{'I' if short else 'q'}", frame))
+    else:
+        cells = np.frombuffer(frame, _SHORT if short else _LONG).astype(np.int64)
+        if not short and cells.size and not 0 <= cells.min() <= cells.max() <= max(sizes):
             raise ProtocolError("a row has less than no values, or more than its column", where="batch")
-        sums = lengths.sum(1).tolist()
+        table = cells.reshape(len(sizes), header.rows)
+        found, sums = list(table), np.add.reduce(table, 1).tolist()
     if sums != sizes:
-        column, values = next((column, n) for column, n in zip(columns, sums, strict=True) if n != column.values)
+        column, values = next((column, n) for column, n in zip(header.columns, sums, strict=True) if n != column.values)
         raise ProtocolError(f"its rows hold {values} values, not {column.values}", where=_where(column))
-    return lengths
+    return found
 
 
 def _column(header: ColumnHeader, values: Array, lengths: Offsets | None) -> Jagged:
