@@ -1,7 +1,8 @@
 """AsyncFlow's queue as a peer of the shared benchmarks: ``run_all.py --peers adapter:AsyncFlow``.
 
 The shared folder with ``peer.py`` must be on PYTHONPATH, and this one too. Real processes, leases of 30 s, the ledger
-in ``interval``; rows that a task takes are acknowledged by what it writes to them, else with its next claim.
+in ``interval``; rows that a task takes are acknowledged by what it writes to them, else with its next claim. The tasks
+of a partition are declared by who first claims from it.
 
 Invariant: as in ``peer.Peer``: rows become visible when ``put`` has returned at the latest, never half a row; a claim
 gives exactly the rows asked for, or none and consumes none.
@@ -123,16 +124,15 @@ class AsyncFlow(Peer):
         if isinstance(ids, Put):
             self.queue.write(ids.rows, native, timeout=CALL_S)
             return ids
-        where = partition or self.partition
-        if where not in self._declared:
-            self._declare(where)
-        return Put(self.queue.put(where, native, timeout=CALL_S).rows)
+        return Put(self.queue.put(partition or self.partition, native, timeout=CALL_S).rows)
 
     def claim(
         self, task: str, columns: list[str], n: int, timeout: float = 0.0, partition: str | None = None
     ) -> Lot | None:
         del columns  # a task's columns are those that it was declared with
         place = (partition or self.partition, task)
+        if place[0] not in self._declared:
+            self._declare(place[0])
         claimed = self.queue.claim_lot(
             partition=place[0], task=task, max_rows=n, min_rows=n, done=self._held.take(place), timeout=timeout
         )

@@ -1,6 +1,7 @@
 """Peers that share memory and are killed while they move bytes: nothing is left, of either, anywhere."""
 
 import asyncio
+import gc
 import os
 import random
 import time
@@ -27,6 +28,7 @@ class Number(Struct, frozen=True, kw_only=True):
 
 
 def arenas(process: int) -> int:
+    gc.collect()
     folder = Path(f"/proc/{process}/fd")
     names = [os.readlink(file) for file in folder.iterdir() if file.is_symlink()] if process != os.getpid() else own()
     return (folder.parent / "maps").read_text().count("memfd:asyncflow") + sum("memfd:asyncflow" in n for n in names)
@@ -157,6 +159,7 @@ async def test_what_callers_brought_outlives_them_and_nothing_else_does(spawn: A
 
 
 def shared_kb() -> int:
+    gc.collect()
     return int(shared_memory(os.getpid()).split()[1])
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import re
 import select
@@ -73,6 +74,7 @@ def ask(link: Any, call: int) -> list[memoryview]:
 
 def arenas(process: int | str = "self") -> int:
     """Count the arenas that a process has open or mapped."""
+    gc.collect()
     mapped = Path(f"/proc/{process}/maps").read_text().count("memfd:asyncflow")
     return mapped + sum("memfd:asyncflow" in name for name in files(process))
 

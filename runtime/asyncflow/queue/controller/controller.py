@@ -173,7 +173,7 @@ class Controller:
         if frees:
             self.sessions.order(frees, after=pending)
         if found:
-            asyncio.get_running_loop().call_soon(self._give_all, found, pending)
+            self._give_all(found, pending)
         return pending
 
     def safe(self, reply: T) -> Soon[T]:
