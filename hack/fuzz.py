@@ -176,7 +176,7 @@ def feed(data: bytes) -> None:
 
 def ids(data: bytes) -> None:
     """Ids in few bytes, and the name of a lease."""
-    assert 0 <= shard_calls.controller_of(data.decode("utf-8", "replace")) < shard_calls.MOST_CONTROLLERS
+    assert 0 <= shard_calls.controller_of(data.decode("utf-8", "replace")) < 1 << 64 - shard_calls.LEASE_BITS
     try:
         said = _ids.decode(data)
         meant = runs.expand(said)

@@ -1,5 +1,8 @@
 """How a put is cut, numbered and repeated, without sockets: a verb is only asked what it would do."""
 
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,10 +12,12 @@ from asyncflow.net.frames import Jagged, decode_batch
 from asyncflow.queue.client import putting
 from asyncflow.queue.client.placement import Placement
 from asyncflow.queue.client.putting import Putter
-from asyncflow.queue.client.verbs import Ask, Pause, Together
 from asyncflow.queue.protocol.messages import SERIAL_BITS
 from asyncflow.queue.protocol.moving_calls import Shares
 from asyncflow.queue.protocol.unit_calls import Numbers
+
+sys.path.insert(0, str(Path(__file__).parent))
+import by_hand
 
 
 def column(rows):
@@ -29,25 +34,8 @@ def put(putter, rows, **options):
 
 
 def carry_out(verb, answer):
-    """Run a verb; ``answer`` is given each call and gives its result, or raises. Pauses cost nothing."""
-    reply, error = None, None
-    while True:
-        try:
-            effect = verb.throw(error) if error else verb.send(reply)
-        except StopIteration as ended:
-            return ended.value
-        reply, error = None, None
-        if isinstance(effect, Together):
-            reply = [carry_out(part, answer) for part in effect.verbs]
-        elif isinstance(effect, Ask) and effect.method == "queue.shares":
-            reply = Shares({}, 0), []
-        elif isinstance(effect, Ask):
-            try:
-                reply = answer(effect), []
-            except (PeerLost, DeadlineExceeded) as failed:
-                error = failed
-        else:
-            assert isinstance(effect, Pause)
+    """Run a verb of a putter whose controller names no shares."""
+    return by_hand.carry_out(verb, lambda ask: (Shares({}, 0) if ask.method == "queue.shares" else answer(ask), []))
 
 
 def values_of(ask):

@@ -1,17 +1,22 @@
 """How calls reach rows wherever they lie, without sockets: a verb is only asked what it would do."""
 
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Elsewhere, PeerLost, StaleHandle
+from asyncflow.errors import DeadlineExceeded, Elsewhere, PeerLost, StaleHandle
 from asyncflow.identity import RowPlace
 from asyncflow.net.frames import Jagged, encode_batch
-from asyncflow.queue.client.verbs import Ask, Together
 from asyncflow.queue.client.verbs_rows import RowVerbs
 from asyncflow.queue.protocol.moving_calls import NOWHERE, Whereabouts
 from asyncflow.queue.protocol.runs import expand
 from asyncflow.queue.protocol.unit_calls import Fetched
+
+sys.path.insert(0, str(Path(__file__).parent))
+from by_hand import carry_out
 
 
 class Units:
@@ -27,23 +32,7 @@ class Units:
         return rows
 
     def fetch(self, rows):
-        return self.carry_out(self.verbs.fetch(rows, ["x", "y"], timeout=60.0))
-
-    def carry_out(self, verb):
-        reply, error = None, None
-        while True:
-            try:
-                effect = verb.throw(error) if error else verb.send(reply)
-            except StopIteration as ended:
-                return ended.value
-            reply, error = None, None
-            try:
-                if isinstance(effect, Together):
-                    reply = [self.carry_out(part) for part in effect.verbs]
-                elif isinstance(effect, Ask):
-                    reply = self.answer(effect)
-            except AsyncFlowError as failed:
-                error = failed
+        return carry_out(self.verbs.fetch(rows, ["x", "y"], timeout=60.0), self.answer)
 
     def answer(self, ask):
         rows = expand(ask.request.rows)

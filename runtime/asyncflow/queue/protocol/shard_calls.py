@@ -19,9 +19,6 @@ from asyncflow.queue.protocol.unit_calls import Cells, NewCells
 LEASE_BITS = 59
 """Below these bits of a lease's id are its epoch and count, above is the controller that gave it."""
 
-MOST_CONTROLLERS = 1 << 64 - LEASE_BITS
-"""No lease names another."""
-
 _LONGEST = 16
 _Count = Annotated[int, Meta(ge=0)]
 
