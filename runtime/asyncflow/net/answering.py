@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from asyncflow.errors import AsyncFlowError, ProtocolError
 from asyncflow.net import arena_socket
+from asyncflow.net.arena_lending import forget_gone
 from asyncflow.net.flow import Flow, tune
 from asyncflow.net.frames import Buffer
 from asyncflow.net.handshake import HELLO_SIZE, PROOF_SIZE
@@ -25,12 +26,13 @@ _MAX_PEERS = 8192
 _MAX_UNREAD = 4096
 _SHAKE_S = 10.0
 _FULL_S = 0.1
+_TIDY_S = 1.0
 
 
 class Answering:
     """Listens for streams. deliver: gets each message, and the number of the peer that sent it.
 
-    nearby: listens to callers of this host, if there is such a socket; dropped: told why a peer was cut off for good;
+    nearby: listens to callers of this host, if there is such a socket, who are lent parts if ``lends``; dropped: told why a peer was cut off for good;
     keys: of the job, None for plain text; most: bytes of one message.
     """
 
@@ -39,6 +41,7 @@ class Answering:
         listening: sockets.socket,
         *,
         nearby: sockets.socket | None,
+        lends: bool,
         keys: Keys | None,
         most: int,
         deliver: Callable[[int, list[memoryview]], None],
@@ -46,6 +49,7 @@ class Answering:
     ) -> None:
         self.closed = False
         self._listening = [listening] if nearby is None else [listening, nearby]
+        self._lends = lends
         self._keys = keys
         self._most = most
         self._deliver = deliver
@@ -54,6 +58,7 @@ class Answering:
         self._strangers: dict[int, None] = {}
         self._numbers = itertools.count()
         self._staging = staging()
+        self._tidies = False
         self._loop = asyncio.get_running_loop()
         self._listen()
 
@@ -89,7 +94,7 @@ class Answering:
             self._loop.call_later(_FULL_S, self._listen)
             return
         if listening.family == sockets.AF_UNIX:
-            known = arena_socket.accepted(socket)
+            known = arena_socket.accepted(socket, lends=self._lends)
             if known is None:
                 self._dropped("a caller of this host runs as another user")
                 return
@@ -144,3 +149,11 @@ class Answering:
         self._strangers.pop(peer, None)
         if self._peers.pop(peer, None) is not None and isinstance(why, ProtocolError):
             self._dropped(str(why))
+        if not self._tidies:
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """See again and again whether callers that are gone still look at what they were lent, until none does."""
+        self._tidies = not (self.closed or forget_gone())
+        if self._tidies:
+            self._loop.call_later(_TIDY_S, self._tidy)

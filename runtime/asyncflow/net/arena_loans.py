@@ -13,27 +13,37 @@ Invariant: a part lies within the arena and begins where no other does that is s
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import itertools
 import mmap
 import os
+import threading
 import weakref
 from collections import deque
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncflow.errors import ProtocolError
-from asyncflow.net.arena import FREE, PAGE, pages_of
+from asyncflow.net.arena import FREE, PAGE, SHOWN, pages_of
+from asyncflow.net.frames import Buffer
 
 
-class _Mapping(mmap.mmap):
+class Mapping(mmap.mmap):
     """The memory of an arena, which the views of loans keep alive, and with it what must be known when they end.
 
-    loans: by first page; ended: bytes of those that have ended, for ``Incoming`` to count; process: the one that
-    received, since those that were forked from it give nothing back.
+    file: its descriptor, which ends with this; serial: that no other of this process has; address: where it begins; loans: by first page; ended: bytes of those
+    that have ended, for ``Incoming`` to count; process: the one that received, since those that were forked from it
+    give nothing back.
     """
 
-    def __init__(self, *_: int) -> None:
+    def __init__(self, file: int, _size: int) -> None:
+        self.file = file
+        weakref.finalize(self, os.close, file)
+        self.serial = next(_SERIALS)
+        self.address = address_of(self)
         self.loans: dict[int, _Loan] = {}
         self.ended: deque[int] = deque()
         self.closed_stream = False
@@ -46,11 +56,17 @@ class _Mapping(mmap.mmap):
                 self.madvise(mmap.MADV_REMOVE, begin * PAGE, (end - begin) * PAGE)
 
 
+_SERIALS = itertools.count()
+_EXITING = threading.Event()
+"""Set when this process ends: from then on nothing is given back, since others may still look at what it has lent."""
+atexit.register(_EXITING.set)
+
+
 class _Loan(weakref.ref[npt.NDArray[np.uint8]]):
     """Ends with the array that it refers to."""
 
     __slots__ = ("mapping", "page", "size")
-    mapping: _Mapping
+    mapping: Mapping
     page: int
     size: int
 
@@ -59,7 +75,7 @@ def _ended(loan: weakref.ref[npt.NDArray[np.uint8]]) -> None:
     """Give the pages of a loan back. This may run between any two steps of any thread: it takes no lock."""
     assert isinstance(loan, _Loan)
     mapping = loan.mapping
-    if mapping.process != os.getpid():
+    if mapping.process != os.getpid() or _EXITING.is_set():
         return
     del mapping.loans[loan.page]
     if mapping.closed_stream:
@@ -77,7 +93,7 @@ class Incoming:
         self._pages = os.fstat(file).st_size // PAGE
         self._first = pages_of(self._pages)
         self._most_lent = self._pages * PAGE // 2
-        self._mapping: _Mapping | None = None
+        self._mapping: Mapping | None = None
         self._lent = 0
 
     def take(self, page: int, size: int) -> memoryview:
@@ -95,11 +111,15 @@ class Incoming:
             copied = there.copy()
             mapping[page] = FREE
             return copied.data
+        self._lend(mapping, there, page=page, size=size)
+        return there.data
+
+    def _lend(self, mapping: Mapping, there: npt.NDArray[np.uint8], *, page: int, size: int) -> None:
+        """Give the place at ``page`` back when ``there`` is gone, and with it ``size`` bytes."""
         loan = _Loan(there, _ended)
         loan.mapping, loan.page, loan.size = mapping, page, size
         mapping.loans[page] = loan
         self._lent += size
-        return there.data
 
     def close(self) -> None:
         """Take nothing any more; what is lent stays."""
@@ -117,10 +137,41 @@ class Incoming:
             if kept:
                 mapping.discard(free, self._pages)
 
-    def _mapped(self) -> _Mapping:
+    def _mapped(self) -> Mapping:
         if self._file < 0:
             raise ProtocolError("a part came through an arena that is closed")
-        made = self._mapping = _Mapping(self._file, self._pages * PAGE)
-        os.close(self._file)
+        made = self._mapping = Mapping(self._file, self._pages * PAGE)
         self._file = -1
         return made
+
+
+def address_of(memory: Buffer) -> int:
+    """Give where memory begins."""
+    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def show(values: npt.NDArray[Any]) -> bool:
+    """Mark a part that came through an arena as current, for all who are lent it; say whether it is such a part."""
+    mapping = owner_of(values)
+    if not isinstance(mapping, Mapping):
+        return False
+    page, rest = divmod(address_of(values.data) - mapping.address, PAGE)
+    if rest or page not in mapping.loans:
+        return False
+    mapping[page] = SHOWN
+    return True
+
+
+def hide(values: npt.NDArray[Any]) -> None:
+    """Take back the mark of ``show``."""
+    mapping = owner_of(values)
+    assert isinstance(mapping, Mapping)
+    mapping[(address_of(values.data) - mapping.address) // PAGE] = 0
+
+
+def owner_of(view: object) -> object:
+    """Give whose memory a view or an array shows."""
+    while isinstance(view, np.ndarray | memoryview):
+        view = view.base if isinstance(view, np.ndarray) else view.obj
+    return view

@@ -16,11 +16,14 @@ import os
 import socket
 import struct
 import weakref
+from array import array
 from pathlib import Path
 from typing import Any
 
 from asyncflow.errors import ProtocolError
 from asyncflow.net import arena
+from asyncflow.net.arena_borrowing import Borrowing
+from asyncflow.net.arena_lending import MOST_FILES, Lending
 from asyncflow.net.arena_loans import Incoming
 from asyncflow.net.arena_stream import ArenaInbox, ArenaOutbox
 from asyncflow.net.handshake import Handshake
@@ -32,17 +35,26 @@ SHARED_MEMORY_ENV = "ASYNCFLOW_SHARED_MEMORY"
 _MAGIC = b"AFm2"
 _LONGEST_NAME = 107
 _BACKLOG = 1024
+_ROOM = socket.CMSG_SPACE(MOST_FILES * array("i").itemsize)
 _CREDENTIALS = struct.Struct("3i")
 
 
 class ArenaSocket(socket.socket):
-    """A stream socket to a peer of this host. name: of the listening side; arenas: none before they came."""
+    """A stream socket to a peer of this host.
+
+    name: of the listening side; arenas: none before they came; answers: it is the listening side; lends: it
+    may lend what lies in the arenas of others.
+    """
 
     name = ""
     arenas: tuple[arena.Outgoing, Incoming] | None = None
+    answers = False
+    lends = False
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """As of any socket, but the arenas are taken in before the first bytes."""
+        """As of any socket, but the arenas are taken in before the first bytes, and other files with those that come."""
+        if self.arenas is not None and not self.answers:
+            return self._received(buffer, nbytes, flags)
         if self.arenas is None:
             came, files, _, _ = socket.recv_fds(self, len(_MAGIC), 2, flags | socket.MSG_CMSG_CLOEXEC)
             if not came:
@@ -58,6 +70,16 @@ class ArenaSocket(socket.socket):
                 raise
             self._have(outgoing=files[1], incoming=files[0])
         return super().recv_into(buffer, nbytes, flags)
+
+    def sendmsg(self, buffers: Any, ancdata: Any = (), flags: int = 0, address: Any = None) -> int:
+        """As of any socket, but files that are lent go with the bytes."""
+        lending = self.arenas[0] if self.arenas is not None else None
+        if isinstance(lending, Lending) and lending.files:
+            ancdata = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", lending.files))]
+            went = super().sendmsg(buffers, ancdata, flags)
+            lending.went()
+            return went
+        return super().sendmsg(buffers, ancdata, flags, address)
 
     def close(self) -> None:
         """Close it, and the arenas."""
@@ -76,8 +98,28 @@ class ArenaSocket(socket.socket):
         self._have(outgoing=filled, incoming=emptied)
         socket.send_fds(self, [_MAGIC], [filled, emptied])
 
+    def _received(self, buffer: Any, nbytes: int, flags: int) -> int:
+        if nbytes:
+            buffer = memoryview(buffer)[:nbytes]
+        count, came, found, _ = self.recvmsg_into([buffer], _ROOM, flags | socket.MSG_CMSG_CLOEXEC)
+        if came or found & socket.MSG_CTRUNC:
+            self._take_in(came, whole=not found & socket.MSG_CTRUNC)
+        return count
+
+    def _take_in(self, came: list[tuple[int, int, bytes]], *, whole: bool) -> None:
+        """Take in files that came with bytes."""
+        files = array("i")
+        for level, kind, data in came:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                files.frombytes(data[: len(data) - len(data) % files.itemsize])
+        assert self.arenas is not None
+        self.arenas[1].come(files.tolist())
+        if not whole:
+            raise ProtocolError("files of a peer of this host were lost: this process may have no more open")
+
     def _have(self, *, outgoing: int, incoming: int) -> None:
-        self.arenas = arena.Outgoing(outgoing), Incoming(incoming)
+        to = Lending(outgoing) if self.lends else arena.Outgoing(outgoing)
+        self.arenas = to, Incoming(incoming) if self.answers else Borrowing(incoming)
         for side in self.arenas:
             weakref.finalize(self, side.close)
 
@@ -137,14 +179,15 @@ def listening(address: str) -> socket.socket | None:
     return made
 
 
-def accepted(caller: socket.socket) -> ArenaSocket | None:
-    """Take in a caller of this host; None, and the end of it, where that is another user."""
+def accepted(caller: socket.socket, *, lends: bool = False) -> ArenaSocket | None:
+    """Take in a caller of this host, which is lent parts if ``lends``; None, and the end of it, for another user."""
     if not _is_ours(caller):
         caller.close()
         return None
     name = caller.getsockname()
     made = ArenaSocket(fileno=caller.detach())
     made.name = name.decode()
+    made.answers, made.lends = True, lends
     return made
 
 

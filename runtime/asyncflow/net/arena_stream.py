@@ -4,17 +4,30 @@ A block of ``stream`` says how large each part is. Here it may say of a large pa
 bit is set, then come the page and, in the lowest 40 bits, the bytes. Such a part is not sent, but used where it lies.
 A part that finds no room there is sent as any other; nobody waits for room.
 
+Of a part that lies in the arena of another connection two words say where: both highest bits are set, the next one
+where the file is the next that came with the bytes, then come its number and, in the lowest 32 bits, the token; the
+second word has the offset and the bytes, 32 bits each (see ``arena_lending``).
+
 Invariants: as in ``stream``, but that a peer may change the bytes of a part that it has sent (see ``arena_loans``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
+from asyncflow.errors import ProtocolError
 from asyncflow.net.arena import Outgoing
+from asyncflow.net.arena_borrowing import Borrowing
+from asyncflow.net.arena_lending import Lending
 from asyncflow.net.arena_loans import Incoming
 from asyncflow.net.stream import Inbox, Outbox
 
 _LIES_THERE = 1 << 63
 _SIZE_BITS = 40
+_LENT = 1 << 62
+_NEW = 1 << 61
+_HALF = 32
+_LOW = (1 << _HALF) - 1
 
 
 class ArenaInbox(Inbox):
@@ -24,10 +37,17 @@ class ArenaInbox(Inbox):
         self._arena = arena
         super().__init__(most=most, seal=None, staging=staging)
 
-    def _found(self, word: int) -> memoryview | None:
+    def _found(self, word: int, more: Iterator[int]) -> memoryview | None:
         if not word & _LIES_THERE:
             return None
-        return self._arena.take((word ^ _LIES_THERE) >> _SIZE_BITS, word & ((1 << _SIZE_BITS) - 1))
+        if not word & _LENT:
+            return self._arena.take((word ^ _LIES_THERE) >> _SIZE_BITS, word & ((1 << _SIZE_BITS) - 1))
+        where = next(more, None)
+        if where is None or not isinstance(self._arena, Borrowing):
+            raise ProtocolError("a part that lies elsewhere came where none may")
+        number = (word & (_NEW - 1)) >> _HALF
+        new = bool(word & _NEW)
+        return self._arena.borrow(number, new=new, token=word & _LOW, offset=where >> _HALF, size=where & _LOW)
 
 
 class ArenaOutbox(Outbox):
@@ -37,6 +57,9 @@ class ArenaOutbox(Outbox):
         self._arena = arena
         super().__init__(seal=None)
 
-    def _elsewhere(self, part: memoryview) -> int | None:
+    def _elsewhere(self, part: memoryview) -> Sequence[int]:
+        if isinstance(self._arena, Lending) and (lent := self._arena.lend(part)) is not None:
+            first = _LIES_THERE | _LENT | lent.number << _HALF | lent.token
+            return first | _NEW if lent.new else first, lent.offset << _HALF | len(part)
         page = self._arena.put(part)
-        return None if page is None else _LIES_THERE | page << _SIZE_BITS | len(part)
+        return () if page is None else (_LIES_THERE | page << _SIZE_BITS | len(part),)

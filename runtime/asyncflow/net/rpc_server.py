@@ -67,7 +67,8 @@ class RpcServer:
 
     name: of this server, in logs and errors; bind: address, ``*`` for any free port; keys: the job's key, None for
     plain text; max_message: most bytes of one message, frames included; advertise: host that others dial,
-    by default the bound one, or this machine's own address when bound to all interfaces.
+    by default the bound one, or this machine's own address when bound to all interfaces; lends: frames of replies that
+    came through shared memory are lent as they lie there, to be read only, to callers of this host.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class RpcServer:
         keys: Keys | None = None,
         max_message: int = 1 << 30,
         advertise: str = "",
+        lends: bool = False,
     ) -> None:
         self.name = name
         self.counters = RpcCounters()
@@ -85,6 +87,7 @@ class RpcServer:
         self._keys = keys
         self._max_message = max_message
         self._advertise = advertise
+        self._lends = lends
         self._address = ""
         self._routes: dict[str, _Route] = {}
         self._running: dict[tuple[int, int], Awaited] = {}
@@ -115,6 +118,7 @@ class RpcServer:
         self._streams = Answering(
             socket,
             nearby=arena_socket.listening(self._address),
+            lends=self._lends,
             keys=self._keys,
             most=self._max_message,
             deliver=self._deliver,

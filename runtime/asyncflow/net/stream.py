@@ -134,9 +134,9 @@ class Inbox:
             self._whole.append(parts)
             del opened, parts
 
-    def _found(self, word: int) -> memoryview | None:
-        """Give the large part of which a block says this, where that is not its size and it comes."""
-        del word
+    def _found(self, word: int, more: Iterator[int]) -> memoryview | None:
+        """Give the large part of which a block says this, and ``more``, where that is not its size and it comes."""
+        del word, more
         return None
 
     def _large(self, part: memoryview) -> Generator[memoryview, None, None]:
@@ -161,9 +161,10 @@ class Inbox:
         total = len(block) - at
         parts: list[memoryview] = []
         large: list[tuple[int, int]] = []
-        for size in sizes:
+        words = iter(sizes)
+        for size in words:
             if size >= LARGE:
-                found = self._found(size)
+                found = self._found(size, words)
                 if found is None:
                     large.append((len(parts), size))
                 parts.append(_TO_COME if found is None else found)
@@ -253,20 +254,22 @@ class Outbox:
 
     def _cut(self, parts: Sequence[Buffer]) -> tuple[Buffer, Iterator[Buffer] | None]:
         """Give the first piece of a message, and those that come after it, if any do."""
-        sizes = _sizes(parts)
+        words: list[int] = []
         small: list[Buffer] = []
         large: list[memoryview] = []
         length = 0
-        for index, part in enumerate(parts):
-            if sizes[index] < LARGE:
+        for part, size in zip(parts, _sizes(parts), strict=True):
+            if size < LARGE:
                 small.append(part)
-                length += sizes[index]
-            elif (word := self._elsewhere(view := memoryview(part).cast("B"))) is None:
-                large.append(view)
+                length += size
+            elif said := self._elsewhere(view := memoryview(part).cast("B")):
+                words += said
+                continue
             else:
-                sizes[index] = word
+                large.append(view)
+            words.append(size)
         rest = itertools.chain.from_iterable(map(self._large, large)) if large else None
-        return self._block(sizes, small, length=length), rest
+        return self._block(words, small, length=length), rest
 
     def _block(self, sizes: Sequence[int], small: Sequence[Buffer], *, length: int) -> Buffer:
         """Give a block, behind its length. length: bytes of the small parts."""
@@ -277,10 +280,10 @@ class Outbox:
         _LENGTH.pack_into(sealed, 0, len(sealed) - _LENGTH.size)
         return sealed
 
-    def _elsewhere(self, part: memoryview) -> int | None:
-        """Put a large part where the peer finds it, and give what the block says instead of its size; None: it goes."""
+    def _elsewhere(self, part: memoryview) -> Sequence[int]:
+        """Put a large part where the peer finds it, and give what the block says instead of its size; (): it goes."""
         del part
-        return None
+        return ()
 
     def _large(self, view: memoryview) -> Iterator[Buffer]:
         """Give the pieces in which a large part goes."""

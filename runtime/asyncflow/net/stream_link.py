@@ -129,12 +129,11 @@ class StreamLink:
         assert self._inbox is not None
         try:
             count = socket.recv_into(self._inbox.room(), 0, flags)
+            if not count:
+                raise self._broken("it was closed")
+            self._ready += self._inbox.took(count)
         except BlockingIOError:
             return False
-        if not count:
-            raise self._broken("it was closed")
-        try:
-            self._ready += self._inbox.took(count)
         except ProtocolError as wrong:
             raise self._broken(wrong) from wrong
         return True

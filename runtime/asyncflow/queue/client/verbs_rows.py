@@ -15,11 +15,13 @@ from typing import TypeAlias
 
 from asyncflow.errors import StaleHandle
 from asyncflow.identity import unit_of
+from asyncflow.net.arena_borrowing import mark_of
 from asyncflow.net.frames import BatchHeader, Jagged, decode_batch, encode_batch
 from asyncflow.queue.client.claiming import Claimer
 from asyncflow.queue.client.creation import Creator
 from asyncflow.queue.client.placement import Placement
 from asyncflow.queue.client.putting import Putter
+from asyncflow.queue.client.remembered import Remembered, cut
 from asyncflow.queue.client.routing import at_homes
 from asyncflow.queue.client.scatter import join, part_of, spread_out
 from asyncflow.queue.client.verbs import Ask, Clock, Verb, scatter, shard
@@ -48,6 +50,8 @@ class RowVerbs(ControlVerbs):
         self._creator = Creator(placement=placement, worker=worker, attempt=attempt, clock=clock)
         self._putter = Putter(placement=placement, worker=worker, clock=clock)
         self._claimer = Claimer(self)
+        self._remembered = Remembered()
+        self._lenders: set[int] = set()
 
     def create(
         self,
@@ -161,10 +165,14 @@ class RowVerbs(ControlVerbs):
 
         def get(unit: int, indices: Sequence[int], seconds: float) -> Verb[dict[str, Jagged]]:
             mine = numbers if len(indices) == len(numbers) else [numbers[i] for i in indices]
-            request = unit_calls.FetchRows(shrink(mine), list(columns))
+            request = unit_calls.FetchRows(shrink(mine), list(columns), unit in self._lenders)
             reply, frames = yield Ask(unit, "unit.fetch", request, unit_calls.Fetched, seconds)
-            return decode_batch(reply.header, frames, max_bytes=_MOST)
+            return self._got(
+                unit, mine, reply.first, decode_batch(reply.header, frames, max_bytes=_MOST, writable=False)
+            )
 
+        if (held := self._remembered.find(numbers, columns)) is not None:
+            return held
         if not numbers:
             return {name: Jagged.from_rows([], "int64") for name in columns}
         parts = yield from at_homes(self, numbers, homes, get, what="fetching rows", timeout=timeout)
@@ -172,6 +180,15 @@ class RowVerbs(ControlVerbs):
             hint = "It was cleared, or was lost with its unit; a lost sample will be created again"
             raise StaleHandle(f"row {lost[0]} is not there, with {len(lost) - 1} others", where="fetch", hint=hint)
         return join([got for _, got in parts if got is not None], [indices for indices, _ in parts])
+
+    def _got(self, unit: int, rows: Sequence[int], first: int, columns: dict[str, Jagged]) -> dict[str, Jagged]:
+        """Take in what a unit gave; give the rows that were asked for. first: of all rows that came, -1 for those."""
+        lent = any(mark_of(column.values) is not None for column in columns.values())
+        (self._lenders.add if lent else self._lenders.discard)(unit)
+        if first < 0:
+            return columns
+        self._remembered.keep(first, columns)
+        return cut(columns, rows, first=first)
 
     def complete(
         self,

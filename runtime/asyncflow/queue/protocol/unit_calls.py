@@ -91,16 +91,18 @@ class WriteRows(Struct, frozen=True):
 
 
 class FetchRows(Struct, frozen=True):
-    """Get columns of rows."""
+    """Get columns of rows. whole: all rows of their parcel may come, where they are lent."""
 
     rows: list[int]
     columns: list[str]
+    whole: bool = False
 
 
 class Fetched(Struct, frozen=True):
-    """The frames hold the columns."""
+    """The frames hold the columns. first: the id of the first row, where all of a parcel came."""
 
     header: BatchHeader
+    first: int = -1
 
 
 class Hello(Struct, frozen=True):

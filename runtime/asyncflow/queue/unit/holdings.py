@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 
 from asyncflow.errors import AsyncFlowError, PeerLost, ProtocolError, StaleHandle
+from asyncflow.net.arena_lending import take_back
 from asyncflow.net.eager import begin
 from asyncflow.net.jagged import Jagged
 from asyncflow.net.later import Later
@@ -30,6 +31,7 @@ from asyncflow.queue.protocol.unit_calls import Cells, Entry, Held, MovedRows, N
 from asyncflow.queue.unit.blocks import Block, Run, stretches, together
 from asyncflow.queue.unit.budget import Budget
 from asyncflow.queue.unit.pieces import Parcel, Part, Piece, Put
+from asyncflow.queue.unit.shown import Shown
 
 
 class Holdings:
@@ -43,6 +45,7 @@ class Holdings:
         self._backend = backend
         self._where = where
         self._numbers = itertools.count(1)
+        self.shown = Shown(backend)
         self._freeing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -116,6 +119,8 @@ class Holdings:
         """Keep what was stored until the controller has decided about ``entry``."""
         put = Put(entry, parcel, outputs, Later(), controller_of(parcel.lease))
         self.puts[put] = None
+        if isinstance(entry, NewCells):
+            self.shown.hide_of(map(self._rows.get, entry.rows), parcel.columns)
         return put
 
     def decide(self, put: Put, verdict: Verdict, error: AsyncFlowError | None = None) -> None:
@@ -196,6 +201,12 @@ class Holdings:
                 raise self._lose(gone) from gone
         return {name: got[name] for name in columns}
 
+    async def lend(self, rows: Sequence[int], columns: Sequence[str]) -> tuple[dict[str, Jagged], int] | None:
+        """Give all rows of the parcel where ``rows`` lie, and the first of them, where they can be lent."""
+        if self.puts:
+            await self._decided(frozenset(rows), columns)
+        return await self.shown.parcel(self._rows, rows, columns)
+
     async def _decided(self, rows: frozenset[int], columns: Sequence[str]) -> None:
         """Wait for the verdicts on puts that may change these cells."""
         while pending := [put.verdict for put in self.puts if put.touches(rows, columns)]:
@@ -267,6 +278,7 @@ class Holdings:
         """Give back promises now, and bytes when the store has let go of them."""
         if promise:
             self.budget.release(0, promise=promise)
+        self.shown.hide(piece.parcel for piece, *_ in parts)
         by_columns: dict[tuple[str, ...], list[Place]] = {}
         size = 0
         for piece, columns, first, rows in parts:
@@ -275,6 +287,7 @@ class Holdings:
                 size += piece.size(columns, first, rows)
         if not by_columns:
             return
+        take_back()
         work = self._let_go(by_columns, size)
         freeing = begin(work) if self._backend.immediate else asyncio.create_task(work, name="free")
         if freeing is not None:

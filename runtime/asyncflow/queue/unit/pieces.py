@@ -21,7 +21,7 @@ class Parcel:
     number: there; lease: that wrote it; cells: as the controller is told; partial: the columns that are unfinished.
     """
 
-    __slots__ = ("cells", "columns", "lease", "number", "partial", "size")
+    __slots__ = ("__weakref__", "cells", "columns", "lease", "number", "partial", "size")
 
     def __init__(
         self, number: int, columns: Mapping[str, Jagged], *, lease: str = "", partial: Collection[str] = ()

@@ -119,7 +119,7 @@ class StorageUnit:
             peer=peer,
             keys=keys,
         )
-        self.server = RpcServer(name=name, bind=address_of(host, port), keys=keys)
+        self.server = RpcServer(name=name, bind=address_of(host, port), keys=keys, lends=True)
         self.server.route_now("unit.create", CreateRows, self._now(self._create))
         self.server.route_now("unit.put", PutRows, self._now(self._put))
         self.server.route_now("unit.write", WriteRows, self._now(self._write))
@@ -227,13 +227,15 @@ class StorageUnit:
         rows = expand(call.rows)
         await self._transit.readable(rows)
         try:
-            columns = await self.holdings.fetch(rows, call.columns)
+            columns, first = await self.holdings.fetch(
+                rows, call.columns, lend=call.whole and not self._transit.leaving
+            )
         except StaleHandle:
             await self._transit.readable(rows)
             raise
         header, out = encode_batch(columns)
         self.fetched_bytes += sum(memoryview(frame).nbytes for frame in out)
-        return Fetched(header), out
+        return Fetched(header, first), out
 
     async def _take(self, call: TakeRows, frames: Frames) -> Later[Reply]:
         await self._open(call.wait_s)
