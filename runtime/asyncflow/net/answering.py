@@ -32,8 +32,9 @@ _TIDY_S = 1.0
 class Answering:
     """Listens for streams. deliver: gets each message, and the number of the peer that sent it.
 
-    nearby: listens to callers of this host, if there is such a socket, who are lent parts if ``lends``; dropped: told why a peer was cut off for good;
-    keys: of the job, None for plain text; most: bytes of one message.
+    nearby: listens to callers of this host, if there is such a socket; lends: they may be lent parts that lie in the
+    memory of others; dropped: told why a peer was cut off for good; keys: of the job, None for plain text; most: bytes
+    of one message.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ SIZE = 128 << 20
 """Bytes of an arena."""
 PAGE = mmap.PAGESIZE
 FREE, SHOWN = 1, 2
-"""What the byte of a place's first page becomes: when its part is needed no more, and while it is said to be current."""
+"""What the byte of a place's first page becomes: when its part is needed no more, or while it is shown."""
 MOST_FILLED = 512 << 20
 _LARGEST = 1 << 30
 _NAME = "asyncflow"

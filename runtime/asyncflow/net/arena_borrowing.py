@@ -80,6 +80,7 @@ class Borrowing(Incoming):
         return there.data
 
     def close(self) -> None:
+        """Take nothing any more; what is borrowed stays."""
         super().close()
         self._files.clear()
         while self._came:

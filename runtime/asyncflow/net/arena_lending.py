@@ -55,7 +55,7 @@ class _Kept(NamedTuple):
             answer = fcntl.fcntl(self.mapping.file, fcntl.F_OFD_GETLK, asked)
         except OSError:
             return True
-        return _LOCK.unpack(answer)[0] != fcntl.F_UNLCK
+        return bool(_LOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
 _REMAINING: dict[int, _Kept] = {}
@@ -108,6 +108,7 @@ class Lending(Outgoing):
             os.close(file)
 
     def close(self) -> None:
+        """Let go of it; what is lent is kept as long as the other side may see it."""
         super().close()
         self.went()
         lent, self._lent = self._lent, {}

@@ -34,9 +34,9 @@ from asyncflow.net.frames import Buffer
 class Mapping(mmap.mmap):
     """The memory of an arena, which the views of loans keep alive, and with it what must be known when they end.
 
-    file: its descriptor, which ends with this; serial: that no other of this process has; address: where it begins; loans: by first page; ended: bytes of those
-    that have ended, for ``Incoming`` to count; process: the one that received, since those that were forked from it
-    give nothing back.
+    file: its descriptor, which ends with this; serial: a number that no other one of this process has; address: where
+    it begins; loans: by first page; ended: bytes of those that have ended, for ``Incoming`` to count; process: the one
+    that received, since those that were forked from it give nothing back.
     """
 
     def __init__(self, file: int, _size: int) -> None:
@@ -145,9 +145,10 @@ class Incoming:
         return made
 
 
-def address_of(memory: Buffer) -> int:
+def address_of(memory: Buffer | mmap.mmap) -> int:
     """Give where memory begins."""
-    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+    found: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
+    address: int = found.__array_interface__["data"][0]
     return address
 
 

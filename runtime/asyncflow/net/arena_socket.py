@@ -52,9 +52,9 @@ class ArenaSocket(socket.socket):
     lends = False
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """As of any socket, but the arenas are taken in before the first bytes, and other files with those that come."""
-        if self.arenas is not None and not self.answers:
-            return self._received(buffer, nbytes, flags)
+        """As of any socket, but the arenas are taken in before the first bytes, and files that are lent with any."""
+        if self.arenas is not None and isinstance(borrowing := self.arenas[1], Borrowing) and not nbytes:
+            return self._received(borrowing, buffer, flags)
         if self.arenas is None:
             came, files, _, _ = socket.recv_fds(self, len(_MAGIC), 2, flags | socket.MSG_CMSG_CLOEXEC)
             if not came:
@@ -98,24 +98,18 @@ class ArenaSocket(socket.socket):
         self._have(outgoing=filled, incoming=emptied)
         socket.send_fds(self, [_MAGIC], [filled, emptied])
 
-    def _received(self, buffer: Any, nbytes: int, flags: int) -> int:
-        if nbytes:
-            buffer = memoryview(buffer)[:nbytes]
+    def _received(self, borrowing: Borrowing, buffer: Any, flags: int) -> int:
+        """Receive bytes, and the files that come with them."""
         count, came, found, _ = self.recvmsg_into([buffer], _ROOM, flags | socket.MSG_CMSG_CLOEXEC)
         if came or found & socket.MSG_CTRUNC:
-            self._take_in(came, whole=not found & socket.MSG_CTRUNC)
+            files = array("i")
+            for level, kind, data in came:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    files.frombytes(data[: len(data) - len(data) % files.itemsize])
+            borrowing.come(files.tolist())
+            if found & socket.MSG_CTRUNC:
+                raise ProtocolError("files of a peer of this host were lost: may this process have no more open?")
         return count
-
-    def _take_in(self, came: list[tuple[int, int, bytes]], *, whole: bool) -> None:
-        """Take in files that came with bytes."""
-        files = array("i")
-        for level, kind, data in came:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                files.frombytes(data[: len(data) - len(data) % files.itemsize])
-        assert self.arenas is not None
-        self.arenas[1].come(files.tolist())
-        if not whole:
-            raise ProtocolError("files of a peer of this host were lost: this process may have no more open")
 
     def _have(self, *, outgoing: int, incoming: int) -> None:
         to = Lending(outgoing) if self.lends else arena.Outgoing(outgoing)

@@ -84,18 +84,9 @@ class Jagged:
 
     @classmethod
     def trusted(
-        cls,
-        values: Array,
-        lengths: Offsets | None,
-        dtype: str,
-        inner: Inner = (),
-        *,
-        offsets: Offsets | None = None,
+        cls, values: Array, lengths: Offsets | None, dtype: str, inner: Inner = (), offsets: Offsets | None = None
     ) -> Jagged:
-        """Make a column of what is known to fit together, without looking.
-
-        lengths: None for one row of all values; offsets: where they are known already.
-        """
+        """Make a column of what is known to fit together, without looking. lengths: None for one row of all values."""
         made = object.__new__(cls)
         made.values, made.dtype, made.inner = values, dtype, inner
         made._offsets, made._lengths = offsets, lengths

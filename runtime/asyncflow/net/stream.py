@@ -259,15 +259,13 @@ class Outbox:
         large: list[memoryview] = []
         length = 0
         for part, size in zip(parts, _sizes(parts), strict=True):
+            said: Sequence[int] = ()
             if size < LARGE:
                 small.append(part)
                 length += size
-            elif said := self._elsewhere(view := memoryview(part).cast("B")):
-                words += said
-                continue
-            else:
+            elif not (said := self._elsewhere(view := memoryview(part).cast("B"))):
                 large.append(view)
-            words.append(size)
+            words += said or (size,)
         rest = itertools.chain.from_iterable(map(self._large, large)) if large else None
         return self._block(words, small, length=length), rest
 

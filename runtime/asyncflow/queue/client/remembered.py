@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from asyncflow.net.arena_borrowing import Mark, mark_of
-from asyncflow.net.frames import Array, Inner, Jagged, Offsets
+from asyncflow.net.frames import Array, Inner, Jagged
+from asyncflow.net.jagged import Offsets
 
 _MOST = 16
 
@@ -28,7 +29,7 @@ class _Column(NamedTuple):
 
     def of(self, values: Array) -> Jagged:
         """Give the column."""
-        return Jagged.trusted(values, self.lengths, self.dtype, self.inner, offsets=self.offsets)
+        return Jagged.trusted(values, self.lengths, self.dtype, self.inner, self.offsets)
 
 
 class _Parcel(NamedTuple):
@@ -89,7 +90,7 @@ def _column(of: Jagged) -> _Column:
 
 
 def cut(columns: Mapping[str, Jagged], rows: Sequence[int], *, first: int) -> dict[str, Jagged]:
-    """Give some of the rows from ``first`` on, by their ids: those that follow one another as they lie, others copied."""
+    """Give some of the rows from ``first`` on, by id: as they lie where one follows the other, else as a copy."""
     start, stop = rows[0] - first, rows[-1] - first + 1
     if stop - start == len(rows) and list(rows) == list(range(rows[0], rows[-1] + 1)):
         return {name: column.cut(start, stop) for name, column in columns.items()}

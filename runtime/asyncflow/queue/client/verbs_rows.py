@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from asyncflow.errors import StaleHandle
+from asyncflow.errors import ProtocolError, StaleHandle
 from asyncflow.identity import unit_of
 from asyncflow.net.arena_borrowing import mark_of
 from asyncflow.net.frames import BatchHeader, Jagged, decode_batch, encode_batch
@@ -167,9 +167,8 @@ class RowVerbs(ControlVerbs):
             mine = numbers if len(indices) == len(numbers) else [numbers[i] for i in indices]
             request = unit_calls.FetchRows(shrink(mine), list(columns), unit in self._lenders)
             reply, frames = yield Ask(unit, "unit.fetch", request, unit_calls.Fetched, seconds)
-            return self._got(
-                unit, mine, reply.first, decode_batch(reply.header, frames, max_bytes=_MOST, writable=False)
-            )
+            came = decode_batch(reply.header, frames, max_bytes=_MOST, writable=False)
+            return self._got(unit, mine, reply.first, came)
 
         if (held := self._remembered.find(numbers, columns)) is not None:
             return held
@@ -187,6 +186,8 @@ class RowVerbs(ControlVerbs):
         (self._lenders.add if lent else self._lenders.discard)(unit)
         if first < 0:
             return columns
+        if not columns or not first <= min(rows) <= max(rows) < first + len(next(iter(columns.values()))):
+            raise ProtocolError(f"rows {min(rows)} to {max(rows)} are not among those that came", where="fetch")
         self._remembered.keep(first, columns)
         return cut(columns, rows, first=first)
 

@@ -21,7 +21,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 
 from asyncflow.errors import AsyncFlowError, PeerLost, ProtocolError, StaleHandle
-from asyncflow.net.arena_lending import take_back
 from asyncflow.net.eager import begin
 from asyncflow.net.jagged import Jagged
 from asyncflow.net.later import Later
@@ -287,7 +286,6 @@ class Holdings:
                 size += piece.size(columns, first, rows)
         if not by_columns:
             return
-        take_back()
         work = self._let_go(by_columns, size)
         freeing = begin(work) if self._backend.immediate else asyncio.create_task(work, name="free")
         if freeing is not None:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
+from asyncflow.net.arena_lending import take_back
 from asyncflow.net.arena_loans import hide, show
 from asyncflow.net.frames import LARGE, Array, Jagged
+from asyncflow.queue.backends.base import Backend
 from asyncflow.queue.unit.blocks import Block
 from asyncflow.queue.unit.pieces import Parcel, Piece
 
@@ -21,22 +23,34 @@ _MOST_ROWS = 1024
 
 
 class Shown:
-    """The parcels that are shown, and their large columns."""
+    """The parcels that are shown, and their large columns. backend: where they lie."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self._columns: dict[Parcel, dict[str, Array]] = {}
         self._hidden: weakref.WeakSet[Parcel] = weakref.WeakSet()
 
-    def show(self, parcel: Parcel, columns: Mapping[str, Jagged]) -> bool:
-        """Show a parcel of which these are whole columns, and say whether that can be."""
-        large = {name: column.values for name, column in columns.items() if column.values.nbytes >= LARGE}
-        if parcel in self._hidden or not large or not all(map(show, large.values())):
-            return False
-        self._columns.setdefault(parcel, {}).update(large)
-        return True
+    async def parcel(
+        self, held: Mapping[int, Block], rows: Sequence[int], columns: Sequence[str]
+    ) -> tuple[dict[str, Jagged], int] | None:
+        """Show the parcel where ``rows`` lie; give these columns of all its rows, and the first of them.
+
+        held: all rows. None where the parcel cannot be shown.
+        """
+        found = _whole(held, rows, columns) if rows and columns else None
+        if found is None or found[0].parcel in self._hidden:
+            return None
+        piece, every = found
+        got = await self._backend.get([piece.place(every.start, len(every))], columns)
+        large = {name: column.values for name, column in got.items() if column.values.nbytes >= LARGE}
+        if not large or not all(map(show, large.values())):
+            return None
+        self._columns.setdefault(piece.parcel, {}).update(large)
+        return got, every.start
 
     def hide(self, parcels: Iterable[Parcel]) -> None:
-        """Show these parcels no more."""
+        """Show these parcels no more, since some of their rows are freed or change."""
+        take_back()
         if self._columns:
             for parcel in set(parcels).intersection(self._columns):
                 self._hidden.add(parcel)
@@ -54,7 +68,7 @@ class Shown:
         self.hide(list(self._columns))
 
 
-def whole(rows: Mapping[int, Block], asked: Sequence[int], columns: Sequence[str]) -> tuple[Piece, range] | None:
+def _whole(rows: Mapping[int, Block], asked: Sequence[int], columns: Sequence[str]) -> tuple[Piece, range] | None:
     """Give the piece in which ``asked`` lie, and all its rows; None where it is not one, or lacks some of its rows.
 
     rows: what the unit holds; columns: those that all the rows must have from the piece.

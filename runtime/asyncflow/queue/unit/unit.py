@@ -227,9 +227,8 @@ class StorageUnit:
         rows = expand(call.rows)
         await self._transit.readable(rows)
         try:
-            columns, first = await self.holdings.fetch(
-                rows, call.columns, lend=call.whole and not self._transit.leaving
-            )
+            lent = await self.holdings.lend(rows, call.columns) if call.whole and not self._transit.leaving else None
+            columns, first = lent or (await self.holdings.fetch(rows, call.columns), -1)
         except StaleHandle:
             await self._transit.readable(rows)
             raise
