@@ -48,3 +48,25 @@ def test_what_was_never_taken_cannot_be_given_back():
     with pytest.raises(KeyError):
         heap.give_back(place)
     assert heap.take(8) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 30), st.lists(st.integers(-30, 10), max_size=80))
+def test_the_highest_free_page_can_be_taken_by_itself(pages, moves):
+    heap, taken = Heap(first=1, end=1 + pages), {}
+    for move in moves:
+        if move < 0 and taken:
+            place = list(taken)[-move % len(taken)]
+            heap.give_back(place)
+            del taken[place]
+        elif move > 0:
+            place = heap.take(move)
+            taken |= {} if place is None else {place: move}
+        else:
+            free = free_runs(taken, 1, 1 + pages)
+            place = heap.take_last()
+            assert place == (free[-1][1] - 1 if free else None)
+            taken |= {} if place is None else {place: 1}
+    for place in taken:
+        heap.give_back(place)
+    assert heap.take(pages) == 1

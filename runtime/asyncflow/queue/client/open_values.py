@@ -61,12 +61,12 @@ def decode(column: Jagged) -> Values:
 
 
 def decode_torch(column: Jagged) -> Any:
-    """Give the rows of ``column`` as ``decode`` does, arrays as tensors that share their memory."""
+    """Give the rows of ``column`` as ``decode`` does, arrays as tensors, which share memory that can be written to."""
     import torch
 
     if column.dtype in (TEXT, BYTES, OBJECT):
         return decode(column)
-    shaped = _shaped(column, column.values)
+    shaped = _shaped(column, np.require(column.values, requirements=["W"]))
 
     def tensor(array: Array) -> torch.Tensor:
         if column.dtype == BFLOAT16:

@@ -85,7 +85,8 @@ class Remembered:
 
 
 def _column(of: Jagged) -> _Column:
-    of.values.flags.writeable = False
+    for array in (of.values, of.offsets, of.lengths):
+        array.flags.writeable = False
     return _Column(weakref.ref(of.values), mark_of(of.values), of.offsets, of.lengths, of.dtype, of.inner)
 
 

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from asyncflow.errors import ProtocolError, StaleHandle
 from asyncflow.identity import unit_of
 from asyncflow.net.arena_borrowing import mark_of
-from asyncflow.net.frames import BatchHeader, Jagged, decode_batch, encode_batch
+from asyncflow.net.frames import LARGE, BatchHeader, Jagged, decode_batch, encode_batch
 from asyncflow.queue.client.claiming import Claimer
 from asyncflow.queue.client.creation import Creator
 from asyncflow.queue.client.placement import Placement
@@ -159,6 +159,9 @@ class RowVerbs(ControlVerbs):
     def fetch(self, rows: Rows, columns: Sequence[str], *, timeout: float) -> Verb[dict[str, Jagged]]:
         """Give ``columns`` of ``rows`` in the order given, with one call a unit; for no rows, empty ones (int64).
 
+        Arrays may be read-only, where they are the unit's own memory: copy what is to be changed. Rows beside others
+        that this process still looks at are given without a call.
+
         Raises StaleHandle for a row that was cleared or lost.
         """
         numbers, homes = located(rows)
@@ -182,8 +185,9 @@ class RowVerbs(ControlVerbs):
 
     def _got(self, unit: int, rows: Sequence[int], first: int, columns: dict[str, Jagged]) -> dict[str, Jagged]:
         """Take in what a unit gave; give the rows that were asked for. first: of all rows that came, -1 for those."""
-        lent = any(mark_of(column.values) is not None for column in columns.values())
-        (self._lenders.add if lent else self._lenders.discard)(unit)
+        if large := [column.values for column in columns.values() if column.values.nbytes >= LARGE]:
+            lends = any(mark_of(values) is not None for values in large)
+            (self._lenders.add if lends else self._lenders.discard)(unit)
         if first < 0:
             return columns
         if not columns or not first <= min(rows) <= max(rows) < first + len(next(iter(columns.values()))):

@@ -249,7 +249,7 @@ class TorchBackend(TrainerBackend):
         self._ranks.close()
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.asarray(array, dtype=np.float32)).to(self._device)
+        return torch.from_numpy(np.require(array, np.float32, ["W"])).to(self._device)
 
 
 def _meter() -> Meter:
