@@ -15,6 +15,8 @@ from asyncflow.queue.ledger.audits import audit_ledgers
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.protocol.open_calls import AskProgress, Progress
 from asyncflow.queue.unit.unit import StorageUnit
+from asyncflow.roles.controller import _show
+from asyncflow.telemetry.metrics import ControllerMetrics
 
 P = "open"
 TASKS = [
@@ -338,6 +340,23 @@ async def test_who_looks_is_told_what_the_others_say_and_which_controller_is_sil
             with pytest.raises(DeadlineExceeded, match="controller 1"):
                 await whole(timeout=10)
         queue.controllers[1] = None
+
+
+async def test_the_home_tells_for_how_long_a_controller_has_asked_nothing(queue, monkeypatch):
+    monkeypatch.setattr("asyncflow.queue.controller.follower._PARK_S", 0.05)
+    await queue.put(1)
+    await queue.stop_controller(1)
+    home = queue.controllers[0]
+    async with asyncio.timeout(10):
+        while home.part.silences()[1] < 0.5:
+            await asyncio.sleep(0.05)
+        while home.part.silences()[2] >= home.part.silences()[1]:
+            await asyncio.sleep(0.05)
+    metrics = ControllerMetrics()
+    _show(home, metrics)
+    shown = metrics.registry.get_sample_value("asyncflow_controller_silence_seconds", {"controller": "1"})
+    assert shown >= 0.5
+    assert queue.controllers[2].part.silences() == {}
 
 
 async def test_a_row_cleared_before_the_shard_knows_is_stale(queue):
