@@ -78,6 +78,11 @@ class Way:
         self.incoming.close()
 
 
+@pytest.fixture(autouse=True)
+def _nothing_of_other_tests(monkeypatch):
+    monkeypatch.setattr(arena_lending, "_REMAINING", {})
+
+
 @pytest.fixture
 def to_unit():
     way = Way()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -32,13 +33,14 @@ class Borrowed(mmap.mmap):
 class Mark(NamedTuple):
     """What a lender says of a part that it has lent. It means something as long as the part is looked at."""
 
-    file: Borrowed
+    file: weakref.ref[Borrowed]
     page: int
 
     @property
     def shown(self) -> bool:
         """Whether the part is still what its lender would give; False in processes that were forked."""
-        return self.file[self.page] == SHOWN and self.file.process == os.getpid()
+        file = self.file()
+        return file is not None and file[self.page] == SHOWN and file.process == os.getpid()
 
 
 def mark_of(values: npt.NDArray[Any]) -> Mark | None:
@@ -46,7 +48,7 @@ def mark_of(values: npt.NDArray[Any]) -> Mark | None:
     file = owner_of(values)
     if not isinstance(file, Borrowed):
         return None
-    return Mark(file, (address_of(values.data) - file.address) // PAGE)
+    return Mark(weakref.ref(file), (address_of(values.data) - file.address) // PAGE)
 
 
 class Borrowing(Incoming):

@@ -19,7 +19,6 @@ import itertools
 import os
 import struct
 import threading
-import weakref
 from typing import NamedTuple
 
 from asyncflow.net.arena import Outgoing
@@ -28,7 +27,6 @@ from asyncflow.net.arena_loans import Mapping, address_of, owner_of
 MOST_FILES = 32
 _LOCK = struct.Struct("hhqqi4x")
 _NUMBERS = itertools.count()
-_HERE = threading.local()
 
 
 class Lent(NamedTuple):
@@ -62,6 +60,16 @@ _REMAINING: dict[int, _Kept] = {}
 """What is lent and whose connection has ended."""
 
 
+class _Here(threading.local):
+    """Those of this thread that have lent something."""
+
+    def __init__(self) -> None:
+        self.lendings: dict[Lending, None] = {}
+
+
+_HERE = _Here()
+
+
 class Lending(Outgoing):
     """The sender's side of an arena whose peer may be lent what lies in others. files: those that go to it next."""
 
@@ -72,8 +80,8 @@ class Lending(Outgoing):
         self._numbers: dict[int, int] = {}
         self._lent: dict[int, _Kept] = {}
         self._lowest = self._pages
+        self._among: dict[Lending, None] = {}
         forget_gone()
-        _of_this_thread().add(self)
 
     def lend(self, part: memoryview) -> Lent | None:
         """Lend a part that lies in the arena of another connection; None for what does not, or cannot be lent."""
@@ -94,11 +102,13 @@ class Lending(Outgoing):
             self._heap.give_back(token)
             return None
         self._lent[token] = _Kept(owner, part, self._lock)
+        self._among = _HERE.lendings
+        self._among[self] = None
         return Lent(number, new, token, address_of(part) - owner.address)
 
     def look(self) -> None:
         """Take back what the peer needs no more."""
-        if self._lent and self._map is not None:
+        if self._map is not None:
             self._take_back(self._map, self._lowest, self._pages)
 
     def went(self) -> None:
@@ -111,6 +121,7 @@ class Lending(Outgoing):
         """Let go of it; what is lent is kept as long as the other side may see it."""
         super().close()
         self.went()
+        self._among.pop(self, None)
         lent, self._lent = self._lent, {}
         for kept in lent.values():
             _REMAINING[next(_NUMBERS)] = kept
@@ -134,21 +145,15 @@ class Lending(Outgoing):
 
     def _given_back(self, page: int) -> None:
         if self._lent.pop(page, None) is not None and not self._lent:
+            self._among.pop(self, None)
             self._lowest = self._pages
 
 
 def take_back() -> None:
     """Take back what the peers of this thread need no more of what they were lent."""
-    for lending in list(_of_this_thread()):
+    for lending in list(_HERE.lendings):
         lending.look()
     forget_gone()
-
-
-def _of_this_thread() -> weakref.WeakSet[Lending]:
-    found: weakref.WeakSet[Lending] | None = getattr(_HERE, "lendings", None)
-    if found is None:
-        found = _HERE.lendings = weakref.WeakSet()
-    return found
 
 
 def forget_gone() -> bool:

@@ -3,7 +3,7 @@
 A part is a view of the sender's pages, a *loan*; when the last view of it is gone, in whichever thread, the pages go
 back. At most half of an arena is lent: what comes then is copied out, so its sender finds room again. Memory is mapped
 as long as a loan lasts, also after the connection and the sender have ended; of an arena whose connection has ended
-only the pages that are lent are kept.
+only the pages that are lent are kept. A whole part can be *shown*: its byte says so to all who are lent it onward.
 
 The sender could still change what it has sent, as it could change any memory of this process: both run as the same user
 on one host. So could a process that was forked from this one: it shares what had come before.

@@ -1,4 +1,4 @@
-"""What is fetched through shared memory is lent; its neighbours need no call, and are seen to be replaced or cleared."""
+"""What is fetched through shared memory is lent; its neighbours need no call; what is replaced or cleared is seen."""
 
 import asyncio
 import gc

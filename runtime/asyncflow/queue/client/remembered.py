@@ -73,15 +73,16 @@ class Remembered:
         if self._parcels and rows:
             low, high = min(rows), max(rows)
             for parcel in self._parcels:
-                if low in parcel.rows and high in parcel.rows:
-                    return parcel.cut(rows, names)
+                if low in parcel.rows and high in parcel.rows and (found := parcel.cut(rows, names)) is not None:
+                    return found
         return None
 
     def keep(self, first: int, columns: Mapping[str, Jagged]) -> None:
         """Remember a parcel whose rows have the ids from ``first`` on. Nobody can write to its values from now on."""
         rows = range(first, first + len(next(iter(columns.values()))))
-        others = [parcel for parcel in self._parcels if parcel.rows != rows and parcel.alive]
-        self._parcels = [_Parcel(rows, {name: _column(of) for name, of in columns.items()}), *others[: _MOST - 1]]
+        made = _Parcel(rows, {name: _column(of) for name, of in columns.items()})
+        others = [of for of in self._parcels if of.alive and (of.rows != rows or of.columns.keys() != columns.keys())]
+        self._parcels = [made, *others[: _MOST - 1]]
 
 
 def _column(of: Jagged) -> _Column:

@@ -204,7 +204,7 @@ class Holdings:
         """Give all rows of the parcel where ``rows`` lie, and the first of them, where they can be lent."""
         if self.puts:
             await self._decided(frozenset(rows), columns)
-        return await self.shown.parcel(self._rows, rows, columns)
+        return await self.shown.parcel(self._rows, rows, columns, self.puts)
 
     async def _decided(self, rows: frozenset[int], columns: Sequence[str]) -> None:
         """Wait for the verdicts on puts that may change these cells."""
@@ -277,7 +277,6 @@ class Holdings:
         """Give back promises now, and bytes when the store has let go of them."""
         if promise:
             self.budget.release(0, promise=promise)
-        self.shown.hide(piece.parcel for piece, *_ in parts)
         by_columns: dict[tuple[str, ...], list[Place]] = {}
         size = 0
         for piece, columns, first, rows in parts:
@@ -286,6 +285,7 @@ class Holdings:
                 size += piece.size(columns, first, rows)
         if not by_columns:
             return
+        self.shown.hide(piece.parcel for piece, *_ in parts)
         work = self._let_go(by_columns, size)
         freeing = begin(work) if self._backend.immediate else asyncio.create_task(work, name="free")
         if freeing is not None:

@@ -10,14 +10,14 @@ never shown again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from asyncflow.net.arena_lending import take_back
 from asyncflow.net.arena_loans import hide, show
 from asyncflow.net.frames import LARGE, Array, Jagged
 from asyncflow.queue.backends.base import Backend
 from asyncflow.queue.unit.blocks import Block
-from asyncflow.queue.unit.pieces import Parcel, Piece
+from asyncflow.queue.unit.pieces import Parcel, Piece, Put
 
 _MOST_ROWS = 1024
 
@@ -31,16 +31,18 @@ class Shown:
         self._hidden: weakref.WeakSet[Parcel] = weakref.WeakSet()
 
     async def parcel(
-        self, held: Mapping[int, Block], rows: Sequence[int], columns: Sequence[str]
+        self, held: Mapping[int, Block], rows: Sequence[int], columns: Sequence[str], puts: Collection[Put]
     ) -> tuple[dict[str, Jagged], int] | None:
         """Show the parcel where ``rows`` lie; give these columns of all its rows, and the first of them.
 
-        held: all rows. None where the parcel cannot be shown.
+        held: all rows; puts: those that are not decided. None where the parcel cannot be shown.
         """
         found = _whole(held, rows, columns) if rows and columns else None
         if found is None or found[0].parcel in self._hidden:
             return None
         piece, every = found
+        if puts and any(put.touches(frozenset(every), columns) for put in puts):
+            return None
         got = await self._backend.get([piece.place(every.start, len(every))], columns)
         large = {name: column.values for name, column in got.items() if column.values.nbytes >= LARGE}
         if not large or not all(map(show, large.values())):

@@ -134,6 +134,7 @@ class StorageUnit:
 
     async def close(self) -> None:
         """Stop serving and forget everything."""
+        self.holdings.shown.hide_all()
         await self.server.close()
         await self._liaison.close()
         await self.departure.close()
