@@ -199,7 +199,7 @@ def seeds() -> dict[str, list[bytes]]:
     head, frames = encode_batch(encode_columns(columns))
     pieces = msgspec.msgpack.encode([wire.encode(head), *map(bytes, frames)])
     records = b"".join(map(pack, (ev.Started(1), ev.Put("p", 1 << 32, 1, 1, 7), ev.RowsCleared("p", [7]))))
-    cells = unit_calls.Cells(dtypes={"a": "<i8"}, sizes={"a": [8]})
+    cells = unit_calls.Cells(dtypes={"a": "<i8"}, sizes={"a": b"\x08\0\0\0"})
     held = unit_calls.Held(row=7, columns={"a": 8}, partial={"b": 8}, tokens=1, tags={"key": "x"})
     items = [
         ev.Declared(TaskSpec(partition="p", name="t", needs=["a"]), 1),

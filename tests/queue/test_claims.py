@@ -10,6 +10,7 @@ from asyncflow.queue.controller.folding import empty_books
 from asyncflow.queue.controller.state import State
 from asyncflow.queue.controller.table import Table
 from asyncflow.queue.protocol.messages import KEY_TAG, TaskSpec
+from asyncflow.queue.protocol.unit_calls import Cells
 
 P = "open"
 NONCE = 7 << 32
@@ -34,9 +35,7 @@ class Rows:
             serial=serial,
             size=size,
             rows=range(first, first + count),
-            dtypes={"x": "int64"},
-            names=("x",),
-            sizes=[(8,)] * count,
+            cells=Cells(dtypes={"x": "int64"}, sizes={"x": b"\x08\0\0\0"}),
             tags=tags,
         )[1]
 

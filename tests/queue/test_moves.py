@@ -12,7 +12,6 @@ from asyncflow.identity import RowPlace, home
 from asyncflow.net.jagged import Jagged
 from asyncflow.queue.backends.memory import MemoryBackend
 from asyncflow.queue.controller import open_table
-from asyncflow.queue.controller.cells import by_row
 from asyncflow.queue.controller.compaction import dump
 from asyncflow.queue.controller.folding import empty_books
 from asyncflow.queue.controller.moves import Room, choose
@@ -176,9 +175,8 @@ class Movement(RuleBasedStateMachine):
         if isinstance(entry, MovedRows):
             ok = take_over(self.table, unit.home, rows, entry)
         elif isinstance(entry, OpenRows):
-            names, sizes = by_row(entry.cells, len(rows))
             known = {"serial": entry.serial, "size": entry.group_size, "rows": rows, "tags": []}
-            ok, _ = self.table.puts.put(P, dtypes=entry.cells.dtypes, names=names, sizes=sizes, **known)
+            ok, _ = self.table.puts.put(P, cells=entry.cells, **known)
             self.truth |= {
                 row: values[row] for row, good in zip(rows, ok, strict=True) if good and row not in self.truth
             }

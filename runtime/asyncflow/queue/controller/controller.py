@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from asyncflow.net.deadlines import Deadline, Deadlines
 from asyncflow.net.hosts import address_of
 from asyncflow.net.keys import Keys
 from asyncflow.net.later import Later
-from asyncflow.net.rpc import RpcServer
+from asyncflow.net.rpc import RpcServer, Then
 from asyncflow.queue.controller.alone import Alone
 from asyncflow.queue.controller.claims import Claim
 from asyncflow.queue.controller.compaction import dump
@@ -34,6 +34,7 @@ from asyncflow.queue.controller.serving import Address, Soon
 from asyncflow.queue.controller.sessions import Sessions
 from asyncflow.queue.controller.shard import Shard
 from asyncflow.queue.controller.table import Table
+from asyncflow.queue.ledger.events import Event
 from asyncflow.queue.ledger.ledger import Ledger, Sync
 from asyncflow.queue.protocol.calls import Claimed
 from asyncflow.queue.protocol.messages import QueueStats
@@ -82,7 +83,8 @@ class Controller:
         self.table = Table(index=index, controllers=controllers)
         bind = address_of(host, port)
         self.server = RpcServer(name="controller", bind=bind, keys=keys, advertise=advertise)
-        self._ledger = Ledger(ledger_dir, sync=sync, compact=lambda: dump(self.table.books), limit=compact_bytes)
+        self.table.books.keeps_up = False
+        self._ledger = Ledger(ledger_dir, sync=sync, compact=self._dump, limit=compact_bytes)
         self.sessions = Sessions(self.table, lost_s=unit_lost_s)
         self.ledger_dir = ledger_dir
         self._claims: dict[Claim, tuple[_Waiter, list[str]]] = {}
@@ -160,24 +162,33 @@ class Controller:
         cannot be written.
         """
         books = self.table.books
+        books.catch_up()
         found = self._find_answers() if books.touched else []
         frees, books.frees = books.frees, []
-        if books.outbox:
-            self._ledger.append(books.outbox)
-            books.outbox.clear()
         self._set_alarm()
-        try:
-            pending = self._ledger.commit()
-        except OSError as error:
-            raise self._broken(error) from error
+        pending = self._write()
         if frees:
             self.sessions.order(frees, after=pending)
         if found:
             self._give_all(found, pending)
         return pending
 
+    def _write(self) -> asyncio.Future[None] | None:
+        """Have the ledger take what was recorded; give and raise what ``settle`` does."""
+        books = self.table.books
+        if books.outbox:
+            self._ledger.append(books.outbox)
+            books.outbox.clear()
+        try:
+            return self._ledger.commit()
+        except OSError as error:
+            raise self._broken(error) from error
+
     def safe(self, reply: T) -> Soon[T]:
         """Settle, and give ``reply`` when the ledger has everything up to now."""
+        books = self.table.books
+        if books.behind and self._parked.keys().isdisjoint(books.touched) and self._write() is None:
+            return Then(reply, self.settle)
         pending = self.settle()
         if pending is None:
             return reply
@@ -272,6 +283,10 @@ class Controller:
                 later.set_exception(error)
             else:
                 later.set_result(answer)
+
+    def _dump(self) -> Iterator[Event]:
+        self.table.books.catch_up()
+        return dump(self.table.books)
 
     def _broken(self, error: OSError) -> Refused:
         """Stop serving: what was answered is in the ledger, what comes now cannot be."""

@@ -14,7 +14,6 @@ from msgspec import Struct
 from asyncflow.errors import AsyncFlowError, ProtocolError
 from asyncflow.flow.selection import Appetite
 from asyncflow.queue.controller import open_table
-from asyncflow.queue.controller.cells import by_row
 from asyncflow.queue.controller.claims import ANY, Claim
 from asyncflow.queue.controller.feed import NewsFeed
 from asyncflow.queue.controller.news import gained
@@ -173,7 +172,7 @@ class Handlers:
         if self._feed is not None:
             for entry, verdict in zip(call.entries, verdicts, strict=True):
                 self._feed.admitted(entry, verdict.ok)
-        return unit_calls.Admitted(verdicts)
+        return unit_calls.Admitted([verdict.short() for verdict in verdicts])
 
     def _lost(self, call: unit_calls.LostRows) -> None:
         self._sessions.check(call.session, self._controller.now())
@@ -183,6 +182,7 @@ class Handlers:
         )
 
     def _verdict(self, entry: unit_calls.Entry, session: unit_calls.Session) -> unit_calls.Verdict:
+        self._table.books.catch_up()
         try:
             verdict = self._admitted(entry, session)
         except ValueError as wrong:
@@ -196,15 +196,12 @@ class Handlers:
     def _admitted(self, entry: unit_calls.Entry, session: unit_calls.Session) -> unit_calls.Verdict:
         table, numbers = self._table, expand(entry.rows)
         if isinstance(entry, unit_calls.OpenRows):
-            names, sizes = by_row(entry.cells, len(numbers))
             ok, rows = table.puts.put(
                 entry.partition,
                 serial=entry.serial,
                 size=entry.group_size,
                 rows=numbers,
-                dtypes=entry.cells.dtypes,
-                names=names,
-                sizes=sizes,
+                cells=entry.cells,
                 tags=entry.tags,
             )
             return unit_calls.Verdict(ok, rows=[] if all(ok) else shrink(rows))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar
 
 from asyncflow.net.later import Later
+from asyncflow.net.rpc import Then
 from asyncflow.queue.controller.claims import Claim
 from asyncflow.queue.controller.sessions import Sessions
 from asyncflow.queue.controller.table import Table
@@ -18,8 +19,8 @@ from asyncflow.queue.protocol.calls import Claimed
 from asyncflow.queue.protocol.messages import QueueStats
 
 T = TypeVar("T")
-Soon: TypeAlias = "T | Later[T] | asyncio.Future[T]"
-"""An answer, or what will have it."""
+Soon: TypeAlias = "T | Then[T] | Later[T] | asyncio.Future[T]"
+"""An answer, or what has it or will have it."""
 
 
 Address: TypeAlias = Callable[[int], str | None]

@@ -8,8 +8,11 @@ Invariant: ``expand(shrink(ids)) == ids``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from asyncflow.errors import ProtocolError
+
+T = TypeVar("T")
 
 MOST = 1 << 20
 """Rows or groups that one message, or one item of a feed, stands for at most."""
@@ -48,11 +51,11 @@ def expand(ids: Sequence[int]) -> list[int]:
     return made
 
 
-def shrink_equal(values: list[int]) -> list[int]:
+def shrink_equal(values: list[T]) -> list[T]:
     """Give one value where all are that one."""
     return values[:1] if len(values) > 1 and values.count(values[0]) == len(values) else values
 
 
-def expand_equal(values: list[int], count: int) -> list[int]:
+def expand_equal(values: list[T], count: int) -> list[T]:
     """Give the ``count`` values that ``shrink_equal`` was given."""
     return values * count if len(values) == 1 else values

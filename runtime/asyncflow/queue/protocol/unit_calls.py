@@ -14,14 +14,14 @@ from asyncflow.identity import home
 from asyncflow.net.frames import BatchHeader
 from asyncflow.queue.protocol.calls import Attempt, Bytes, Seconds
 from asyncflow.queue.protocol.messages import RowMeta, Tag
-from asyncflow.queue.protocol.runs import shrink, shrink_equal
+from asyncflow.queue.protocol.runs import expand_equal, shrink, shrink_equal
 
 
 class Cells(Struct, frozen=True, kw_only=True):
-    """Columns of some rows, as their unit tells of them. sizes: bytes of each row, or one number where all have it."""
+    """Columns of some rows, as their unit tells of them. sizes: bytes of each row, see ``sizes``."""
 
     dtypes: dict[str, str]
-    sizes: dict[str, list[int]]
+    sizes: dict[str, bytes]
 
 
 class Held(Struct, frozen=True, kw_only=True):
@@ -213,9 +213,7 @@ def short(entry: AnyEntry) -> AnyEntry:
     """Give ``entry`` in few bytes, which one of a single row is in."""
     if len(entry.rows) == 1:
         return entry
-    sizes = {name: shrink_equal(of) for name, of in entry.cells.sizes.items()}
-    cells = Cells(dtypes=entry.cells.dtypes, sizes=sizes)
-    return msgspec.structs.replace(entry, rows=shrink(entry.rows), cells=cells)
+    return msgspec.structs.replace(entry, rows=shrink(entry.rows))
 
 
 class Admit(Struct, frozen=True):
@@ -228,12 +226,21 @@ class Admit(Struct, frozen=True):
 class Verdict(Struct, frozen=True):
     """What became of each row of an entry; error: that of ``to_wire`` when the whole entry is refused.
 
-    rows: of ``OpenRows`` that are not all ok, the ids to be told to their creator (see ``Numbers``).
+    rows: of ``OpenRows`` that are not all ok, the ids to be told to their creator (see ``Numbers``). It crosses the
+    socket ``short``.
     """
 
     ok: list[bool]
     error: dict[str, str] | None = None
     rows: list[int] = []
+
+    def short(self) -> Verdict:
+        """Give the same in few bytes."""
+        return Verdict(shrink_equal(self.ok), self.error, self.rows) if len(self.ok) > 1 else self
+
+    def each(self, count: int) -> list[bool]:
+        """Give what became of each of ``count`` rows."""
+        return expand_equal(self.ok, count) or [False] * count
 
 
 class Admitted(Struct, frozen=True):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from asyncflow.queue.backends.base import Place
 from asyncflow.queue.protocol.messages import Tag
+from asyncflow.queue.protocol.sizes import part
 from asyncflow.queue.protocol.unit_calls import Entry, MovedRows, NewRows
 from asyncflow.queue.unit.pieces import Parcel, Part, Piece, Put
 
@@ -99,7 +100,7 @@ class Block:
     def sizes(self, row: int, *, partial: bool) -> dict[str, int]:
         """Bytes of the cells of a row, by column: of those that are unfinished, or of the whole ones."""
         cells = [(name, piece) for name, piece in self.cells.items() if piece.partial is partial]
-        return {name: piece.parcel.cells.sizes[name][row - piece.shift] for name, piece in cells}
+        return {name: part(piece.parcel.cells.sizes[name], row - piece.shift, 1)[0] for name, piece in cells}
 
     def size(self, row: int) -> int:
         """Bytes of the cells of a row."""

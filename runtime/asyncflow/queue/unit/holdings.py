@@ -26,6 +26,7 @@ from asyncflow.net.jagged import Jagged
 from asyncflow.net.later import Later
 from asyncflow.queue.backends.base import Backend, BytesLost, Place
 from asyncflow.queue.protocol.shard_calls import controller_of
+from asyncflow.queue.protocol.sizes import part
 from asyncflow.queue.protocol.unit_calls import Cells, Entry, Held, MovedRows, NewCells, Verdict
 from asyncflow.queue.unit.blocks import Block, Run, stretches, together
 from asyncflow.queue.unit.budget import Budget
@@ -99,7 +100,7 @@ class Holdings:
             if (block := blocks[start]) is None:
                 return False
             for name, sizes in cells.sizes.items():
-                if not block.awaits(name, max(sizes[start:stop])):
+                if not block.awaits(name, max(part(sizes, start, stop - start))):
                     return False
         return True
 
@@ -119,18 +120,20 @@ class Holdings:
         return put
 
     def decide(self, put: Put, verdict: Verdict, error: AsyncFlowError | None = None) -> None:
-        """Make those rows of ``put`` that were admitted part of the holdings, free the others, tell who waits."""
-        ok = verdict.ok or [False] * len(put.entry.rows)
+        """Make those rows of ``put`` that were admitted part of the holdings, and free the others.
+
+        Who waits is told first: nobody asks before all is done.
+        """
+        ok = verdict.each(len(put.entry.rows))
+        if not put.verdict.done():
+            if error is not None:
+                put.verdict.set_exception(error)
+            else:
+                put.verdict.set_result(Verdict(ok, rows=verdict.rows))
         refused, void = self._write(put, put.entry, ok) if isinstance(put.entry, NewCells) else self._admit(put, ok)
         del self.puts[put]
         if refused or void:
             self._free(refused, promise=void)
-        if put.verdict.done():
-            return
-        if error is not None:
-            put.verdict.set_exception(error)
-        else:
-            put.verdict.set_result(verdict if verdict.ok else Verdict(ok, rows=verdict.rows))
 
     def _admit(self, put: Put, ok: Sequence[bool]) -> tuple[list[Part], int]:
         """Hold new rows; give what is not needed, and the bytes of promises that are void."""

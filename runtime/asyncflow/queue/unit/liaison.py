@@ -257,7 +257,8 @@ class Liaison:
         if put not in self._holdings.puts:
             return
         self._holdings.decide(put, verdict, error)
-        entry, mine = put.entry, [index for index, ok in enumerate(verdict.ok) if ok]
+        entry = put.entry
+        mine = [index for index, ok in enumerate(verdict.each(len(entry.rows))) if ok]
         if not mine or not isinstance(entry, NewCells) or not (entry.cells.sizes or entry.tags):
             return
         cells = chosen(entry.cells, len(entry.rows), mine)

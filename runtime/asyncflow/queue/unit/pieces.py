@@ -12,6 +12,7 @@ from typing import TypeAlias
 from asyncflow.net.jagged import Jagged
 from asyncflow.net.later import Later
 from asyncflow.queue.backends.base import Place
+from asyncflow.queue.protocol.sizes import packed, part
 from asyncflow.queue.protocol.unit_calls import Cells, Entry, Verdict
 
 
@@ -33,7 +34,7 @@ class Parcel:
         self.size = sum([column.values.nbytes for column in columns.values()])
         self.cells = Cells(
             dtypes={name: column.form for name, column in columns.items()},
-            sizes={name: column.sizes for name, column in columns.items()},
+            sizes={name: packed(column) for name, column in columns.items()},
         )
 
     @property
@@ -59,9 +60,7 @@ class Piece:
     def size(self, columns: Sequence[str], first: int, rows: int) -> int:
         """Bytes of these columns of so many rows from ``first`` on."""
         sizes, index = self.parcel.cells.sizes, first - self.shift
-        if rows == 1:
-            return sum([sizes[name][index] for name in columns])
-        return sum([sum(sizes[name][index : index + rows]) for name in columns])
+        return sum([sum(part(sizes[name], index, rows)) for name in columns])
 
 
 Part: TypeAlias = tuple[Piece, tuple[str, ...], int, int]
