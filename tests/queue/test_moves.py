@@ -171,7 +171,7 @@ class Movement(RuleBasedStateMachine):
                 unit.holdings.decide(put, Verdict(ok))
 
     def admit(self, unit, put):
-        entry, rows, values = put.entry, put.entry.rows, unit.values[put]
+        entry, rows, values = put.entry, put.rows, unit.values[put]
         if isinstance(entry, MovedRows):
             ok = take_over(self.table, unit.home, rows, entry)
         elif isinstance(entry, OpenRows):
@@ -238,7 +238,7 @@ class Movement(RuleBasedStateMachine):
         """Send a leg, unless the unit must wait yet."""
         if not unit.leg.rows or self.units[unit.leg.unit].transit.leaving:
             return
-        if all(set(put.entry.rows).isdisjoint(unit.leg.rows) for put in unit.holdings.puts):
+        if all(set(put.rows).isdisjoint(unit.leg.rows) for put in unit.holdings.puts):
             self.runner.run(self.sent(unit, self.units[unit.leg.unit]))
 
     async def sent(self, unit, other):

@@ -46,7 +46,7 @@ class Puts:
         rows: Sequence[int],
         cells: Cells,
         tags: _Tags,
-    ) -> tuple[list[bool], list[int]]:
+    ) -> tuple[list[bool], Sequence[int]]:
         """Make rows in groups of ``size`` under the serials from ``serial`` on.
 
         rows: their ids, consecutive; tags: one set a row, or none. Gives whether each is new, and the ids to tell:
@@ -75,7 +75,7 @@ class Puts:
             put = ev.Put(partition, first, length, size, rows[start])
             self._books.record_behind(put, partial(self._fill, held, rows, slice(start, end), cells, tags))
         if sum([length for _, _, length in runs]) == count:
-            return [True] * len(rows), list(rows)
+            return [True] * len(rows), rows
         self._books.catch_up()
         return _answers(held, serial, size, rows, keys)
 

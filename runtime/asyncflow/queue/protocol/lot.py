@@ -65,12 +65,12 @@ class Lot(Struct, frozen=True, array_like=True, kw_only=True):
         """Give what was ``shrunk``."""
         if not self.short:
             return self
-        rows = expand(self.rows)
+        rows = list(expand(self.rows))
         return msgspec.structs.replace(
             self,
             short=False,
             rows=rows,
-            serials=expand(self.serials),
+            serials=list(expand(self.serials)),
             steps=expand_equal(self.steps, len(rows)),
             oldest=expand_equal(self.oldest, len(rows)),
             newest=expand_equal(self.newest, len(rows)),

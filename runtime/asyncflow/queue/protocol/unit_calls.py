@@ -5,16 +5,15 @@ Invariant: as in ``calls``, every call can be sent again after its answer was lo
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias
 
-import msgspec
 from msgspec import Meta, Struct
 
 from asyncflow.identity import home
 from asyncflow.net.frames import BatchHeader
 from asyncflow.queue.protocol.calls import Attempt, Bytes, Seconds
 from asyncflow.queue.protocol.messages import RowMeta, Tag
-from asyncflow.queue.protocol.runs import expand_equal, shrink, shrink_equal
+from asyncflow.queue.protocol.runs import expand_equal, shrink_equal
 
 
 class Cells(Struct, frozen=True, kw_only=True):
@@ -205,16 +204,7 @@ class MovedRows(Struct, frozen=True, tag="moved"):
 
 
 Entry: TypeAlias = NewRows | OpenRows | NewCells | MovedRows
-
-
-AnyEntry = TypeVar("AnyEntry", bound=Entry)
-
-
-def short(entry: AnyEntry) -> AnyEntry:
-    """Give ``entry`` in few bytes, which one of a single row is in."""
-    if len(entry.rows) == 1:
-        return entry
-    return msgspec.structs.replace(entry, rows=shrink(entry.rows))
+"""Their ``rows`` are as of ``shrink``."""
 
 
 class Admit(Struct, frozen=True):

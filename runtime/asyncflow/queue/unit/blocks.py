@@ -153,7 +153,7 @@ def stretches(rows: Sequence[int], alike: Sequence[object]) -> list[tuple[int, i
     if count < 2:
         return [(0, count)] if count else []
     run = range(rows[0], rows[0] + count)
-    if rows[-1] == run[-1] and alike.count(alike[0]) == count and list(rows) == list(run):
+    if rows[-1] == run[-1] and alike.count(alike[0]) == count and (rows == run or list(rows) == list(run)):
         return [(0, count)]
     cuts = [i for i in range(1, count) if alike[i] is not alike[i - 1] or rows[i] != rows[i - 1] + 1]
     return list(pairwise([0, *cuts, count]))

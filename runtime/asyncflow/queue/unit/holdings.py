@@ -25,6 +25,7 @@ from asyncflow.net.eager import begin
 from asyncflow.net.jagged import Jagged
 from asyncflow.net.later import Later
 from asyncflow.queue.backends.base import Backend, BytesLost, Place
+from asyncflow.queue.protocol.runs import expand
 from asyncflow.queue.protocol.shard_calls import controller_of
 from asyncflow.queue.protocol.sizes import part
 from asyncflow.queue.protocol.unit_calls import Cells, Entry, Held, MovedRows, NewCells, Verdict
@@ -115,7 +116,7 @@ class Holdings:
 
     def propose(self, entry: Entry, parcel: Parcel, *, outputs: Mapping[str, int]) -> Put:
         """Keep what was stored until the controller has decided about ``entry``."""
-        put = Put(entry, parcel, outputs, Later(), controller_of(parcel.lease))
+        put = Put(entry, expand(entry.rows), parcel, outputs, Later(), controller_of(parcel.lease))
         self.puts[put] = None
         return put
 
@@ -124,7 +125,7 @@ class Holdings:
 
         Who waits is told first: nobody asks before all is done.
         """
-        ok = verdict.each(len(put.entry.rows))
+        ok = verdict.each(len(put.rows))
         if not put.verdict.done():
             if error is not None:
                 put.verdict.set_exception(error)
@@ -137,7 +138,7 @@ class Holdings:
 
     def _admit(self, put: Put, ok: Sequence[bool]) -> tuple[list[Part], int]:
         """Hold new rows; give what is not needed, and the bytes of promises that are void."""
-        rows, refused, void = put.entry.rows, [], 0
+        rows, refused, void = put.rows, [], 0
         if isinstance(put.entry, MovedRows):
             ok = [
                 good and number not in self._rows and not self._comes_again(put, number)
@@ -155,9 +156,7 @@ class Holdings:
     def _comes_again(self, put: Put, number: int) -> bool:
         """Tell whether a row was sent here once more after ``put``, which then is not what the controller meant."""
         later = itertools.dropwhile(lambda other: other is not put, self.puts)
-        return any(
-            isinstance(other.entry, MovedRows) and number in other.entry.rows for other in islice(later, 1, None)
-        )
+        return any(isinstance(other.entry, MovedRows) and number in other.rows for other in islice(later, 1, None))
 
     def discard(self, parcel: Parcel, rows: int) -> None:
         """Free what was stored and is not proposed."""
@@ -168,7 +167,7 @@ class Holdings:
 
         That is what was replaced, or what came where the row is gone or the same put came before.
         """
-        rows, parcel, refused, kept = entry.rows, put.parcel, [], 0
+        rows, parcel, refused, kept = put.rows, put.parcel, [], 0
         blocks = [self._rows.get(number) if good else None for number, good in zip(rows, ok, strict=True)]
         alike = blocks if len(set(rows)) == len(rows) else range(len(rows))
         for start, stop in stretches(rows, alike):

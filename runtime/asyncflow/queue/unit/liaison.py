@@ -40,7 +40,6 @@ from asyncflow.queue.protocol.unit_calls import (
     Verdict,
     Watch,
     Welcome,
-    short,
 )
 from asyncflow.queue.unit.holdings import Holdings
 from asyncflow.queue.unit.pieces import Parcel, Put
@@ -126,11 +125,11 @@ class Liaison:
         """Tell whether there is a controller that can have given ``lease``."""
         return controller_of(lease) < self._controllers
 
-    def new_rows(self, count: int) -> list[int]:
+    def new_rows(self, count: int) -> range:
         """Give row ids that were never used before."""
         first = RowPlace(self.epoch, self._unit, self._rows).row
         self._rows += count
-        return list(range(first, first + count))
+        return range(first, first + count)
 
     def tell(self, entry: Entry, parcel: Parcel, *, outputs: Mapping[str, int] | None = None) -> Put:
         """Have the controller decide about what was stored; the verdict comes in the ``Put``."""
@@ -206,7 +205,7 @@ class Liaison:
             return None
         puts = list(islice((put for put in self._holdings.puts if not put.shard), _PUTS))
         news = self._news[:_PUTS]
-        return (Admit(session, [*news, *[short(put.entry) for put in puts]]), puts) if news or puts else None
+        return (Admit(session, [*news, *[put.entry for put in puts]]), puts) if news or puts else None
 
     async def _tell_all(self, session: Session) -> None:
         held = iter(list(self._holdings.held()))
@@ -264,11 +263,11 @@ class Liaison:
             return
         self._holdings.decide(put, verdict, error)
         entry = put.entry
-        mine = [index for index, ok in enumerate(verdict.each(len(entry.rows))) if ok]
+        mine = [index for index, ok in enumerate(verdict.each(len(put.rows))) if ok]
         if not mine or not isinstance(entry, NewCells) or not (entry.cells.sizes or entry.tags):
             return
-        cells = chosen(entry.cells, len(entry.rows), mine)
-        rows, tags = shrink([entry.rows[i] for i in mine]), [entry.tags[i] for i in mine] if entry.tags else []
+        cells = chosen(entry.cells, len(put.rows), mine)
+        rows, tags = shrink([put.rows[i] for i in mine]), [entry.tags[i] for i in mine] if entry.tags else []
         self._news.append(NewCells(lease=entry.lease, rows=rows, cells=cells, tags=tags, reason=entry.reason))
         if len(self._news) > _NEWS:
             self._news.clear()

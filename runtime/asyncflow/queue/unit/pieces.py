@@ -69,12 +69,13 @@ Part: TypeAlias = tuple[Piece, tuple[str, ...], int, int]
 
 @dataclass(slots=True, eq=False)
 class Put:
-    """A parcel that is stored and not yet decided about. outputs: promised to each new row; verdict: when it comes.
+    """A parcel that is stored and not yet decided about. rows: their ids; outputs: promised to each new row.
 
-    shard: the controller that decides, 0 for the home.
+    verdict: when it comes; shard: the controller that decides, 0 for the home.
     """
 
     entry: Entry
+    rows: Sequence[int]
     parcel: Parcel
     outputs: Mapping[str, int]
     verdict: Later[Verdict]
@@ -82,4 +83,4 @@ class Put:
 
     def touches(self, rows: frozenset[int], columns: Sequence[str]) -> bool:
         """Tell whether one of these cells may change by it."""
-        return not rows.isdisjoint(self.entry.rows) and any(column in self.parcel.columns for column in columns)
+        return not rows.isdisjoint(self.rows) and any(column in self.parcel.columns for column in columns)
