@@ -1,7 +1,8 @@
 """The controller's process: the pure ``Table`` with a socket, a clock and a ledger.
 
 A call changes the table at once, where its request is read, and is answered when the ledger has what it changed. What
-cannot be answered yet is parked and tried again whenever its partition has changed: nothing polls.
+cannot be answered yet is parked and tried again whenever its partition has changed: nothing polls. Where nobody is
+parked, a put is answered first and its rows are made then, before anything else is looked at.
 
 Invariants: no answer leaves before the events behind it are as safe as ``sync`` says; a controller whose ledger cannot
 be written stops serving (``failed``); the time that the process itself did not run is nobody's delay.
@@ -185,7 +186,7 @@ class Controller:
             raise self._broken(error) from error
 
     def safe(self, reply: T) -> Soon[T]:
-        """Settle, and give ``reply`` when the ledger has everything up to now."""
+        """Settle, and give ``reply`` when the ledger has everything up to now; before the rest, where nobody waits."""
         books = self.table.books
         if books.behind and self._parked.keys().isdisjoint(books.touched) and self._write() is None:
             return Then(reply, self.settle)
