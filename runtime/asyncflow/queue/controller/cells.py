@@ -5,8 +5,31 @@ Invariant: rows of which the same is told share it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from asyncflow.queue.protocol.sizes import alike, fit, part
 from asyncflow.queue.protocol.unit_calls import Cells
+
+
+class Told:
+    """What was told of rows that were put together. first: id of the first of them; the others follow."""
+
+    __slots__ = ("_first", "_sizes")
+
+    def __init__(self, cells: Cells, *, first: int) -> None:
+        self._sizes = tuple(cells.sizes.values())
+        self._first = first
+
+    def of(self, row: int) -> tuple[int, ...]:
+        """Give the bytes of each column of a row."""
+        return tuple([part(sizes, row - self._first, 1)[0] for sizes in self._sizes])
+
+    def columns(self, rows: Sequence[int]) -> list[list[int]]:
+        """Give the bytes of ``rows``, column by column."""
+        first, count = rows[0], len(rows)
+        if rows[-1] - first == count - 1 and list(rows) == list(range(first, first + count)):
+            return [list(part(sizes, first - self._first, count)) for sizes in self._sizes]
+        return [list(column) for column in zip(*map(self.of, rows), strict=True)]
 
 
 def check(cells: Cells, count: int) -> None:

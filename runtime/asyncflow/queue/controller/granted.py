@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from asyncflow.identity import NEWEST
+from asyncflow.queue.controller.cells import Told
 from asyncflow.queue.controller.leases import Lease
 from asyncflow.queue.controller.state import Row
 from asyncflow.queue.protocol.lot import Lot
@@ -53,7 +54,10 @@ def _sizes(rows: Sequence[Row]) -> dict[str, list[int]]:
     shape, count = rows[0].shape, len(rows)
     partial = [row.partial for row in rows]
     if [row.shape for row in rows].count(shape) == count and not any(partial):
-        cells = [row.cells for row in rows]
+        told = rows[0].cells
+        if isinstance(told, Told) and [row.cells for row in rows].count(told) == count:
+            return dict(zip(shape.names, told.columns([row.row for row in rows]), strict=True))
+        cells = [row.own_cells for row in rows]
         if cells.count(cells[0]) == count:
             return {name: [size] * count for name, size in zip(shape.names, cells[0], strict=True)}
         return dict(zip(shape.names, map(list, zip(*cells, strict=True)), strict=True))

@@ -12,9 +12,9 @@ from functools import partial
 
 from asyncflow.errors import PeerLost, Refused
 from asyncflow.queue.controller.books import Books
-from asyncflow.queue.controller.cells import by_row, check
+from asyncflow.queue.controller.cells import Told, check
 from asyncflow.queue.controller.partition import Partition
-from asyncflow.queue.controller.state import Row, State
+from asyncflow.queue.controller.state import State
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.messages import KEY_TAG, SERIAL_BITS, Tag
 from asyncflow.queue.protocol.unit_calls import Cells
@@ -100,13 +100,10 @@ class Puts:
 
         Those of which no row was made are of groups that had lost other rows only.
         """
-        there, (names, sizes) = self._books.rows, by_row(cells, len(rows))
-        shape = partition.bare.plus(names)
-        fresh: list[Row] = []
-        for number, held in zip(rows[made], sizes[made], strict=True):
-            if (row := there.get(number)) is not None:
-                row.shape, row.cells, row.here = shape, held, True
-                fresh.append(row)
+        shape, told = partition.bare.plus(tuple(cells.sizes)), Told(cells, first=rows[0])
+        fresh = [row for number in rows[made] if (row := self._books.rows.get(number)) is not None]
+        for row in fresh:
+            row.shape, row.cells, row.here = shape, told, True
         if tags:
             for row in fresh:
                 row.tags = tags[row.row - rows[0]]
