@@ -15,7 +15,7 @@ from asyncflow.queue.controller.state import Finished
 from asyncflow.queue.protocol.lot import Lot
 from asyncflow.queue.protocol.messages import SERIAL_BITS
 from asyncflow.queue.protocol.runs import expand, shrink
-from asyncflow.queue.protocol.sizes import packed
+from asyncflow.queue.protocol.sizes import ABSENT, pack, packed
 from asyncflow.queue.protocol.unit_calls import Cells
 
 runs = st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(1, 9)), max_size=8)
@@ -112,7 +112,7 @@ def a_lot(*, rows):
         serials=[1] * rows,
         steps=[3] * rows,
         tags=[{"n": n} for n in range(rows)],
-        sizes={"x": [8] * rows, "y": [1, -1, *[3] * (rows - 2)]},
+        sizes={"x": pack([8] * rows), "y": pack([1, ABSENT, *[3] * (rows - 2)])},
     )
 
 
@@ -127,4 +127,4 @@ def test_a_lot_is_what_it_was(rows):
 
 def test_a_large_lot_is_sent_in_few_numbers():
     short = a_lot(rows=100).shrunk()
-    assert (short.rows, short.steps, short.sizes["x"]) == ([8, -98, 4000], [3], [8])
+    assert (short.rows, short.steps, short.sizes["x"]) == ([8, -98, 4000], [3], pack([8]))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncflow.queue.protocol.sizes import alike, fit, part
+from asyncflow.queue.protocol.sizes import alike, chosen, fit, part
 from asyncflow.queue.protocol.unit_calls import Cells
 
 
@@ -24,12 +24,12 @@ class Told:
         """Give the bytes of each column of a row."""
         return tuple([part(sizes, row - self._first, 1)[0] for sizes in self._sizes])
 
-    def columns(self, rows: Sequence[int]) -> list[list[int]]:
+    def columns(self, rows: Sequence[int]) -> list[bytes]:
         """Give the bytes of ``rows``, column by column."""
-        first, count = rows[0], len(rows)
-        if rows[-1] - first == count - 1 and list(rows) == list(range(first, first + count)):
-            return [list(part(sizes, first - self._first, count)) for sizes in self._sizes]
-        return [list(column) for column in zip(*map(self.of, rows), strict=True)]
+        start, count = rows[0] - self._first, len(rows)
+        follow = list(rows) == list(range(rows[0], rows[0] + count))
+        indices = range(start, start + count) if follow else [row - self._first for row in rows]
+        return [chosen(sizes, indices) for sizes in self._sizes]
 
 
 def check(cells: Cells, count: int) -> None:
