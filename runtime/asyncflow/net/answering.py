@@ -52,6 +52,8 @@ class Answering:
         self._dropped = dropped
         self._peers: dict[int, Flow] = {}
         self._strangers: dict[int, None] = {}
+        self._seats: dict[int, int] = {}
+        self._seated: dict[int, int] = {}
         self._numbers = itertools.count()
         self._staging = staging()
         self._loop = asyncio.get_running_loop()
@@ -61,6 +63,25 @@ class Answering:
         """Send ``parts`` to ``peer``, unless it is gone; ``key`` names the message."""
         if (flow := self._peers.get(peer)) is not None:
             flow.send(key, parts)
+
+    def sit(self, peer: int, seat: int) -> None:
+        """Know ``peer`` by the number ``seat`` from now on, and nobody else."""
+        self._rise(peer)
+        self._rise(self._seats.get(seat, -1))
+        self._seats[seat], self._seated[peer] = peer, seat
+
+    def at(self, seat: int) -> int | None:
+        """Give the peer with that seat; None where there is none, or it has not read what it was sent before."""
+        peer = self._seats.get(seat)
+        if peer is None:
+            return None
+        outbox = self._peers[peer].outbox
+        return peer if outbox is not None and outbox.idle else None
+
+    def _rise(self, peer: int) -> None:
+        seat = self._seated.pop(peer, None)
+        if seat is not None:
+            del self._seats[seat]
 
     def close(self) -> None:
         """Close all streams at once."""
@@ -142,5 +163,6 @@ class Answering:
 
     def _forget(self, peer: int, why: AsyncFlowError) -> None:
         self._strangers.pop(peer, None)
+        self._rise(peer)
         if self._peers.pop(peer, None) is not None and isinstance(why, ProtocolError):
             self._dropped(str(why))

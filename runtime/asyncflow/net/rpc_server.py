@@ -136,6 +136,14 @@ class RpcServer:
             for work in stuck:
                 log.warning("%s: %r did not end when it was cancelled", self.name, work)
 
+    def call_for(self, seat: int, call: int, method: str, request: Struct, *, timeout: float) -> None:
+        """Do as if who has this seat had made a call, for ``timeout`` seconds; nothing where nobody reads there."""
+        peer = self._streams.at(seat) if self._streams is not None else None
+        if peer is None or (peer, call) in self._running:
+            return
+        self.counters.calls[method] += 1
+        self._answer(peer, wire.Call(call, method, timeout, 0), self._routes[method].handler, request, ())
+
     def _deliver(self, peer: int, parts: list[memoryview]) -> None:
         if not parts:
             self._drop("short")
@@ -149,6 +157,10 @@ class RpcServer:
             running = self._running.get((peer, header.call))
             if running is not None:
                 running.cancel()
+            return
+        if isinstance(header, wire.Seat):
+            if self._streams is not None:
+                self._streams.sit(peer, header.seat)
             return
         try:
             wire.check_call(header, len(parts))

@@ -15,10 +15,13 @@ from collections.abc import Sequence
 import msgspec
 
 from asyncflow.errors import Misdirected, Refused
-from asyncflow.queue.client.verbs import Ask, Farewell, Peer, Verb, left_of, scatter, shard
+from asyncflow.identity import unit_of
+from asyncflow.queue.client.verbs import Ask, Expect, Farewell, Peer, Reserve, Verb, left_of, scatter, shard
 from asyncflow.queue.client.verbs_control import GRACE_S, ControlVerbs
-from asyncflow.queue.protocol.calls import Abandon, Acknowledge, Claimed, ClaimRows, Done, Verdicts
+from asyncflow.queue.protocol.calls import Abandon, Acknowledge, Ahead, Claimed, ClaimRows, Done, Verdicts
+from asyncflow.queue.protocol.runs import shrink
 from asyncflow.queue.protocol.shard_calls import controller_of
+from asyncflow.queue.protocol.unit_calls import FetchRows
 
 _MOVES = 4
 """Most controllers that are asked about a task before one is found that decides about it."""
@@ -38,12 +41,14 @@ class Claimer:
         """Name a claim."""
         return f"{self._ticket_base}-{next(self._ticket_numbers)}"
 
-    def claim(self, request: ClaimRows, *, timeout: float) -> Verb[Claimed]:
+    def claim(self, request: ClaimRows, *, columns: Sequence[str] = (), timeout: float) -> Verb[Claimed]:
         """Claim until there are rows, or an end, or ``timeout`` seconds are over.
 
         Which controller decides about a task is remembered, because tasks never move.
         """
         place, deadline = (request.partition, request.task), self._control.clock() + timeout
+        if columns and (reserved := (yield Reserve())) is not None:
+            request = msgspec.structs.replace(request, ahead=Ahead(reserved.seat, reserved.call, list(columns)))
         for _ in range(_MOVES):
             try:
                 return (yield from self._claim_at(self.places.get(place), request, deadline))
@@ -84,6 +89,9 @@ class Claimer:
             if late:
                 claimed = msgspec.structs.replace(claimed, late=late + claimed.late)
             if claimed.lot is not None:
+                if claimed.ahead and request.ahead is not None:
+                    rows, ahead = claimed.lot.rows, request.ahead
+                    yield Expect(unit_of(rows[0]), FetchRows(rows if claimed.lot.short else shrink(rows), ahead.columns), ahead.call)
                 return msgspec.structs.replace(claimed, lot=claimed.lot.expanded()) if claimed.lot.short else claimed
             if claimed.ended or control.clock() >= deadline:
                 return claimed

@@ -7,6 +7,7 @@ whoever still waits on it finds in ``gone`` why.
 from __future__ import annotations
 
 import itertools
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +29,8 @@ class Links:
         self._resolve = resolve
         self._keys = keys
         self._links: dict[Peer, StreamLink] = {}
+        self._since: dict[Peer, int] = {}
+        self.seat = 1 + secrets.randbits(62)
 
     def to(self, peer: Peer) -> StreamLink | None:
         """Give the link to where a peer is now, None while that is nowhere."""
@@ -36,8 +39,15 @@ class Links:
             self.give_up(peer, PeerLost(f"the peer moved to {address}", where=link.address))
             link = None
         if link is None and address is not None:
-            link = self._links[peer] = StreamLink(address, keys=self._keys, max_message=_MAX_MESSAGE)
+            seat = self.seat if peer is not None and peer >= 0 else 0
+            link = self._links[peer] = StreamLink(address, keys=self._keys, max_message=_MAX_MESSAGE, seat=seat)
+            self._since[peer] = next(self.numbers)
         return link
+
+    def before(self, peer: Peer, call: int) -> StreamLink | None:
+        """Give the link to a peer if it is older than the number ``call``."""
+        link = self._links.get(peer)
+        return link if link is not None and self._since[peer] < call else None
 
     def send(self, call: int, ask: Ask, due: float) -> StreamLink | None:
         """Send a call; give the link, None while its peer is nowhere. Raises what ``StreamLink.send`` does."""

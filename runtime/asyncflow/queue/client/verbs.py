@@ -71,13 +71,32 @@ class Together(Struct, frozen=True, eq=False):
     verbs: list[Verb[Any]]
 
 
+class Reserve(Struct, frozen=True, eq=False):
+    """Gives a ``Place`` for an answer that comes unasked; None where the runner takes none."""
+
+
+class Place(Struct, frozen=True):
+    """seat: by which units know the caller; call: the number of the answer."""
+
+    seat: int
+    call: int
+
+
+class Expect(Struct, frozen=True, eq=False):
+    """What ``unit`` would answer to ``request`` it sends unasked, to the reserved number ``call``."""
+
+    unit: Peer
+    request: Struct
+    call: int
+
+
 class Farewell(Struct, frozen=True, eq=False):
     """What is said if the caller leaves."""
 
     ask: Ask
 
 
-Effect: TypeAlias = Ask | Pause | Together | Farewell
+Effect: TypeAlias = Ask | Pause | Together | Farewell | Reserve | Expect
 Verb: TypeAlias = Generator[Effect, Any, T]
 Clock: TypeAlias = Callable[[], float]
 

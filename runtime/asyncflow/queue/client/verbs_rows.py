@@ -135,6 +135,7 @@ class RowVerbs(ControlVerbs):
         min_rows: int = 1,
         max_tokens: int = 0,
         done: Sequence[str] = (),
+        columns: Sequence[str] = (),
         timeout: float,
     ) -> Verb[calls.Claimed]:
         """Do as ``claim_or_end``, giving the rows column by column; None when the time is over or nothing will come.
@@ -146,7 +147,7 @@ class RowVerbs(ControlVerbs):
         request = calls.ClaimRows(
             partition, task, self.worker, ticket, max_rows, None, None, [], 0.0, list(done), min_rows, max_tokens
         )
-        return self._claimer.claim(request, timeout=timeout)
+        return self._claimer.claim(request, columns=columns, timeout=timeout)
 
     def acknowledge(self, leases: Sequence[str], *, timeout: float) -> Verb[list[bool]]:
         """Complete all rows of leases of tasks that write nothing; False where a lease was not in force any more."""

@@ -24,6 +24,7 @@ from asyncflow.net.hosts import address_of
 from asyncflow.net.keys import Keys
 from asyncflow.net.later import Later
 from asyncflow.net.rpc import RpcServer
+from asyncflow.queue.controller.ahead import SentAhead
 from asyncflow.queue.controller.alone import Alone
 from asyncflow.queue.controller.claims import Claim
 from asyncflow.queue.controller.compaction import dump
@@ -37,6 +38,7 @@ from asyncflow.queue.controller.table import Table
 from asyncflow.queue.ledger.ledger import Ledger, Sync
 from asyncflow.queue.protocol.calls import Claimed
 from asyncflow.queue.protocol.messages import QueueStats
+from asyncflow.queue.protocol.unit_calls import Admitted, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -153,14 +155,14 @@ class Controller:
         """The clock of leases and sessions, which is also that of the loop."""
         return time.monotonic()
 
-    def settle(self) -> asyncio.Future[None] | None:
+    def settle(self, ahead: SentAhead | None = None) -> asyncio.Future[None] | None:
         """Take what the last commands left: serve those who wait, write, free, and set the alarm.
 
         Gives what is done when all of it is in the ledger; None where it is there already. Raises Refused where it
         cannot be written.
         """
         books = self.table.books
-        found = self._find_answers() if books.touched else []
+        found = self._find_answers(ahead) if books.touched else []
         frees, books.frees = books.frees, []
         if books.outbox:
             self._ledger.append(books.outbox)
@@ -178,7 +180,14 @@ class Controller:
 
     def safe(self, reply: T) -> Soon[T]:
         """Settle, and give ``reply`` when the ledger has everything up to now."""
-        pending = self.settle()
+        return self._when(self.settle(), reply)
+
+    def admitted(self, verdicts: list[Verdict], ahead: SentAhead) -> Soon[Admitted]:
+        """Settle, and give the answer to a unit when the ledger has everything; parked claims may be met ``ahead``."""
+        pending = self.settle(ahead)
+        return self._when(pending, Admitted(verdicts, ahead.orders))
+
+    def _when(self, pending: asyncio.Future[None] | None, reply: T) -> Soon[T]:
         if pending is None:
             return reply
         later: Later[T] = Later()
@@ -237,7 +246,7 @@ class Controller:
             del self._parked[waiter.partition]
         return waiter.later
 
-    def _find_answers(self) -> list[tuple[Later[Any], Any]]:
+    def _find_answers(self, ahead: SentAhead | None) -> list[tuple[Later[Any], Any]]:
         """Give the parked calls that can be answered now; an error is an answer too."""
         books = self.table.books
         found: list[tuple[Later[Any], Any]] = []
@@ -246,7 +255,7 @@ class Controller:
             return found
         for grant in self.table.claims.serve(self.now()):
             waiter, late = self._claims[grant.claim]
-            found.append((self._unpark(waiter), Claimed(grant.lot.shrunk(), False, late)))
+            found.append((self._unpark(waiter), Claimed(grant.lot.shrunk(), False, late, ahead is not None and ahead.take(grant))))
         for partition in (*(self._parked.keys() & books.touched), FEED):
             for waiter in list(self._parked.get(partition, ())):
                 try:

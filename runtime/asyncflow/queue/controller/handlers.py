@@ -22,6 +22,7 @@ from asyncflow.queue.controller.open_handlers import OpenHandlers
 from asyncflow.queue.controller.replica import gain
 from asyncflow.queue.controller.report import snapshot
 from asyncflow.queue.controller.routes import Routes
+from asyncflow.queue.controller.ahead import SentAhead
 from asyncflow.queue.controller.serving import Serving, Soon
 from asyncflow.queue.controller.taking import take_over
 from asyncflow.queue.ledger.audit import audit_ledger
@@ -79,7 +80,7 @@ class Handlers:
         command("queue.snapshot", calls.InPartition, self._snapshot)
         command("units.hello", unit_calls.Hello, lambda c: self._sessions.greet(c, now()))
         command("units.announce", unit_calls.Announce, self._announce)
-        command("units.admit", unit_calls.Admit, self._admit)
+        answer("units.admit", unit_calls.Admit, self._admit)
         command("units.lost", unit_calls.LostRows, self._lost)
         command("queue.drain", moving_calls.Drain, self._sessions.drain)
         command("queue.where", moving_calls.AskWhere, self._where)
@@ -117,6 +118,7 @@ class Handlers:
             min_rows=call.min_rows,
             max_tokens=call.max_tokens,
             until_done=call.until_done,
+            ahead=call.ahead,
         )
         return self._controller.claim(claim, call.wait_s, late)
 
@@ -167,13 +169,13 @@ class Handlers:
             self._sessions.synced(call.session)
         return unit_calls.Strangers(strangers)
 
-    def _admit(self, call: unit_calls.Admit) -> unit_calls.Admitted:
+    def _admit(self, call: unit_calls.Admit) -> Soon[unit_calls.Admitted]:
         self._sessions.check(call.session, self._controller.now())
         verdicts = [self._verdict(entry, call.session) for entry in call.entries]
         if self._feed is not None:
             for entry, verdict in zip(call.entries, verdicts, strict=True):
                 self._feed.admitted(entry, verdict.ok)
-        return unit_calls.Admitted(verdicts)
+        return self._controller.admitted(verdicts, SentAhead(call.session.home))
 
     def _lost(self, call: unit_calls.LostRows) -> None:
         self._sessions.check(call.session, self._controller.now())

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar
 
 from asyncflow.net.later import Later
+from asyncflow.queue.controller.ahead import SentAhead
 from asyncflow.queue.controller.claims import Claim
 from asyncflow.queue.controller.sessions import Sessions
 from asyncflow.queue.controller.table import Table
 from asyncflow.queue.protocol.calls import Claimed
 from asyncflow.queue.protocol.messages import QueueStats
+from asyncflow.queue.protocol.unit_calls import Admitted, Verdict
 
 T = TypeVar("T")
 Soon: TypeAlias = "T | Later[T] | asyncio.Future[T]"
@@ -44,6 +46,9 @@ class Serving(Protocol):
 
     def safe(self, reply: T) -> Soon[T]:
         """Settle, and give ``reply`` when the ledger has everything up to now."""
+
+    def admitted(self, verdicts: list[Verdict], ahead: SentAhead) -> Soon[Admitted]:
+        """Settle, and give the answer to a unit when the ledger has everything; parked claims may be met ``ahead``."""
 
     def until(
         self, partition: str, attempt: Callable[[], T | None], wait_s: float, otherwise: Callable[[], T]

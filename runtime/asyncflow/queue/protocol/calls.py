@@ -10,11 +10,13 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from asyncflow.net.wire import CallId, SeatNumber
 from asyncflow.queue.protocol.lot import Lot
 from asyncflow.queue.protocol.messages import LeasedRow, PartitionSnapshot, Slot, TaskSpec
 
 Seconds = Annotated[float, Meta(ge=0)]
 Bytes = Annotated[int, Meta(ge=0)]
+MOST_AHEAD = 1024
 Attempt = Annotated[int, Meta(ge=0)]
 
 
@@ -38,6 +40,14 @@ class Declare(Struct, frozen=True):
     specs: list[TaskSpec]
 
 
+class Ahead(Struct, frozen=True, array_like=True):
+    """Columns that the claimer is going to fetch, and where it takes them: the answer ``call`` of the peer ``seat``."""
+
+    seat: SeatNumber
+    call: CallId
+    columns: Annotated[list[str], Meta(max_length=MOST_AHEAD)]
+
+
 class ClaimRows(Struct, frozen=True):
     """Lease rows; parks for ``wait_s`` seconds.
 
@@ -59,6 +69,7 @@ class ClaimRows(Struct, frozen=True):
     min_rows: Annotated[int, Meta(ge=1)] = 1
     max_tokens: Annotated[int, Meta(ge=0)] = 0
     until_done: bool = False
+    ahead: Ahead | None = None
 
 
 class Claimed(Struct, frozen=True):
@@ -70,6 +81,7 @@ class Claimed(Struct, frozen=True):
     lot: Lot | None
     ended: bool
     late: list[str] = []
+    ahead: bool = False
 
     @property
     def rows(self) -> list[LeasedRow]:

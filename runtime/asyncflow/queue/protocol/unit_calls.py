@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from asyncflow.identity import home
 from asyncflow.net.frames import BatchHeader
+from asyncflow.net.wire import CallId, SeatNumber
 from asyncflow.queue.protocol.calls import Attempt, Bytes, Seconds
 from asyncflow.queue.protocol.messages import RowMeta, Tag
 from asyncflow.queue.protocol.runs import shrink, shrink_equal
@@ -236,10 +237,20 @@ class Verdict(Struct, frozen=True):
     rows: list[int] = []
 
 
-class Admitted(Struct, frozen=True):
-    """A verdict for each entry."""
+class SendAhead(Struct, frozen=True, array_like=True):
+    """Send who has this seat the columns of rows, as the answer to its call of that number."""
+
+    seat: SeatNumber
+    call: CallId
+    rows: list[int]
+    columns: list[str]
+
+
+class Admitted(Struct, frozen=True, omit_defaults=True):
+    """A verdict for each entry. ahead: what claimers wait for."""
 
     verdicts: list[Verdict]
+    ahead: list[SendAhead] = []
 
 
 class Watch(Struct, frozen=True):

@@ -35,6 +35,7 @@ from asyncflow.queue.protocol.unit_calls import (
     LostRows,
     NewCells,
     Orders,
+    SendAhead,
     Session,
     Strangers,
     Verdict,
@@ -73,6 +74,7 @@ class Liaison:
         address: Callable[[], str] = lambda: "",
         shard: Callable[[int], str | None] = lambda _: None,
         keys: Keys | None = None,
+        ahead: Callable[[SendAhead], None] = lambda _: None,
     ) -> None:
         self.epoch = 0
         self.joined = asyncio.Event()
@@ -82,6 +84,7 @@ class Liaison:
         self._controller = controller
         self._holdings = holdings
         self._address = address
+        self._ahead = ahead
         self._rows = 0
         self._shards = Shards(name=f"storage unit {unit}", address=shard, keys=keys, decided=self._ruled)
         self._news: list[NewCells] = []
@@ -251,6 +254,8 @@ class Liaison:
         for put, verdict in zip(puts, admitted.verdicts[news:], strict=True):
             error = from_wire(verdict.error) if verdict.error is not None else None
             self._holdings.decide(put, verdict, error)
+        for order in admitted.ahead:
+            self._ahead(order)
 
     def _ruled(self, put: Put, verdict: Verdict, error: AsyncFlowError | None) -> None:
         """Take the verdict of a shard, and have the home know which cells there are now."""
