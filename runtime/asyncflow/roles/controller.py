@@ -158,6 +158,8 @@ def _show(controller: Controller, metrics: ControllerMetrics) -> None:
     metrics.unready.clear()
     for partition, task, row in waits(controller.table, controller.now()):
         metrics.unready.labels(f"{partition}/{task}", row.lacks[0]).set(row.seconds)
+    for index, seconds in controller.part.silences().items():
+        metrics.silence.labels(str(index)).set(seconds)
     if controller.table.books.index:
         return
     for state, count in (("staged", stats.staged), ("committed", stats.committed), ("live", stats.live)):

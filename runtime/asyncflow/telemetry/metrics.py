@@ -92,6 +92,9 @@ class ControllerMetrics(RoleMetrics):
         self.unit_rows = self.gauge(
             "unit_rows_count", "rows by storage unit, those still to be moved where it leaves", "unit", "state"
         )
+        self.silence = self.gauge(
+            "silence_seconds", "time for which a controller has not asked the first one what happened", "controller"
+        )
         self.unready = self.gauge(
             "oldest_unready_seconds",
             "age of the oldest row that is not ready, and a column that it lacks",

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from asyncflow.errors import DeadlineExceeded, Refused, StaleHandle
@@ -14,7 +15,10 @@ from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.ledger.audits import audit_ledgers
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.protocol.open_calls import AskProgress, Progress
+from asyncflow.queue.protocol.shard_calls import LEASE_BITS
 from asyncflow.queue.unit.unit import StorageUnit
+from asyncflow.roles.controller import _show
+from asyncflow.telemetry.metrics import ControllerMetrics
 
 P = "open"
 TASKS = [
@@ -338,6 +342,35 @@ async def test_who_looks_is_told_what_the_others_say_and_which_controller_is_sil
             with pytest.raises(DeadlineExceeded, match="controller 1"):
                 await whole(timeout=10)
         queue.controllers[1] = None
+
+
+async def test_the_home_tells_for_how_long_a_controller_has_asked_nothing(queue, monkeypatch):
+    monkeypatch.setattr("asyncflow.queue.controller.follower._PARK_S", 0.05)
+    await queue.put(1)
+    await queue.stop_controller(1)
+    home = queue.controllers[0]
+    async with asyncio.timeout(10):
+        while home.part.silences()[1] < 0.5:
+            await asyncio.sleep(0.05)
+        while home.part.silences()[2] >= home.part.silences()[1]:
+            await asyncio.sleep(0.05)
+    metrics = ControllerMetrics()
+    _show(home, metrics)
+    shown = metrics.registry.get_sample_value("asyncflow_controller_silence_seconds", {"controller": "1"})
+    assert shown >= 0.5
+    assert queue.controllers[2].part.silences() == {}
+
+
+async def test_a_write_under_a_lease_of_a_controller_that_there_is_not_is_refused_and_leaves_nothing(queue):
+    (row,) = await queue.put(1)
+    (leased,) = await queue.claim("grade")
+    held = [unit.holdings.budget.used for unit in queue.units.values()]
+    nobodys = msgspec.structs.replace(leased, lease=f"{(3 << LEASE_BITS) + 1:x}")
+    assert await queue.client.complete([nobodys], {"score": Jagged.of([1.0])}, timeout=10) == [False]
+    assert [unit.holdings.budget.used for unit in queue.units.values()] == held
+    assert not any(unit.holdings.puts for unit in queue.units.values())
+    assert await queue.client.complete([leased], {"score": Jagged.of([1.0])}, timeout=10) == [True]
+    assert leased.row == row
 
 
 async def test_a_row_cleared_before_the_shard_knows_is_stale(queue):

@@ -31,6 +31,10 @@ class Alone:
         """Tell whether leases can be granted, and what is waited for."""
         return True, "ready"
 
+    def silences(self) -> dict[int, float]:
+        """Give the seconds for which each controller that follows this one has not asked what happened."""
+        return {}
+
     def expire(self, worker: str) -> None:
         """End all leases and claims of a worker that is known to be dead."""
         self._table.claims.expire_worker(worker)

@@ -56,6 +56,7 @@ class Home(Alone):
             for index in range(1, controllers)
         }
         self._telling: set[asyncio.Task[Any]] = set()
+        self._asked: dict[int, float] = {}
 
     def route(self, server: RpcServer) -> None:
         """Have ``server`` answer clients, units and shards."""
@@ -78,6 +79,7 @@ class Home(Alone):
     def start(self) -> None:
         """Begin to tell what happens."""
         self._feed.start()
+        self._asked = dict.fromkeys(self._shards, self._controller.now())
 
     async def close(self) -> None:
         """Talk to shards no longer."""
@@ -85,6 +87,11 @@ class Home(Alone):
             task.cancel()
         for shard in self._shards.values():
             await shard.close()
+
+    def silences(self) -> dict[int, float]:
+        """Give the seconds for which each shard has not asked what happened; one that lives asks every ten or so."""
+        now = self._controller.now()
+        return {index: now - asked for index, asked in self._asked.items()}
 
     def expire(self, worker: str) -> None:
         """Do so here, and have the shards do it as soon as each can be reached."""
@@ -103,6 +110,8 @@ class Home(Alone):
 
     def _follow(self, call: Any, _frames: Sequence[memoryview]) -> Soon[shard_calls.Feed]:
         feed = self._feed
+        if call.shard in self._asked:
+            self._asked[call.shard] = self._controller.now()
         nothing = shard_calls.Feed(feed.home, feed.position, [])
         return self._controller.until(FEED, lambda: feed.answer(call), call.wait_s, lambda: nothing)
 

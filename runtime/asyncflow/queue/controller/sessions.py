@@ -111,7 +111,7 @@ class Sessions:
             self._units[hello.unit] = known = _Unit(epoch, now, given=min(others, default=0))
         known.seen, known.limit, known.address = now, hello.limit, hello.address
         self.next_deadline = min(self.next_deadline, now + self._lost_s)
-        return Welcome(self._table.controller, epoch, self._watch_s)
+        return Welcome(self._table.controller, epoch, self._watch_s, self._table.controllers)
 
     def check(self, session: Session, now: float) -> None:
         """Refuse a unit whose session another controller began, or that was given up meanwhile."""

@@ -41,7 +41,7 @@ class Table:
     def __init__(self, *, index: int = 0, controllers: int = 1) -> None:
         self.books = empty_books()
         self.books.index = index
-        self._controllers = controllers
+        self.controllers = controllers
         self.claims = Claims(self.books)
         self.training = Training(self.books)
         self.puts = Puts(self.books)
@@ -77,7 +77,7 @@ class Table:
                 raise Refused(what, where=spec.name, hint=hint)
             before = there.spec if there is not None else known.spec if known is not None else None
             if before is None:
-                self.books.record(ev.Declared(spec, place(self.books, spec, self._controllers)))
+                self.books.record(ev.Declared(spec, place(self.books, spec, self.controllers)))
             elif before != spec:
                 self.books.record(ev.Declared(spec, there.controller if there is not None else 0))
 

@@ -116,12 +116,13 @@ class Hello(Struct, frozen=True):
 class Welcome(Struct, frozen=True):
     """controller: the epoch of the controller; epoch: that of the unit's rows; it must forget rows of any other.
 
-    watch_s: how long the unit may be silent while it has nothing to say.
+    watch_s: how long the unit may be silent while it has nothing to say; controllers: how many may give leases.
     """
 
     controller: int
     epoch: int
     watch_s: float
+    controllers: int = 1
 
 
 class Session(Struct, frozen=True):

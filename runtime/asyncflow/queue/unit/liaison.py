@@ -25,7 +25,7 @@ from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient
 from asyncflow.queue.protocol.calls import Done
 from asyncflow.queue.protocol.runs import shrink
-from asyncflow.queue.protocol.shard_calls import chosen
+from asyncflow.queue.protocol.shard_calls import chosen, controller_of
 from asyncflow.queue.protocol.unit_calls import (
     Admit,
     Admitted,
@@ -86,6 +86,7 @@ class Liaison:
         self._address = address
         self._ahead = ahead
         self._rows = 0
+        self._controllers = 1
         self._shards = Shards(name=f"storage unit {unit}", address=shard, keys=keys, decided=self._ruled)
         self._news: list[NewCells] = []
         self._forgot = False
@@ -123,6 +124,10 @@ class Liaison:
             self._task.cancel()
             await asyncio.wait([self._task])
         await self._shards.close()
+
+    def gave(self, lease: str) -> bool:
+        """Tell whether there is a controller that can have given ``lease``."""
+        return controller_of(lease) < self._controllers
 
     def new_rows(self, count: int) -> list[int]:
         """Give row ids that were never used before."""
@@ -172,6 +177,7 @@ class Liaison:
             self._holdings.wipe()
             self.epoch, self._rows = welcome.epoch, 0
             self._lost.clear()
+        self._controllers = welcome.controllers
         session = Session(self._unit, welcome.controller, welcome.epoch)
         self._forgot = False
         await self._tell_puts(session)

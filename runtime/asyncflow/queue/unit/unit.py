@@ -209,6 +209,8 @@ class StorageUnit:
         columns = self._columns(call.header, frames, rows=len(rows))
         if call.tags and len(call.tags) != len(rows):
             raise ProtocolError(f"{len(rows)} rows came with {len(call.tags)} sets of tags")
+        if not self._liaison.gave(call.lease):
+            return Verdicts([False] * len(rows))
         while True:
             await self._transit.writable(rows)
             parcel = await self.holdings.store_outputs(
