@@ -133,7 +133,13 @@ class AsyncFlow(Peer):
         if place[0] not in self._declared:
             self._declare(place[0])
         claimed = self.queue.claim_lot(
-            partition=place[0], task=task, max_rows=n, min_rows=n, done=self._held.take(place), columns=columns, timeout=timeout
+            partition=place[0],
+            task=task,
+            max_rows=n,
+            min_rows=n,
+            done=self._held.take(place),
+            columns=columns,
+            timeout=timeout,
         )
         if claimed.late:
             raise RuntimeError(f"{len(claimed.late)} leases had ended before they were acknowledged")

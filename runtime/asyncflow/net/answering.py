@@ -18,6 +18,7 @@ from asyncflow.net.flow import Flow, tune
 from asyncflow.net.frames import Buffer
 from asyncflow.net.handshake import HELLO_SIZE, PROOF_SIZE
 from asyncflow.net.keys import Keys
+from asyncflow.net.seats import Seats
 from asyncflow.net.staging import staging
 from asyncflow.net.stream import Inbox, Outbox
 
@@ -52,8 +53,7 @@ class Answering:
         self._dropped = dropped
         self._peers: dict[int, Flow] = {}
         self._strangers: dict[int, None] = {}
-        self._seats: dict[int, int] = {}
-        self._seated: dict[int, int] = {}
+        self._seats = Seats()
         self._numbers = itertools.count()
         self._staging = staging()
         self._loop = asyncio.get_running_loop()
@@ -65,23 +65,14 @@ class Answering:
             flow.send(key, parts)
 
     def sit(self, peer: int, seat: int) -> None:
-        """Know ``peer`` by the number ``seat`` from now on, and nobody else."""
-        self._rise(peer)
-        self._rise(self._seats.get(seat, -1))
-        self._seats[seat], self._seated[peer] = peer, seat
+        """Know ``peer`` by the number ``seat`` from now on."""
+        self._seats.sit(peer, seat)
 
-    def at(self, seat: int) -> int | None:
-        """Give the peer with that seat; None where there is none, or it has not read what it was sent before."""
-        peer = self._seats.get(seat)
-        if peer is None:
-            return None
-        outbox = self._peers[peer].outbox
-        return peer if outbox is not None and outbox.idle else None
-
-    def _rise(self, peer: int) -> None:
-        seat = self._seated.pop(peer, None)
-        if seat is not None:
-            del self._seats[seat]
+    def reader(self, seat: int) -> int | None:
+        """Give the peer that has a seat; None where there is none, or it has not read what was sent to it."""
+        peer = self._seats.at(seat)
+        flow = self._peers.get(peer) if peer is not None else None
+        return peer if flow is not None and flow.outbox is not None and flow.outbox.idle else None
 
     def close(self) -> None:
         """Close all streams at once."""
@@ -163,6 +154,6 @@ class Answering:
 
     def _forget(self, peer: int, why: AsyncFlowError) -> None:
         self._strangers.pop(peer, None)
-        self._rise(peer)
+        self._seats.rise(peer)
         if self._peers.pop(peer, None) is not None and isinstance(why, ProtocolError):
             self._dropped(str(why))

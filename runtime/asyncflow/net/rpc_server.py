@@ -45,6 +45,8 @@ they must not change any more.
 
 MAX_CALLS = 65_536
 _CLOSE_S = 0.8
+_UNASKED_S = 1.0
+"""How long is worked at most on what nobody asked for."""
 
 
 class RpcCounters:
@@ -136,13 +138,16 @@ class RpcServer:
             for work in stuck:
                 log.warning("%s: %r did not end when it was cancelled", self.name, work)
 
-    def call_for(self, seat: int, call: int, method: str, request: Struct, *, timeout: float) -> None:
-        """Do as if who has this seat had made a call, for ``timeout`` seconds; nothing where nobody reads there."""
-        peer = self._streams.at(seat) if self._streams is not None else None
-        if peer is None or (peer, call) in self._running:
+    def answer_unasked(self, seat: int, call: int, method: str, request: Struct) -> None:
+        """Do as if the caller with this seat had just made the call ``call``; see ``StreamLink``.
+
+        Nothing is done where there is none, or it has not read what was sent to it: it must ask where it waits in vain.
+        """
+        peer = self._streams.reader(seat) if self._streams is not None else None
+        if peer is None or (peer, call) in self._running or len(self._running) >= MAX_CALLS:
             return
         self.counters.calls[method] += 1
-        self._answer(peer, wire.Call(call, method, timeout, 0), self._routes[method].handler, request, ())
+        self._answer(peer, wire.Call(call, method, _UNASKED_S, 0), self._routes[method].handler, request, ())
 
     def _deliver(self, peer: int, parts: list[memoryview]) -> None:
         if not parts:

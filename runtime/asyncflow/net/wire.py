@@ -24,7 +24,7 @@ MAX_TIMEOUT = 7 * 86_400.0
 _HEADER_ROOM = 1024
 
 CallId = Annotated[int, Meta(ge=0)]
-SeatNumber = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+SeatNumber = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Call(Struct, frozen=True, array_like=True, tag="c1"):
@@ -43,7 +43,7 @@ class Cancel(Struct, frozen=True, array_like=True, tag="x1"):
 
 
 class Seat(Struct, frozen=True, array_like=True, tag="s1"):
-    """Header without a body: this peer is known by the number ``seat``, which nobody guesses."""
+    """Header without a body: the caller is known by this number, which it has drawn at random, on this stream."""
 
     seat: SeatNumber
 

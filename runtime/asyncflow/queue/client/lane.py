@@ -10,31 +10,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost
+from asyncflow.errors import AsyncFlowError
 from asyncflow.net import wire
 from asyncflow.net.keys import Keys
-from asyncflow.net.stream_link import LOOK_S, StreamLink
+from asyncflow.net.stream_link import LOOK_S
 from asyncflow.queue.client.links import Links, answer_to
+from asyncflow.queue.client.promised import Promised
 from asyncflow.queue.client.strands import Strands
-from asyncflow.queue.client.verbs import Ask, Effect, Expect, Pause, Peer, Place, Reserve, Together, Verb
+from asyncflow.queue.client.verbs import Ask, Effect, Expect, Pause, Peer, Reserve, Together, Verb
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class _Promise:
-    """An answer that comes unasked. parts: what came."""
-
-    __slots__ = ("expect", "link", "parts")
-
-    def __init__(self, expect: Expect, link: StreamLink) -> None:
-        self.expect = expect
-        self.link = link
-        self.parts: Sequence[memoryview] = ()
 
 
 class Lane:
@@ -42,7 +32,7 @@ class Lane:
 
     def __init__(self, *, resolve: Callable[[Peer], str | None], keys: Keys | None) -> None:
         self._links = Links(resolve=resolve, keys=keys)
-        self._promise: _Promise | None = None
+        self._promised = Promised(self._links)
 
     def run(self, verb: Verb[T]) -> T:
         """Do what ``verb`` yields; give its result."""
@@ -55,12 +45,12 @@ class Lane:
                     if isinstance(effect, Ask):
                         answer = self._ask(effect)
                     elif isinstance(effect, Reserve):
-                        answer, self._promise = Place(self._links.seat, next(self._links.numbers)), None
+                        answer = self._promised.reserve()
                     elif isinstance(effect, Expect):
-                        link = self._links.before(effect.unit, effect.call)
-                        answer, self._promise = None, _Promise(effect, link) if link is not None else None
+                        self._promised.expect(effect)
+                        answer = None
                     elif isinstance(effect, Together):
-                        self._promise = None
+                        self._promised.forget()
                         answer = Strands(self._links, farewells).run(effect.verbs)
                     elif isinstance(effect, Pause):
                         time.sleep(effect.seconds)
@@ -90,15 +80,10 @@ class Lane:
     def _ask(self, ask: Ask) -> Any:
         """Make a call and wait for its answer; where the peer has no address, for that first."""
         links, left = self._links, ask.timeout
-        promise = self._promise
-        if promise is not None and promise.expect.unit == ask.unit and promise.expect.request == ask.request:
-            self._promise = None
-            if (parts := self._promised(promise)):
-                answered, error = wire.read_answer(parts, where=promise.link.address)
-                if error is not None:
-                    raise error
-                return answer_to(ask, parts, where=promise.link.address)
-        call, due = next(links.numbers), time.monotonic() + left
+        due = time.monotonic() + left
+        if (answer := self._promised.take(ask, left)) is not None:
+            return answer
+        call = next(links.numbers)
         link = links.send(call, ask, due)
         try:
             while True:
@@ -110,8 +95,7 @@ class Lane:
                         if error is not None:
                             raise error
                         return answer_to(ask, parts, where=link.address)
-                    if self._promise is not None and answered == self._promise.expect.call:
-                        self._promise.parts = parts
+                    self._promised.keep(answered, parts, error)
                 left = due - time.monotonic()
                 if left <= 0:
                     raise links.late(ask, link)
@@ -125,18 +109,6 @@ class Lane:
             if link is not None:
                 link.forget(call)
             raise
-
-    def _promised(self, promise: _Promise) -> Sequence[memoryview]:
-        """Give the answer that was promised, if it comes soon."""
-        expect, until = promise.expect, time.monotonic() + LOOK_S
-        try:
-            while not promise.parts and time.monotonic() < until:
-                parts = self._links.receive(promise.link, expect.unit, LOOK_S)
-                if parts and wire.read_answer(parts, where="")[0] == expect.call:
-                    promise.parts = parts
-        except (PeerLost, DeadlineExceeded):
-            pass
-        return promise.parts
 
     def _say(self, farewells: list[Ask]) -> None:
         """Say farewell to peers that can be reached at once."""

@@ -6,7 +6,8 @@ A verb decides which calls to make, in which order, and what to do about losses.
 What runners promise: ``Ask`` gives (reply, frames) or throws an AsyncFlowError into the verb, after its timeout at the
 latest; ``Pause`` gives None after its seconds; ``Together`` gives the results of its verbs in their order, or throws
 the error of the first that failed, after the others were ended; ``Farewell`` gives None, and its call is made, without
-awaiting an answer, when the caller leaves the verb (is cancelled or interrupted) from then on.
+awaiting an answer, when the caller leaves the verb (is cancelled or interrupted) from then on; ``Reserve`` gives a
+``Place``, or None by a runner that takes no answer unasked; ``Expect`` gives None.
 
 Invariant: a verb does no I/O and knows no event loop. What it repeats may be repeated (see ``calls``).
 """
@@ -72,20 +73,20 @@ class Together(Struct, frozen=True, eq=False):
 
 
 class Reserve(Struct, frozen=True, eq=False):
-    """Gives a ``Place`` for an answer that comes unasked; None where the runner takes none."""
+    """A place for an answer that may come unasked."""
 
 
 class Place(Struct, frozen=True):
-    """seat: by which units know the caller; call: the number of the answer."""
+    """seat: by which units know who takes the answer; call: its number."""
 
     seat: int
     call: int
 
 
 class Expect(Struct, frozen=True, eq=False):
-    """What ``unit`` would answer to ``request`` it sends unasked, to the reserved number ``call``."""
+    """``unit`` was told to answer ``request``, which will be asked for, under the reserved number ``call``."""
 
-    unit: Peer
+    unit: int
     request: Struct
     call: int
 

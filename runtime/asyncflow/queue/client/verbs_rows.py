@@ -141,7 +141,9 @@ class RowVerbs(ControlVerbs):
         """Do as ``claim_or_end``, giving the rows column by column; None when the time is over or nothing will come.
 
         min_rows: that many or none; max_tokens: most tokens of all rows, 0 for any number; done: leases of a task that
-        writes nothing, whose rows are acknowledged herewith (``late`` names those that were not in force any more).
+        writes nothing, whose rows are acknowledged herewith (``late`` names those that were not in force any more);
+        columns: what the caller will fetch of all these rows; to a claim that had to wait the unit may send them at
+        once, and a ``fetch`` of just that, the next claim of a blocking client not coming between, finds them there.
         """
         ticket = self._claimer.ticket()
         request = calls.ClaimRows(

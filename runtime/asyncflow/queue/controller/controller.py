@@ -38,7 +38,6 @@ from asyncflow.queue.controller.table import Table
 from asyncflow.queue.ledger.ledger import Ledger, Sync
 from asyncflow.queue.protocol.calls import Claimed
 from asyncflow.queue.protocol.messages import QueueStats
-from asyncflow.queue.protocol.unit_calls import Admitted, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -178,16 +177,9 @@ class Controller:
             self._give_all(found, pending)
         return pending
 
-    def safe(self, reply: T) -> Soon[T]:
+    def safe(self, reply: T, ahead: SentAhead | None = None) -> Soon[T]:
         """Settle, and give ``reply`` when the ledger has everything up to now."""
-        return self._when(self.settle(), reply)
-
-    def admitted(self, verdicts: list[Verdict], ahead: SentAhead) -> Soon[Admitted]:
-        """Settle, and give the answer to a unit when the ledger has everything; parked claims may be met ``ahead``."""
         pending = self.settle(ahead)
-        return self._when(pending, Admitted(verdicts, ahead.orders))
-
-    def _when(self, pending: asyncio.Future[None] | None, reply: T) -> Soon[T]:
         if pending is None:
             return reply
         later: Later[T] = Later()
@@ -204,10 +196,7 @@ class Controller:
         return self.safe(found) if found is not None else self._park(partition, attempt, wait_s, otherwise).later
 
     def claim(self, claim: Claim, wait_s: float, late: list[str]) -> Soon[Claimed]:
-        """Give what ``claim`` is granted; nothing after ``wait_s``, or as soon as nothing more can come.
-
-        late: leases of which the answer says that they had ended.
-        """
+        """Give what ``claim`` is granted; nothing after ``wait_s``, or once nothing can come. late: ended leases."""
 
         def ended() -> Claimed | None:
             return Claimed(None, True, late) if self.table.claims.ended(claim) else None
@@ -255,7 +244,8 @@ class Controller:
             return found
         for grant in self.table.claims.serve(self.now()):
             waiter, late = self._claims[grant.claim]
-            found.append((self._unpark(waiter), Claimed(grant.lot.shrunk(), False, late, ahead is not None and ahead.take(grant))))
+            unasked = ahead is not None and ahead.take(grant)
+            found.append((self._unpark(waiter), Claimed(grant.lot.shrunk(), False, late, unasked)))
         for partition in (*(self._parked.keys() & books.touched), FEED):
             for waiter in list(self._parked.get(partition, ())):
                 try:

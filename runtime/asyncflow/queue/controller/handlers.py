@@ -14,6 +14,7 @@ from msgspec import Struct
 from asyncflow.errors import AsyncFlowError, ProtocolError
 from asyncflow.flow.selection import Appetite
 from asyncflow.queue.controller import open_table
+from asyncflow.queue.controller.ahead import SentAhead
 from asyncflow.queue.controller.cells import by_row
 from asyncflow.queue.controller.claims import ANY, Claim
 from asyncflow.queue.controller.feed import NewsFeed
@@ -22,7 +23,6 @@ from asyncflow.queue.controller.open_handlers import OpenHandlers
 from asyncflow.queue.controller.replica import gain
 from asyncflow.queue.controller.report import snapshot
 from asyncflow.queue.controller.routes import Routes
-from asyncflow.queue.controller.ahead import SentAhead
 from asyncflow.queue.controller.serving import Serving, Soon
 from asyncflow.queue.controller.taking import take_over
 from asyncflow.queue.ledger.audit import audit_ledger
@@ -175,7 +175,8 @@ class Handlers:
         if self._feed is not None:
             for entry, verdict in zip(call.entries, verdicts, strict=True):
                 self._feed.admitted(entry, verdict.ok)
-        return self._controller.admitted(verdicts, SentAhead(call.session.home))
+        ahead = SentAhead(call.session.home)
+        return self._controller.safe(unit_calls.Admitted(verdicts, ahead.orders), ahead)
 
     def _lost(self, call: unit_calls.LostRows) -> None:
         self._sessions.check(call.session, self._controller.now())

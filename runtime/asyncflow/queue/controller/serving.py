@@ -17,7 +17,6 @@ from asyncflow.queue.controller.sessions import Sessions
 from asyncflow.queue.controller.table import Table
 from asyncflow.queue.protocol.calls import Claimed
 from asyncflow.queue.protocol.messages import QueueStats
-from asyncflow.queue.protocol.unit_calls import Admitted, Verdict
 
 T = TypeVar("T")
 Soon: TypeAlias = "T | Later[T] | asyncio.Future[T]"
@@ -44,11 +43,11 @@ class Serving(Protocol):
     def settle(self) -> asyncio.Future[None] | None:
         """Take what the last commands left; give what is done when the ledger has it, None where it does."""
 
-    def safe(self, reply: T) -> Soon[T]:
-        """Settle, and give ``reply`` when the ledger has everything up to now."""
+    def safe(self, reply: T, ahead: SentAhead | None = None) -> Soon[T]:
+        """Settle, and give ``reply`` when the ledger has everything up to now.
 
-    def admitted(self, verdicts: list[Verdict], ahead: SentAhead) -> Soon[Admitted]:
-        """Settle, and give the answer to a unit when the ledger has everything; parked claims may be met ``ahead``."""
+        ahead: takes the parked claims that are met meanwhile, as far as the unit that gets the reply can send to them.
+        """
 
     def until(
         self, partition: str, attempt: Callable[[], T | None], wait_s: float, otherwise: Callable[[], T]

@@ -16,7 +16,6 @@ from asyncflow.queue.protocol.messages import LeasedRow, PartitionSnapshot, Slot
 
 Seconds = Annotated[float, Meta(ge=0)]
 Bytes = Annotated[int, Meta(ge=0)]
-MOST_AHEAD = 1024
 Attempt = Annotated[int, Meta(ge=0)]
 
 
@@ -41,19 +40,23 @@ class Declare(Struct, frozen=True):
 
 
 class Ahead(Struct, frozen=True, array_like=True):
-    """Columns that the claimer is going to fetch, and where it takes them: the answer ``call`` of the peer ``seat``."""
+    """Columns that a claimer is going to fetch, and where it takes them if they come unasked.
+
+    seat: by which units know it; call: the number of the answer, which is used for nothing else.
+    """
 
     seat: SeatNumber
     call: CallId
-    columns: Annotated[list[str], Meta(max_length=MOST_AHEAD)]
+    columns: list[str]
 
 
-class ClaimRows(Struct, frozen=True):
+class ClaimRows(Struct, frozen=True, omit_defaults=True):
     """Lease rows; parks for ``wait_s`` seconds.
 
     min_rows: met only with at least so many; max_tokens: most tokens of prompts and responses, 0 for any number, but at
     least one row or group; done: leases of tasks that write nothing, whose rows are completed before this claim is met;
-    until_done: the task has not ended while others hold rows of it, which may come back.
+    until_done: the task has not ended while others hold rows of it, which may come back; ahead: where cells may come
+    before they are asked for.
     """
 
     partition: str
@@ -72,10 +75,10 @@ class ClaimRows(Struct, frozen=True):
     ahead: Ahead | None = None
 
 
-class Claimed(Struct, frozen=True):
+class Claimed(Struct, frozen=True, omit_defaults=True):
     """The rows, None if the time was over. ended: the partition is closed and holds nothing more for the task.
 
-    late: those of ``done`` that were not in force any more.
+    late: those of ``done`` that were not in force any more; ahead: a unit was told to send the cells.
     """
 
     lot: Lot | None

@@ -239,16 +239,15 @@ class Verdict(Struct, frozen=True):
 
 
 class SendAhead(Struct, frozen=True, array_like=True):
-    """Send who has this seat the columns of rows, as the answer to its call of that number."""
+    """Answer ``request`` as if who has this seat had made it, under that number."""
 
     seat: SeatNumber
     call: CallId
-    rows: list[int]
-    columns: list[str]
+    request: FetchRows
 
 
 class Admitted(Struct, frozen=True, omit_defaults=True):
-    """A verdict for each entry. ahead: what claimers wait for."""
+    """A verdict for each entry. ahead: what is to be sent once these are carried out."""
 
     verdicts: list[Verdict]
     ahead: list[SendAhead] = []

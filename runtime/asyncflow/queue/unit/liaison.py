@@ -61,7 +61,8 @@ class Liaison:
     """Keeps a unit and the controller in agreement, until the unit is replaced.
 
     epoch: that of the unit's rows, 0 before the first session; joined: set when the controller has taken the unit in;
-    leave: set when it wants the unit to leave; address: gives the unit's own; shard: gives that of a shard.
+    leave: set when it wants the unit to leave; address: gives the unit's own; shard: gives that of a shard; ahead:
+    carries out an order, and never raises.
     """
 
     def __init__(

@@ -37,7 +37,6 @@ from asyncflow.queue.protocol.unit_calls import (
     Numbers,
     OpenRows,
     PutRows,
-    SendAhead,
     Verdict,
     WriteRows,
 )
@@ -50,7 +49,6 @@ from asyncflow.queue.unit.transit import Transit
 
 Frames = Sequence[memoryview]
 _Soon: TypeAlias = "Reply | Later[Reply]"
-_AHEAD_S = 1.0
 _MOST = 1 << 40
 """Bytes of a put: the server bounds what comes in one message, the budget what is kept."""
 
@@ -109,7 +107,7 @@ class StorageUnit:
             address=lambda: self.server.address,
             shard=shard,
             keys=keys,
-            ahead=self._send_ahead,
+            ahead=lambda order: self.server.answer_unasked(order.seat, order.call, "unit.fetch", order.request),
         )
         self.leaving = self._liaison.leave
         self._transit = Transit(self.holdings, home=lambda: self._liaison.home, where=name)
@@ -269,11 +267,6 @@ class StorageUnit:
         )
         self.put_bytes += parcel.size
         return parcel
-
-    def _send_ahead(self, order: SendAhead) -> None:
-        """Do as if who is to have rows had asked for them."""
-        request = FetchRows(order.rows, order.columns)
-        self.server.call_for(order.seat, order.call, "unit.fetch", request, timeout=_AHEAD_S)
 
     def _lost(self, rows: list[int]) -> None:
         self._liaison.lose(rows)
