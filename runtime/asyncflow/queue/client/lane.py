@@ -3,7 +3,7 @@
 What a verb does together is left to ``strands``.
 
 Invariants: a lane runs one verb at a time; when ``run`` returns or raises nothing of the verb goes on; an answer for
-which nobody waits any more is dropped.
+which nobody waits is dropped, but for one that was ``promised``.
 """
 
 from __future__ import annotations

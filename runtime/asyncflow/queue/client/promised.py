@@ -6,6 +6,7 @@ vain asks; it is taken only from the link by which the unit knew the lane when t
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +27,9 @@ class Promised:
         self._came: Sequence[memoryview] = ()
 
     def reserve(self) -> Place:
-        """Give a new place for an answer; what was promised before is forgotten."""
+        """Give a new place for an answer; what was promised before is forgotten, and does not wait to be read."""
+        if self._promise is not None and not self._came:
+            self._receive(*self._promise, 0.0)
         self.forget()
         return Place(self._links.seat, next(self._links.numbers))
 
@@ -56,21 +59,22 @@ class Promised:
         """
         if self._promise is None:
             return None
-        (expect, link), wait = self._promise, min(LOOK_S, seconds)
+        expect, link = self._promise
         if expect.unit != ask.unit or expect.request != ask.request:
             return None
-        until = time.monotonic() + wait
-        try:
-            while self._promise is not None and not self._came and time.monotonic() < until:
-                if parts := self._links.receive(link, expect.unit, wait):
-                    self.keep(*_read(parts, link))
-        except (PeerLost, DeadlineExceeded):
-            pass  # who asks finds out whether the unit can be reached
+        if not self._came:
+            self._receive(expect, link, min(LOOK_S, seconds))
         came = self._came
         self.forget()
         return answer_to(ask, came, where=link.address) if came else None
 
-
-def _read(parts: Sequence[memoryview], link: StreamLink) -> tuple[int, Sequence[memoryview], AsyncFlowError | None]:
-    call, error = wire.read_answer(parts, where=link.address)
-    return call, parts, error
+    def _receive(self, expect: Expect, link: StreamLink, seconds: float) -> None:
+        """Read what comes on a link until that is what was promised, or nothing comes for so long."""
+        until = time.monotonic() + LOOK_S
+        with contextlib.suppress(PeerLost, DeadlineExceeded):  # who asks finds out whether the unit can be reached
+            while self._promise is not None and not self._came and time.monotonic() < until:
+                if parts := self._links.receive(link, expect.unit, seconds):
+                    call, error = wire.read_answer(parts, where=link.address)
+                    self.keep(call, parts, error)
+                elif seconds < LOOK_S:
+                    return
