@@ -59,6 +59,8 @@ they must not change any more.
 
 MAX_CALLS = 65_536
 _CLOSE_S = 0.8
+_UNASKED_S = 1.0
+"""How long is worked at most on what nobody asked for."""
 
 
 class RpcCounters:
@@ -150,6 +152,17 @@ class RpcServer:
             for work in stuck:
                 log.warning("%s: %r did not end when it was cancelled", self.name, work)
 
+    def answer_unasked(self, seat: int, call: int, method: str, request: Struct) -> None:
+        """Do as if the caller with this seat had just made the call ``call``; see ``StreamLink``.
+
+        Nothing is done where there is none, or it has not read what was sent to it: it must ask where it waits in vain.
+        """
+        peer = self._streams.reader(seat) if self._streams is not None else None
+        if peer is None or (peer, call) in self._running or len(self._running) >= MAX_CALLS:
+            return
+        self.counters.calls[method] += 1
+        self._answer(peer, wire.Call(call, method, _UNASKED_S, 0), self._routes[method].handler, request, ())
+
     def _deliver(self, peer: int, parts: list[memoryview]) -> None:
         if not parts:
             self._drop("short")
@@ -163,6 +176,10 @@ class RpcServer:
             running = self._running.get((peer, header.call))
             if running is not None:
                 running.cancel()
+            return
+        if isinstance(header, wire.Seat):
+            if self._streams is not None:
+                self._streams.sit(peer, header.seat)
             return
         try:
             wire.check_call(header, len(parts))

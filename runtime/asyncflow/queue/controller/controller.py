@@ -25,6 +25,7 @@ from asyncflow.net.hosts import address_of
 from asyncflow.net.keys import Keys
 from asyncflow.net.later import Later
 from asyncflow.net.rpc import RpcServer, Then
+from asyncflow.queue.controller.ahead import SentAhead
 from asyncflow.queue.controller.alone import Alone
 from asyncflow.queue.controller.claims import Claim
 from asyncflow.queue.controller.compaction import dump
@@ -156,7 +157,7 @@ class Controller:
         """The clock of leases and sessions, which is also that of the loop."""
         return time.monotonic()
 
-    def settle(self) -> asyncio.Future[None] | None:
+    def settle(self, ahead: SentAhead | None = None) -> asyncio.Future[None] | None:
         """Take what the last commands left: serve those who wait, write, free, and set the alarm.
 
         Gives what is done when all of it is in the ledger; None where it is there already. Raises Refused where it
@@ -164,7 +165,7 @@ class Controller:
         """
         books = self.table.books
         books.catch_up()
-        found = self._find_answers() if books.touched else []
+        found = self._find_answers(ahead) if books.touched else []
         frees, books.frees = books.frees, []
         self._set_alarm()
         pending = self._write()
@@ -185,12 +186,12 @@ class Controller:
         except OSError as error:
             raise self._broken(error) from error
 
-    def safe(self, reply: T) -> Soon[T]:
+    def safe(self, reply: T, ahead: SentAhead | None = None) -> Soon[T]:
         """Settle, and give ``reply`` when the ledger has everything up to now; before the rest, where nobody waits."""
         books = self.table.books
         if books.behind and self._parked.keys().isdisjoint(books.touched) and self._write() is None:
             return Then(reply, self.settle)
-        pending = self.settle()
+        pending = self.settle(ahead)
         if pending is None:
             return reply
         later: Later[T] = Later()
@@ -207,10 +208,7 @@ class Controller:
         return self.safe(found) if found is not None else self._park(partition, attempt, wait_s, otherwise).later
 
     def claim(self, claim: Claim, wait_s: float, late: list[str]) -> Soon[Claimed]:
-        """Give what ``claim`` is granted; nothing after ``wait_s``, or as soon as nothing more can come.
-
-        late: leases of which the answer says that they had ended.
-        """
+        """Give what ``claim`` is granted; nothing after ``wait_s``, or once nothing can come. late: ended leases."""
 
         def ended() -> Claimed | None:
             return Claimed(None, True, late) if self.table.claims.ended(claim) else None
@@ -249,7 +247,7 @@ class Controller:
             del self._parked[waiter.partition]
         return waiter.later
 
-    def _find_answers(self) -> list[tuple[Later[Any], Any]]:
+    def _find_answers(self, ahead: SentAhead | None) -> list[tuple[Later[Any], Any]]:
         """Give the parked calls that can be answered now; an error is an answer too."""
         books = self.table.books
         found: list[tuple[Later[Any], Any]] = []
@@ -258,7 +256,8 @@ class Controller:
             return found
         for grant in self.table.claims.serve(self.now()):
             waiter, late = self._claims[grant.claim]
-            found.append((self._unpark(waiter), Claimed(grant.lot.shrunk(), False, late)))
+            unasked = ahead is not None and ahead.take(grant)
+            found.append((self._unpark(waiter), Claimed(grant.lot.shrunk(), False, late, unasked)))
         for partition in (*(self._parked.keys() & books.touched), FEED):
             for waiter in list(self._parked.get(partition, ())):
                 try:

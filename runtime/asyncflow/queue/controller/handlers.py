@@ -14,6 +14,7 @@ from msgspec import Struct
 from asyncflow.errors import AsyncFlowError, ProtocolError
 from asyncflow.flow.selection import Appetite
 from asyncflow.queue.controller import open_table
+from asyncflow.queue.controller.ahead import SentAhead
 from asyncflow.queue.controller.claims import ANY, Claim
 from asyncflow.queue.controller.feed import NewsFeed
 from asyncflow.queue.controller.news import gained
@@ -78,7 +79,7 @@ class Handlers:
         command("queue.snapshot", calls.InPartition, self._snapshot)
         command("units.hello", unit_calls.Hello, lambda c: self._sessions.greet(c, now()))
         command("units.announce", unit_calls.Announce, self._announce)
-        command("units.admit", unit_calls.Admit, self._admit)
+        answer("units.admit", unit_calls.Admit, self._admit)
         command("units.lost", unit_calls.LostRows, self._lost)
         command("queue.drain", moving_calls.Drain, self._sessions.drain)
         command("queue.where", moving_calls.AskWhere, self._where)
@@ -116,6 +117,7 @@ class Handlers:
             min_rows=call.min_rows,
             max_tokens=call.max_tokens,
             until_done=call.until_done,
+            ahead=call.ahead,
         )
         return self._controller.claim(claim, call.wait_s, late)
 
@@ -166,13 +168,15 @@ class Handlers:
             self._sessions.synced(call.session)
         return unit_calls.Strangers(strangers)
 
-    def _admit(self, call: unit_calls.Admit) -> unit_calls.Admitted:
+    def _admit(self, call: unit_calls.Admit) -> Soon[unit_calls.Admitted]:
         self._sessions.check(call.session, self._controller.now())
         verdicts = [self._verdict(entry, call.session) for entry in call.entries]
         if self._feed is not None:
             for entry, verdict in zip(call.entries, verdicts, strict=True):
                 self._feed.admitted(entry, verdict.ok)
-        return unit_calls.Admitted([verdict.short() for verdict in verdicts])
+        ahead = SentAhead(call.session.home)
+        admitted = unit_calls.Admitted([verdict.short() for verdict in verdicts], ahead.orders)
+        return self._controller.safe(admitted, ahead)
 
     def _lost(self, call: unit_calls.LostRows) -> None:
         self._sessions.check(call.session, self._controller.now())

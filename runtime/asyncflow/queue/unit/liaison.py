@@ -35,6 +35,7 @@ from asyncflow.queue.protocol.unit_calls import (
     LostRows,
     NewCells,
     Orders,
+    SendAhead,
     Session,
     Strangers,
     Verdict,
@@ -59,7 +60,8 @@ class Liaison:
     """Keeps a unit and the controller in agreement, until the unit is replaced.
 
     epoch: that of the unit's rows, 0 before the first session; joined: set when the controller has taken the unit in;
-    leave: set when it wants the unit to leave; address: gives the unit's own; shard: gives that of a shard.
+    leave: set when it wants the unit to leave; address: gives the unit's own; shard: gives that of a shard; ahead:
+    carries out an order, and never raises.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Liaison:
         address: Callable[[], str] = lambda: "",
         shard: Callable[[int], str | None] = lambda _: None,
         keys: Keys | None = None,
+        ahead: Callable[[SendAhead], None] = lambda _: None,
     ) -> None:
         self.epoch = 0
         self.joined = asyncio.Event()
@@ -81,6 +84,7 @@ class Liaison:
         self._controller = controller
         self._holdings = holdings
         self._address = address
+        self._ahead = ahead
         self._rows = 0
         self._controllers = 1
         self._shards = Shards(name=f"storage unit {unit}", address=shard, keys=keys, decided=self._ruled)
@@ -256,6 +260,8 @@ class Liaison:
         for put, verdict in zip(puts, admitted.verdicts[news:], strict=True):
             error = from_wire(verdict.error) if verdict.error is not None else None
             self._holdings.decide(put, verdict, error)
+        for order in admitted.ahead:
+            self._ahead(order)
 
     def _ruled(self, put: Put, verdict: Verdict, error: AsyncFlowError | None) -> None:
         """Take the verdict of a shard, and have the home know which cells there are now."""
