@@ -44,6 +44,9 @@ class Parking:
         self._claims: dict[Claim, tuple[_Waiter, list[str]]] = {}
         self._deadlines = Deadlines()
 
+    def __len__(self) -> int:
+        return sum(map(len, self._waiters.values()))
+
     @property
     def touched(self) -> bool:
         """Whether anybody waits in a partition that was touched."""
