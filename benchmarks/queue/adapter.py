@@ -129,12 +129,17 @@ class AsyncFlow(Peer):
     def claim(
         self, task: str, columns: list[str], n: int, timeout: float = 0.0, partition: str | None = None
     ) -> Lot | None:
-        del columns  # a task's columns are those that it was declared with
         place = (partition or self.partition, task)
         if place[0] not in self._declared:
             self._declare(place[0])
         claimed = self.queue.claim_lot(
-            partition=place[0], task=task, max_rows=n, min_rows=n, done=self._held.take(place), timeout=timeout
+            partition=place[0],
+            task=task,
+            max_rows=n,
+            min_rows=n,
+            done=self._held.take(place),
+            columns=columns,
+            timeout=timeout,
         )
         if claimed.late:
             raise RuntimeError(f"{len(claimed.late)} leases had ended before they were acknowledged")

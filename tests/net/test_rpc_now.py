@@ -7,7 +7,9 @@ import pytest
 from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, Refused, RemoteError
-from asyncflow.net.rpc import RpcClient, RpcServer
+from asyncflow.net.frames import Buffer
+from asyncflow.net.rpc import RpcClient, RpcServer, Then
+from asyncflow.net.wire import Call
 
 
 class Number(Struct, frozen=True, kw_only=True):
@@ -24,6 +26,27 @@ async def test_a_plain_function_answers(server: RpcServer, client: RpcClient) ->
     assert (answer.value, [frame.nbytes for frame in frames]) == (2, [100_000])
     with pytest.raises(ValueError, match="two handlers"):
         server.route_now("add", Number, add)
+
+
+async def test_what_comes_after_an_answer_is_done_when_that_has_gone_and_before_the_next_call(
+    server: RpcServer, client: RpcClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+
+    def ask(request: Number, frames: Sequence[memoryview]) -> Then[Number]:
+        happened.append(f"asked {request.value}")
+        return Then(request, lambda: happened.append(f"after {request.value}"))
+
+    def send(peer: int, header: Call, parts: Sequence[Buffer]) -> None:
+        happened.append("sent")
+        sent(peer, header, parts)
+
+    server.route_now("ask", Number, ask)
+    sent = server._send
+    monkeypatch.setattr(server, "_send", send)
+    numbers = await asyncio.gather(*[client.call("ask", Number(value=n), Number, timeout=10) for n in range(2)])
+    assert [number.value for number in numbers] == [0, 1]
+    assert happened == ["asked 0", "sent", "after 0", "asked 1", "sent", "after 1"]
 
 
 async def test_errors_of_a_plain_function_and_of_its_future_are_answers(server: RpcServer, client: RpcClient) -> None:

@@ -66,7 +66,7 @@ class Queue:
         return admitted
 
     def cells(self, count, *columns, dtype="int32"):
-        return Cells(dtypes=dict.fromkeys(columns, dtype), sizes={name: [8] * count for name in columns})
+        return Cells(dtypes=dict.fromkeys(columns, dtype), sizes=dict.fromkeys(columns, b"\x08\0\0\0" * count))
 
     def park(self, task, *, now=0.0, worker="w", ticket=None, version=None, accept=(), rows=100, groups=None):
         claim = Claim(P, task, worker, ticket or f"t{self.tickets}", Appetite(version, accept), rows, groups)

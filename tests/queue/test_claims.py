@@ -10,6 +10,7 @@ from asyncflow.queue.controller.folding import empty_books
 from asyncflow.queue.controller.state import State
 from asyncflow.queue.controller.table import Table
 from asyncflow.queue.protocol.messages import KEY_TAG, TaskSpec
+from asyncflow.queue.protocol.unit_calls import Cells
 
 P = "open"
 NONCE = 7 << 32
@@ -29,16 +30,15 @@ class Rows:
         first = RowPlace(self.epoch, 0, self.put_so_far).row
         serial = NONCE + self.put_so_far if serial is None else serial
         self.put_so_far += count
-        return self.table.puts.put(
+        _, rows = self.table.puts.put(
             P,
             serial=serial,
             size=size,
             rows=range(first, first + count),
-            dtypes={"x": "int64"},
-            names=("x",),
-            sizes=[(8,)] * count,
+            cells=Cells(dtypes={"x": "int64"}, sizes={"x": b"\x08\0\0\0"}),
             tags=tags,
-        )[1]
+        )
+        return list(rows)
 
     def claim(self, task="t", worker="w", **options):
         ticket = f"{worker}{len(self.table.books.outbox)}"

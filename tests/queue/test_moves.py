@@ -12,7 +12,6 @@ from asyncflow.identity import RowPlace, home
 from asyncflow.net.jagged import Jagged
 from asyncflow.queue.backends.memory import MemoryBackend
 from asyncflow.queue.controller import open_table
-from asyncflow.queue.controller.cells import by_row
 from asyncflow.queue.controller.compaction import dump
 from asyncflow.queue.controller.folding import empty_books
 from asyncflow.queue.controller.moves import Room, choose
@@ -172,13 +171,12 @@ class Movement(RuleBasedStateMachine):
                 unit.holdings.decide(put, Verdict(ok))
 
     def admit(self, unit, put):
-        entry, rows, values = put.entry, put.entry.rows, unit.values[put]
+        entry, rows, values = put.entry, put.rows, unit.values[put]
         if isinstance(entry, MovedRows):
             ok = take_over(self.table, unit.home, rows, entry)
         elif isinstance(entry, OpenRows):
-            names, sizes = by_row(entry.cells, len(rows))
             known = {"serial": entry.serial, "size": entry.group_size, "rows": rows, "tags": []}
-            ok, _ = self.table.puts.put(P, dtypes=entry.cells.dtypes, names=names, sizes=sizes, **known)
+            ok, _ = self.table.puts.put(P, cells=entry.cells, **known)
             self.truth |= {
                 row: values[row] for row, good in zip(rows, ok, strict=True) if good and row not in self.truth
             }
@@ -240,7 +238,7 @@ class Movement(RuleBasedStateMachine):
         """Send a leg, unless the unit must wait yet."""
         if not unit.leg.rows or self.units[unit.leg.unit].transit.leaving:
             return
-        if all(set(put.entry.rows).isdisjoint(unit.leg.rows) for put in unit.holdings.puts):
+        if all(set(put.rows).isdisjoint(unit.leg.rows) for put in unit.holdings.puts):
             self.runner.run(self.sent(unit, self.units[unit.leg.unit]))
 
     async def sent(self, unit, other):

@@ -53,9 +53,7 @@ class OpenMachine(RuleBasedStateMachine):
                 serial=self.serial,
                 size=size,
                 rows=numbers,
-                dtypes={"text": "text"},
-                names=("text",),
-                sizes=[(3,)] * len(numbers),
+                cells=Cells(dtypes={"text": "text"}, sizes={"text": b"\3\0\0\0"}),
                 tags=tags,
             )
             if had is not None:
@@ -82,7 +80,7 @@ class OpenMachine(RuleBasedStateMachine):
         stale = any(number not in self.rows for number in numbers)
         books = self.table.books
         wrong = bool(numbers) and not stale and books.partitions[P].schema.get(column, dtype) != dtype
-        cells = Cells(dtypes={column: dtype}, sizes={column: [size] * len(numbers)})
+        cells = Cells(dtypes={column: dtype}, sizes={column: size.to_bytes(4, "little")})
         tags = [{"late": size}] * len(numbers)
         if stale or wrong:
             with pytest.raises(StaleHandle if stale else Refused):

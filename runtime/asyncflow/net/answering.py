@@ -19,6 +19,7 @@ from asyncflow.net.flow import Flow, tune
 from asyncflow.net.frames import Buffer
 from asyncflow.net.handshake import HELLO_SIZE, PROOF_SIZE
 from asyncflow.net.keys import Keys
+from asyncflow.net.seats import Seats
 from asyncflow.net.staging import staging
 from asyncflow.net.stream import Inbox, Outbox
 
@@ -57,6 +58,7 @@ class Answering:
         self._dropped = dropped
         self._peers: dict[int, Flow] = {}
         self._strangers: dict[int, None] = {}
+        self._seats = Seats()
         self._numbers = itertools.count()
         self._staging = staging()
         self._tidies = False
@@ -67,6 +69,16 @@ class Answering:
         """Send ``parts`` to ``peer``, unless it is gone; ``key`` names the message."""
         if (flow := self._peers.get(peer)) is not None:
             flow.send(key, parts)
+
+    def sit(self, peer: int, seat: int) -> None:
+        """Know ``peer`` by the number ``seat`` from now on."""
+        self._seats.sit(peer, seat)
+
+    def reader(self, seat: int) -> int | None:
+        """Give the peer that has a seat; None where there is none, or it has not read what was sent to it."""
+        peer = self._seats.at(seat)
+        flow = self._peers.get(peer) if peer is not None else None
+        return peer if flow is not None and flow.outbox is not None and flow.outbox.idle else None
 
     def close(self) -> None:
         """Close all streams at once."""
@@ -148,6 +160,7 @@ class Answering:
 
     def _forget(self, peer: int, why: AsyncFlowError) -> None:
         self._strangers.pop(peer, None)
+        self._seats.rise(peer)
         if self._peers.pop(peer, None) is not None and isinstance(why, ProtocolError):
             self._dropped(str(why))
         if not self._tidies:

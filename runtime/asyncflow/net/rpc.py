@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost
 from asyncflow.net.rpc_client import RpcClient
-from asyncflow.net.rpc_server import Handler, NowHandler, Reply, RpcCounters, RpcServer
+from asyncflow.net.rpc_server import Handler, NowHandler, Reply, RpcCounters, RpcServer, Then
 
-__all__ = ["Handler", "NowHandler", "Reply", "RpcClient", "RpcCounters", "RpcServer", "persist"]
+__all__ = ["Handler", "NowHandler", "Reply", "RpcClient", "RpcCounters", "RpcServer", "Then", "persist"]
 
 T = TypeVar("T")
 _FIRST_PAUSE_S = 0.05

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -26,10 +26,24 @@ from asyncflow.net.listening import listen
 
 log = logging.getLogger(__name__)
 
+T_co = TypeVar("T_co", covariant=True)
 Reply: TypeAlias = Struct | tuple[Struct, Sequence[Buffer]]
+
+
+class Then(Generic[T_co]):
+    """A reply, and what is done at once after it has gone: before anything else that comes is looked at."""
+
+    __slots__ = ("after", "reply")
+
+    def __init__(self, reply: T_co, after: Callable[[], object]) -> None:
+        self.reply = reply
+        self.after = after
+
+
 Awaited: TypeAlias = "Later[Any] | asyncio.Future[Any]"
 _AWAITED = (Later, asyncio.Future)
-NowHandler: TypeAlias = Callable[[Any, Sequence[memoryview]], "Reply | Awaited"]
+Answer: TypeAlias = "Reply | Then[Any] | Awaited"
+NowHandler: TypeAlias = Callable[[Any, Sequence[memoryview]], Answer]
 """As a ``Handler``, but a plain function, called where the request is read: it gives the reply, or what will have it.
 
 That is cancelled when its caller waits no more.
@@ -45,6 +59,8 @@ they must not change any more.
 
 MAX_CALLS = 65_536
 _CLOSE_S = 0.8
+_UNASKED_S = 1.0
+"""How long is worked at most on what nobody asked for."""
 
 
 class RpcCounters:
@@ -140,6 +156,17 @@ class RpcServer:
             for work in stuck:
                 log.warning("%s: %r did not end when it was cancelled", self.name, work)
 
+    def answer_unasked(self, seat: int, call: int, method: str, request: Struct) -> None:
+        """Do as if the caller with this seat had just made the call ``call``; see ``StreamLink``.
+
+        Nothing is done where there is none, or it has not read what was sent to it: it must ask where it waits in vain.
+        """
+        peer = self._streams.reader(seat) if self._streams is not None else None
+        if peer is None or (peer, call) in self._running or len(self._running) >= MAX_CALLS:
+            return
+        self.counters.calls[method] += 1
+        self._answer(peer, wire.Call(call, method, _UNASKED_S, 0), self._routes[method].handler, request, ())
+
     def _deliver(self, peer: int, parts: list[memoryview]) -> None:
         if not parts:
             self._drop("short")
@@ -153,6 +180,10 @@ class RpcServer:
             running = self._running.get((peer, header.call))
             if running is not None:
                 running.cancel()
+            return
+        if isinstance(header, wire.Seat):
+            if self._streams is not None:
+                self._streams.sit(peer, header.seat)
             return
         try:
             wire.check_call(header, len(parts))
@@ -177,12 +208,17 @@ class RpcServer:
         self.counters.calls[header.method] += 1
         self._answer(peer, header, route.handler, request, parts[2:])
 
-    def _answer(self, peer: int, header: wire.Call, reply: Callable[..., Reply | Awaited], *asked: Any) -> None:
+    def _answer(self, peer: int, header: wire.Call, reply: Callable[..., Answer], *asked: Any) -> None:
         """Answer a call with what ``reply`` gives or raises, or with what that will have."""
         try:
             found = reply(*asked)
             if isinstance(found, _AWAITED):
                 self._answer_later(peer, header, found)
+            elif isinstance(found, Then):
+                try:
+                    self._send_reply(peer, header, found.reply)
+                finally:
+                    found.after()
             else:
                 self._send_reply(peer, header, found)
         except AsyncFlowError as error:

@@ -39,10 +39,11 @@ _SHAKE_S = 10.0
 class StreamLink:
     """One stream to ``address``, for whoever holds it.
 
-    gone: why it is used no more, if that is so; state: how the connection is, in words.
+    seat: number by which the server is to know this caller, drawn at random; gone: why it is used no more, if that is
+    so; state: how the connection is, in words.
     """
 
-    def __init__(self, address: str, *, keys: Keys | None, max_message: int) -> None:
+    def __init__(self, address: str, *, keys: Keys | None, max_message: int, seat: int | None = None) -> None:
         self.address = address
         self.gone: AsyncFlowError | None = None
         self.state = "the connection was not made"
@@ -50,6 +51,7 @@ class StreamLink:
         self._to = host_and_port(address)
         self._keys = keys
         self._most = max_message
+        self._seat = seat
         self._socket: sockets.socket | None = None
         self._inbox: Inbox | None = None
         self._outbox = Outbox(seal=None)
@@ -171,6 +173,8 @@ class StreamLink:
                 socket.settimeout(None)
                 socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDTIMEO, _timeval(LOOK_S))
                 self._socket, self.state = socket, SILENT
+                if self._seat is not None:
+                    self._outbox.push("seat", [wire.encode(wire.Seat(self._seat))])
                 return socket
             time.sleep(min(_PAUSE_S, self._left(method, deadline)))
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 from msgspec import Struct
 
+from asyncflow.errors import Refused
 from asyncflow.net.rpc import RpcServer
 
 
@@ -44,6 +45,8 @@ class World:
     async def _answer(self, unit, word, frames):
         self.calls.append((unit, word))
         try:
+            if word == "refused":
+                raise Refused("no such word")
             if word == "never":
                 await asyncio.sleep(60)
             if word == "slowly":

@@ -25,8 +25,8 @@ P = "open"
 class Cluster:
     """A controller and units in a thread of their own."""
 
-    def __init__(self, folder, keys=None):
-        self.folder, self.keys = folder, keys
+    def __init__(self, folder, keys=None, sync="process"):
+        self.folder, self.keys, self.sync = folder, keys, sync
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
@@ -37,7 +37,7 @@ class Cluster:
 
     def start_controller(self):
         async def start():
-            controller = Controller(ledger_dir=self.folder, keys=self.keys)
+            controller = Controller(ledger_dir=self.folder, keys=self.keys, sync=self.sync)
             await controller.start()
             self.controller = controller
 
@@ -87,8 +87,8 @@ class Cluster:
 
 
 @contextmanager
-def cluster(folder, *, units=2, keys=None):
-    made = Cluster(folder / "ledger", keys)
+def cluster(folder, *, units=2, keys=None, sync="process"):
+    made = Cluster(folder / "ledger", keys, sync)
     try:
         for index in range(units):
             made.start_unit(index)

@@ -35,7 +35,7 @@ class Units:
         return carry_out(self.verbs.fetch(rows, ["x", "y"], timeout=60.0), self.answer)
 
     def answer(self, ask):
-        rows = expand(ask.request.rows)
+        rows = list(expand(ask.request.rows))
         self.asked.append((ask.method, ask.unit, rows))
         if ask.method == "queue.where":
             return Whereabouts([self.lies.get(row, NOWHERE) for row in rows]), []

@@ -28,7 +28,7 @@ async def asked(unit, put):
         numbers, _ = await client.call_frames("unit.put", put, Numbers, timeout=10, frames=encoded(1)[1])
     finally:
         await client.close()
-    return msgspec.structs.replace(numbers, rows=expand(numbers.rows))
+    return msgspec.structs.replace(numbers, rows=list(expand(numbers.rows)))
 
 
 def encoded(rows):

@@ -5,6 +5,8 @@ import asyncio
 import pytest
 
 from asyncflow.errors import Fenced, StaleHandle
+from asyncflow.net.frames import Jagged
+from asyncflow.queue.ledger.records import newest
 
 P = "train"
 
@@ -83,3 +85,18 @@ async def test_a_replaced_unit_does_not_take_its_place_back(cluster):
         assert {(row.meta.serial, row.unit) for row in await queue.claim("rollout")} == {(0, 0), (1, 1)}
         assert (await queue.client.wanted(partition=P, known=-1, timeout=0)).keys == []
         await old.close()
+
+
+async def test_what_was_put_is_there_after_a_restart_whenever_the_ledger_was_compacted(cluster):
+    async with cluster(units=1, compact_bytes=1) as queue:
+        before, rows = newest(queue.folder), []
+        for number in range(30):
+            values = {"x": Jagged.from_rows([[number]], "int64")}
+            rows += (await queue.client.put("open", values, timeout=10)).rows
+        assert newest(queue.folder) > before
+        assert list(queue.controller.table.books.rows) == rows
+        await queue.stop_controller()
+        await queue.start_controller()
+        assert list(queue.controller.table.books.rows) == rows
+        found = await queue.client.fetch(rows, ["x"], timeout=10)
+        assert found["x"].values.tolist() == list(range(30))

@@ -3,7 +3,7 @@
 What a verb does together is left to ``strands``.
 
 Invariants: a lane runs one verb at a time; when ``run`` returns or raises nothing of the verb goes on; an answer for
-which nobody waits any more is dropped.
+which nobody waits is dropped, but for one that was ``promised``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from asyncflow.net import wire
 from asyncflow.net.keys import Keys
 from asyncflow.net.stream_link import LOOK_S
 from asyncflow.queue.client.links import Links, answer_to
+from asyncflow.queue.client.promised import Promised
 from asyncflow.queue.client.strands import Strands
-from asyncflow.queue.client.verbs import Ask, Effect, Pause, Peer, Together, Verb
+from asyncflow.queue.client.verbs import Ask, Effect, Expect, Pause, Peer, Reserve, Together, Verb
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class Lane:
 
     def __init__(self, *, resolve: Callable[[Peer], str | None], keys: Keys | None) -> None:
         self._links = Links(resolve=resolve, keys=keys)
+        self._promised = Promised(self._links)
 
     def run(self, verb: Verb[T]) -> T:
         """Do what ``verb`` yields; give its result."""
@@ -42,7 +44,13 @@ class Lane:
                 try:
                     if isinstance(effect, Ask):
                         answer = self._ask(effect)
+                    elif isinstance(effect, Reserve):
+                        answer = self._promised.reserve()
+                    elif isinstance(effect, Expect):
+                        self._promised.expect(effect)
+                        answer = None
                     elif isinstance(effect, Together):
+                        self._promised.forget()
                         answer = Strands(self._links, farewells).run(effect.verbs)
                     elif isinstance(effect, Pause):
                         time.sleep(effect.seconds)
@@ -72,7 +80,10 @@ class Lane:
     def _ask(self, ask: Ask) -> Any:
         """Make a call and wait for its answer; where the peer has no address, for that first."""
         links, left = self._links, ask.timeout
-        call, due = next(links.numbers), time.monotonic() + left
+        due = time.monotonic() + left
+        if (answer := self._promised.take(ask, left)) is not None:
+            return answer
+        call = next(links.numbers)
         link = links.send(call, ask, due)
         try:
             while True:
@@ -84,6 +95,7 @@ class Lane:
                         if error is not None:
                             raise error
                         return answer_to(ask, parts, where=link.address)
+                    self._promised.keep(answered, parts, error)
                 left = due - time.monotonic()
                 if left <= 0:
                     raise links.late(ask, link)

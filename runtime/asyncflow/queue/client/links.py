@@ -7,6 +7,7 @@ whoever still waits on it finds in ``gone`` why.
 from __future__ import annotations
 
 import itertools
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,13 +22,19 @@ _MAX_MESSAGE = 1 << 30
 
 
 class Links:
-    """The links by peer. resolve: gives the address of a peer now, None while it has none; numbers: of the calls."""
+    """The links by peer.
+
+    resolve: gives the address of a peer now, None while it has none; numbers: of the calls; seat: what units know of
+    who calls.
+    """
 
     def __init__(self, *, resolve: Callable[[Peer], str | None], keys: Keys | None) -> None:
         self.numbers = itertools.count()
+        self.seat = secrets.randbits(63)
         self._resolve = resolve
         self._keys = keys
         self._links: dict[Peer, StreamLink] = {}
+        self._made: dict[Peer, int] = {}
 
     def to(self, peer: Peer) -> StreamLink | None:
         """Give the link to where a peer is now, None while that is nowhere."""
@@ -36,8 +43,15 @@ class Links:
             self.give_up(peer, PeerLost(f"the peer moved to {address}", where=link.address))
             link = None
         if link is None and address is not None:
-            link = self._links[peer] = StreamLink(address, keys=self._keys, max_message=_MAX_MESSAGE)
+            seat = self.seat if peer is not None and peer >= 0 else None
+            link = self._links[peer] = StreamLink(address, keys=self._keys, max_message=_MAX_MESSAGE, seat=seat)
+            self._made[peer] = next(self.numbers)
         return link
+
+    def since(self, peer: Peer, call: int) -> StreamLink | None:
+        """Give the link to a peer if it has been there since before the number ``call`` was taken."""
+        link = self._links.get(peer)
+        return link if link is not None and self._made[peer] < call else None
 
     def send(self, call: int, ask: Ask, due: float) -> StreamLink | None:
         """Send a call; give the link, None while its peer is nowhere. Raises what ``StreamLink.send`` does."""

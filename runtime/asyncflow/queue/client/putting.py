@@ -81,7 +81,7 @@ class Putter:
                 except Elsewhere as leaving:
                     self._placement.avoid(unit)
                     raise PeerLost(str(leaving), where=f"storage unit {unit}") from leaving
-                return Numbers(expand(numbers.rows), numbers.new)
+                return Numbers(list(expand(numbers.rows)), numbers.new)
 
             return persist(attempt, what=f"putting {rows} rows", timeout=timeout, clock=self._clock)
 

@@ -17,7 +17,7 @@ from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, Protoco
 from asyncflow.net import wire
 from asyncflow.net.stream_link import LOOK_S, StreamLink
 from asyncflow.queue.client.links import Links, answer_to
-from asyncflow.queue.client.verbs import Ask, Effect, Pause, Peer, Together, Verb
+from asyncflow.queue.client.verbs import Ask, Effect, Farewell, Pause, Peer, Together, Verb
 
 
 class _Strand:
@@ -89,7 +89,8 @@ class Strands:
         elif isinstance(effect, Together):
             self._split(strand, effect)
         else:
-            self._farewells.append(effect.ask)
+            if isinstance(effect, Farewell):
+                self._farewells.append(effect.ask)
             return False
         return True
 

@@ -6,7 +6,8 @@ A verb decides which calls to make, in which order, and what to do about losses.
 What runners promise: ``Ask`` gives (reply, frames) or throws an AsyncFlowError into the verb, after its timeout at the
 latest; ``Pause`` gives None after its seconds; ``Together`` gives the results of its verbs in their order, or throws
 the error of the first that failed, after the others were ended; ``Farewell`` gives None, and its call is made, without
-awaiting an answer, when the caller leaves the verb (is cancelled or interrupted) from then on.
+awaiting an answer, when the caller leaves the verb (is cancelled or interrupted) from then on; ``Reserve`` gives a
+``Place``, or None by a runner that takes no answer unasked; ``Expect`` gives None.
 
 Invariant: a verb does no I/O and knows no event loop. What it repeats may be repeated (see ``calls``).
 """
@@ -71,13 +72,32 @@ class Together(Struct, frozen=True, eq=False):
     verbs: list[Verb[Any]]
 
 
+class Reserve(Struct, frozen=True, eq=False):
+    """A place for an answer that may come unasked."""
+
+
+class Place(Struct, frozen=True):
+    """seat: by which units know who takes the answer; call: its number."""
+
+    seat: int
+    call: int
+
+
+class Expect(Struct, frozen=True, eq=False):
+    """``unit`` was told to answer ``request``, which will be asked for, under the reserved number ``call``."""
+
+    unit: int
+    request: Struct
+    call: int
+
+
 class Farewell(Struct, frozen=True, eq=False):
     """What is said if the caller leaves."""
 
     ask: Ask
 
 
-Effect: TypeAlias = Ask | Pause | Together | Farewell
+Effect: TypeAlias = Ask | Pause | Together | Farewell | Reserve | Expect
 Verb: TypeAlias = Generator[Effect, Any, T]
 Clock: TypeAlias = Callable[[], float]
 

@@ -139,18 +139,21 @@ class RowVerbs(ControlVerbs):
         min_rows: int = 1,
         max_tokens: int = 0,
         done: Sequence[str] = (),
+        columns: Sequence[str] = (),
         timeout: float,
     ) -> Verb[calls.Claimed]:
         """Do as ``claim_or_end``, giving the rows column by column; None when the time is over or nothing will come.
 
         min_rows: that many or none; max_tokens: most tokens of all rows, 0 for any number; done: leases of a task that
-        writes nothing, whose rows are acknowledged herewith (``late`` names those that were not in force any more).
+        writes nothing, whose rows are acknowledged herewith (``late`` names those that were not in force any more);
+        columns: what the caller will fetch of all these rows; to a claim that had to wait the unit may send them at
+        once, and a ``fetch`` of just that, the next claim of a blocking client not coming between, finds them there.
         """
         ticket = self._claimer.ticket()
         request = calls.ClaimRows(
             partition, task, self.worker, ticket, max_rows, None, None, [], 0.0, list(done), min_rows, max_tokens
         )
-        return self._claimer.claim(request, timeout=timeout)
+        return self._claimer.claim(request, columns=columns, timeout=timeout)
 
     def acknowledge(self, leases: Sequence[str], *, timeout: float) -> Verb[list[bool]]:
         """Complete all rows of leases of tasks that write nothing; False where a lease was not in force any more."""

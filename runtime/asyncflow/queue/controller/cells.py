@@ -5,18 +5,44 @@ Invariant: rows of which the same is told share it.
 
 from __future__ import annotations
 
-from asyncflow.queue.protocol.runs import expand_equal
+from collections.abc import Sequence
+
+from asyncflow.queue.protocol.sizes import alike, chosen, fit, part
 from asyncflow.queue.protocol.unit_calls import Cells
+
+
+class Told:
+    """What was told of rows that were put together. first: id of the first of them; the others follow."""
+
+    __slots__ = ("_first", "_sizes")
+
+    def __init__(self, cells: Cells, *, first: int) -> None:
+        self._sizes = tuple(cells.sizes.values())
+        self._first = first
+
+    def of(self, row: int) -> tuple[int, ...]:
+        """Give the bytes of each column of a row."""
+        return tuple([part(sizes, row - self._first, 1)[0] for sizes in self._sizes])
+
+    def columns(self, rows: Sequence[int]) -> list[bytes]:
+        """Give the bytes of ``rows``, column by column."""
+        start, count = rows[0] - self._first, len(rows)
+        follow = list(rows) == list(range(rows[0], rows[0] + count))
+        indices = range(start, start + count) if follow else [row - self._first for row in rows]
+        return [chosen(sizes, indices) for sizes in self._sizes]
+
+
+def check(cells: Cells, count: int) -> None:
+    """Raise ValueError where they are not those of ``count`` rows."""
+    if not all(fit(sizes, count) for sizes in cells.sizes.values()):
+        told = {name: len(sizes) for name, sizes in cells.sizes.items()}
+        raise ValueError(f"sizes in {told} bytes came with {count} rows")
 
 
 def by_row(cells: Cells, count: int) -> tuple[tuple[str, ...], list[tuple[int, ...]]]:
     """Give the columns' names, and the bytes of each of ``count`` rows. ValueError where there are not so many."""
-    sizes = list(cells.sizes.values())
-    if max(map(len, sizes), default=1) > 1:
-        sizes = [expand_equal(of, count) for of in sizes]
-    rows: list[tuple[int, ...]] = list(zip(*sizes, strict=True)) if sizes else [()]
-    if len(rows) == 1:
-        rows *= count
-    if len(rows) != count:
-        raise ValueError(f"sizes of {len(rows)} rows came with {count} rows")
-    return tuple(cells.sizes), rows
+    check(cells, count)
+    names, sizes = tuple(cells.sizes), cells.sizes.values()
+    if all(map(alike, sizes)):
+        return names, [tuple([part(of, 0, 1)[0] for of in sizes])] * count
+    return names, list(zip(*[part(of, 0, count) for of in sizes], strict=True))

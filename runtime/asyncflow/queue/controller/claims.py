@@ -22,6 +22,7 @@ from asyncflow.queue.controller.leases import Lease, lease_id, parse_lease
 from asyncflow.queue.controller.readiness import TaskQueue
 from asyncflow.queue.controller.state import Group, Row
 from asyncflow.queue.ledger import events as ev
+from asyncflow.queue.protocol.calls import Ahead
 from asyncflow.queue.protocol.lot import Lot
 
 ANY: Final = Appetite()
@@ -46,6 +47,7 @@ class Claim(Struct, eq=False):
     min_rows: int = 1
     max_tokens: int = 0
     until_done: bool = False
+    ahead: Ahead | None = None
 
 
 class Grant(NamedTuple):

@@ -1,7 +1,8 @@
 """The controller's process: the pure ``Table`` with a socket, a clock and a ledger.
 
 A call changes the table at once, where its request is read, and is answered when the ledger has what it changed. What
-cannot be answered yet is parked and tried again whenever its partition has changed: nothing polls.
+cannot be answered yet is parked and tried again whenever its partition has changed: nothing polls. Where nobody is
+parked, a put is answered first and its rows are made then, before anything else is looked at.
 
 Invariants: no answer leaves before the events behind it are as safe as ``sync`` says; a controller whose ledger cannot
 be written stops serving (``failed``); the time that the process itself did not run is nobody's delay.
@@ -13,27 +14,27 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from asyncflow.errors import AsyncFlowError, Refused
-from asyncflow.net.deadlines import Deadline, Deadlines
 from asyncflow.net.hosts import address_of
 from asyncflow.net.keys import Keys
 from asyncflow.net.later import Later
-from asyncflow.net.rpc import RpcServer
+from asyncflow.net.rpc import RpcServer, Then
+from asyncflow.queue.controller.ahead import SentAhead
 from asyncflow.queue.controller.alone import Alone
 from asyncflow.queue.controller.claims import Claim
 from asyncflow.queue.controller.compaction import dump
-from asyncflow.queue.controller.feed import FEED
 from asyncflow.queue.controller.home import Home
+from asyncflow.queue.controller.parking import Found, Parking
 from asyncflow.queue.controller.report import Storage, stats
 from asyncflow.queue.controller.serving import Address, Soon
 from asyncflow.queue.controller.sessions import Sessions
 from asyncflow.queue.controller.shard import Shard
 from asyncflow.queue.controller.table import Table
+from asyncflow.queue.ledger.events import Event
 from asyncflow.queue.ledger.ledger import Ledger, Sync
 from asyncflow.queue.protocol.calls import Claimed
 from asyncflow.queue.protocol.messages import QueueStats
@@ -42,16 +43,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _STOPPED_S = 1.0
-
-
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    """A call that is parked. attempt: gives its answer, or None as long as there is none; deadline: of its wait."""
-
-    partition: str
-    attempt: Callable[[], Any]
-    deadline: Deadline
-    later: Later[Any]
 
 
 class Controller:
@@ -82,12 +73,11 @@ class Controller:
         self.table = Table(index=index, controllers=controllers)
         bind = address_of(host, port)
         self.server = RpcServer(name="controller", bind=bind, keys=keys, advertise=advertise)
-        self._ledger = Ledger(ledger_dir, sync=sync, compact=lambda: dump(self.table.books), limit=compact_bytes)
+        self.table.books.keeps_up = False
+        self._ledger = Ledger(ledger_dir, sync=sync, compact=self._dump, limit=compact_bytes)
         self.sessions = Sessions(self.table, lost_s=unit_lost_s)
         self.ledger_dir = ledger_dir
-        self._claims: dict[Claim, tuple[_Waiter, list[str]]] = {}
-        self._parked: dict[str, dict[_Waiter, None]] = {}
-        self._deadlines = Deadlines()
+        self._parking = Parking(self.table, now=self.now)
         self._alarm: asyncio.TimerHandle | None = None
         self._due = math.inf
         self.part = Alone(self)
@@ -119,7 +109,7 @@ class Controller:
         """Stop serving, and leave the ledger whole."""
         await self.part.close()
         await self.server.close()
-        self._deadlines.close()
+        self._parking.close()
         if self._alarm is not None:
             self._alarm.cancel()
         if not self.failed.done():
@@ -153,32 +143,41 @@ class Controller:
         """The clock of leases and sessions, which is also that of the loop."""
         return time.monotonic()
 
-    def settle(self) -> asyncio.Future[None] | None:
+    def settle(self, ahead: SentAhead | None = None) -> asyncio.Future[None] | None:
         """Take what the last commands left: serve those who wait, write, free, and set the alarm.
 
         Gives what is done when all of it is in the ledger; None where it is there already. Raises Refused where it
         cannot be written.
         """
         books = self.table.books
-        found = self._find_answers() if books.touched else []
+        books.catch_up()
+        found = self._parking.take_found(ahead) if books.touched else []
         frees, books.frees = books.frees, []
-        if books.outbox:
-            self._ledger.append(books.outbox)
-            books.outbox.clear()
         self._set_alarm()
-        try:
-            pending = self._ledger.commit()
-        except OSError as error:
-            raise self._broken(error) from error
+        pending = self._write()
         if frees:
             self.sessions.order(frees, after=pending)
         if found:
             self._give_all(found, pending)
         return pending
 
-    def safe(self, reply: T) -> Soon[T]:
-        """Settle, and give ``reply`` when the ledger has everything up to now."""
-        pending = self.settle()
+    def _write(self) -> asyncio.Future[None] | None:
+        """Have the ledger take what was recorded; give and raise what ``settle`` does."""
+        books = self.table.books
+        if books.outbox:
+            self._ledger.append(books.outbox)
+            books.outbox.clear()
+        try:
+            return self._ledger.commit()
+        except OSError as error:
+            raise self._broken(error) from error
+
+    def safe(self, reply: T, ahead: SentAhead | None = None) -> Soon[T]:
+        """Settle, and give ``reply`` when the ledger has everything up to now; before the rest, where nobody waits."""
+        books = self.table.books
+        if books.behind and not self._parking.touched and self._write() is None:
+            return Then(reply, self.settle)
+        pending = self.settle(ahead)
         if pending is None:
             return reply
         later: Later[T] = Later()
@@ -192,13 +191,14 @@ class Controller:
         found = attempt()
         if found is None and wait_s <= 0:
             found = otherwise()
-        return self.safe(found) if found is not None else self._park(partition, attempt, wait_s, otherwise).later
+        if found is not None:
+            return self.safe(found)
+        later = self._parking.park(partition, attempt, wait_s, otherwise)
+        self.settle()
+        return later
 
     def claim(self, claim: Claim, wait_s: float, late: list[str]) -> Soon[Claimed]:
-        """Give what ``claim`` is granted; nothing after ``wait_s``, or as soon as nothing more can come.
-
-        late: leases of which the answer says that they had ended.
-        """
+        """Give what ``claim`` is granted; nothing after ``wait_s``, or once nothing can come. late: ended leases."""
 
         def ended() -> Claimed | None:
             return Claimed(None, True, late) if self.table.claims.ended(claim) else None
@@ -207,58 +207,11 @@ class Controller:
             return self.safe(Claimed(lot.shrunk(), False, late))
         if (found := ended()) is not None or wait_s <= 0:
             return self.safe(found or Claimed(None, False, late))
-        self.table.claims.park(claim)
-        waiter = self._park(claim.partition, ended, wait_s, lambda: Claimed(None, False, late))
-        self._claims[claim] = (waiter, late)
-
-        def forget(_: object) -> None:
-            self.table.claims.withdraw(claim)
-            del self._claims[claim]
-
-        waiter.later.add_done_callback(forget)
-        return waiter.later
-
-    def _park(
-        self, partition: str, attempt: Callable[[], T | None], wait_s: float, otherwise: Callable[[], T]
-    ) -> _Waiter:
-        later: Later[T] = Later()
-        deadline = self._deadlines.add(self.now() + wait_s, lambda: later.set_result(otherwise()))
-        waiter = _Waiter(partition, attempt, deadline, later)
-        self._parked.setdefault(partition, {})[waiter] = None
-        later.add_done_callback(lambda _: self._unpark(waiter))
+        later = self._parking.park_claim(claim, ended, wait_s, late)
         self.settle()
-        return waiter
+        return later
 
-    def _unpark(self, waiter: _Waiter) -> Later[Any]:
-        """Let a call wait no longer, as its answer is found or nobody wants it; give what will have the answer."""
-        self._deadlines.drop(waiter.deadline)
-        waiting = self._parked.get(waiter.partition, {})
-        if waiting.pop(waiter, 0) is None and not waiting:
-            del self._parked[waiter.partition]
-        return waiter.later
-
-    def _find_answers(self) -> list[tuple[Later[Any], Any]]:
-        """Give the parked calls that can be answered now; an error is an answer too."""
-        books = self.table.books
-        found: list[tuple[Later[Any], Any]] = []
-        if self._parked.keys().isdisjoint(books.touched):
-            books.touched.clear()
-            return found
-        for grant in self.table.claims.serve(self.now()):
-            waiter, late = self._claims[grant.claim]
-            found.append((self._unpark(waiter), Claimed(grant.lot.shrunk(), False, late)))
-        for partition in (*(self._parked.keys() & books.touched), FEED):
-            for waiter in list(self._parked.get(partition, ())):
-                try:
-                    answer = waiter.attempt()
-                except AsyncFlowError as error:
-                    answer = error
-                if answer is not None:
-                    found.append((self._unpark(waiter), answer))
-        books.touched.clear()
-        return found
-
-    def _give_all(self, found: Sequence[tuple[Later[Any], Any]], pending: asyncio.Future[None] | None) -> None:
+    def _give_all(self, found: Found, pending: asyncio.Future[None] | None) -> None:
         """Answer calls once the ledger is ``pending`` no more."""
         if pending is not None and not pending.done():
             pending.add_done_callback(lambda done: self._give_all(found, done))
@@ -272,6 +225,10 @@ class Controller:
                 later.set_exception(error)
             else:
                 later.set_result(answer)
+
+    def _dump(self) -> Iterator[Event]:
+        self.table.books.catch_up()
+        return dump(self.table.books)
 
     def _broken(self, error: OSError) -> Refused:
         """Stop serving: what was answered is in the ledger, what comes now cannot be."""

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from asyncflow.identity import NEWEST
+from asyncflow.queue.controller.cells import Told
 from asyncflow.queue.controller.leases import Lease
 from asyncflow.queue.controller.state import Row
 from asyncflow.queue.protocol.lot import Lot
+from asyncflow.queue.protocol.sizes import ABSENT, pack
 
 
 def lot_of(lease: Lease, rows: Sequence[Row], task: str, now: float) -> Lot:
@@ -49,16 +51,17 @@ def _unless(values: list[int], default: int) -> list[int]:
     return [] if values.count(default) == len(values) else values
 
 
-def _sizes(rows: Sequence[Row]) -> dict[str, list[int]]:
+def _sizes(rows: Sequence[Row]) -> dict[str, bytes]:
     shape, count = rows[0].shape, len(rows)
     partial = [row.partial for row in rows]
     if [row.shape for row in rows].count(shape) == count and not any(partial):
-        cells = [row.cells for row in rows]
-        if cells.count(cells[0]) == count:
-            return {name: [size] * count for name, size in zip(shape.names, cells[0], strict=True)}
-        return dict(zip(shape.names, map(list, zip(*cells, strict=True)), strict=True))
+        told = rows[0].cells
+        if isinstance(told, Told) and [row.cells for row in rows].count(told) == count:
+            return dict(zip(shape.names, told.columns([row.row for row in rows]), strict=True))
+        cells = [row.own_cells for row in rows]
+        return dict(zip(shape.names, map(pack, zip(*cells, strict=True)), strict=True))
     sizes: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
         for name, size in row.sizes.items():
-            sizes.setdefault(name, [-1] * len(rows))[index] = size
-    return sizes
+            sizes.setdefault(name, [ABSENT] * count)[index] = size
+    return {name: pack(of) for name, of in sizes.items()}

@@ -14,7 +14,7 @@ from msgspec import Struct
 from asyncflow.errors import AsyncFlowError, ProtocolError
 from asyncflow.flow.selection import Appetite
 from asyncflow.queue.controller import open_table
-from asyncflow.queue.controller.cells import by_row
+from asyncflow.queue.controller.ahead import SentAhead
 from asyncflow.queue.controller.claims import ANY, Claim
 from asyncflow.queue.controller.feed import NewsFeed
 from asyncflow.queue.controller.news import gained
@@ -79,7 +79,7 @@ class Handlers:
         command("queue.snapshot", calls.InPartition, self._snapshot)
         command("units.hello", unit_calls.Hello, lambda c: self._sessions.greet(c, now()))
         command("units.announce", unit_calls.Announce, self._announce)
-        command("units.admit", unit_calls.Admit, self._admit)
+        answer("units.admit", unit_calls.Admit, self._admit)
         command("units.lost", unit_calls.LostRows, self._lost)
         command("queue.drain", moving_calls.Drain, self._sessions.drain)
         command("queue.where", moving_calls.AskWhere, self._where)
@@ -117,6 +117,7 @@ class Handlers:
             min_rows=call.min_rows,
             max_tokens=call.max_tokens,
             until_done=call.until_done,
+            ahead=call.ahead,
         )
         return self._controller.claim(claim, call.wait_s, late)
 
@@ -167,13 +168,15 @@ class Handlers:
             self._sessions.synced(call.session)
         return unit_calls.Strangers(strangers)
 
-    def _admit(self, call: unit_calls.Admit) -> unit_calls.Admitted:
+    def _admit(self, call: unit_calls.Admit) -> Soon[unit_calls.Admitted]:
         self._sessions.check(call.session, self._controller.now())
         verdicts = [self._verdict(entry, call.session) for entry in call.entries]
         if self._feed is not None:
             for entry, verdict in zip(call.entries, verdicts, strict=True):
                 self._feed.admitted(entry, verdict.ok)
-        return unit_calls.Admitted(verdicts)
+        ahead = SentAhead(call.session.home)
+        admitted = unit_calls.Admitted([verdict.short() for verdict in verdicts], ahead.orders)
+        return self._controller.safe(admitted, ahead)
 
     def _lost(self, call: unit_calls.LostRows) -> None:
         self._sessions.check(call.session, self._controller.now())
@@ -183,6 +186,7 @@ class Handlers:
         )
 
     def _verdict(self, entry: unit_calls.Entry, session: unit_calls.Session) -> unit_calls.Verdict:
+        self._table.books.catch_up()
         try:
             verdict = self._admitted(entry, session)
         except ValueError as wrong:
@@ -196,15 +200,12 @@ class Handlers:
     def _admitted(self, entry: unit_calls.Entry, session: unit_calls.Session) -> unit_calls.Verdict:
         table, numbers = self._table, expand(entry.rows)
         if isinstance(entry, unit_calls.OpenRows):
-            names, sizes = by_row(entry.cells, len(numbers))
             ok, rows = table.puts.put(
                 entry.partition,
                 serial=entry.serial,
                 size=entry.group_size,
                 rows=numbers,
-                dtypes=entry.cells.dtypes,
-                names=names,
-                sizes=sizes,
+                cells=entry.cells,
                 tags=entry.tags,
             )
             return unit_calls.Verdict(ok, rows=[] if all(ok) else shrink(rows))

@@ -7,14 +7,17 @@ has not yet told what it holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 from asyncflow.errors import PeerLost, Refused
 from asyncflow.queue.controller.books import Books
+from asyncflow.queue.controller.cells import Told, check
 from asyncflow.queue.controller.partition import Partition
-from asyncflow.queue.controller.state import Row, Shape, State
+from asyncflow.queue.controller.state import State
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.messages import KEY_TAG, SERIAL_BITS, Tag
+from asyncflow.queue.protocol.unit_calls import Cells
 
 _Tags = Sequence[dict[str, Tag]]
 
@@ -41,24 +44,23 @@ class Puts:
         serial: int,
         size: int,
         rows: Sequence[int],
-        dtypes: Mapping[str, str],
-        names: tuple[str, ...],
-        sizes: Sequence[tuple[int, ...]],
+        cells: Cells,
         tags: _Tags,
-    ) -> tuple[list[bool], list[int]]:
+    ) -> tuple[list[bool], Sequence[int]]:
         """Make rows in groups of ``size`` under the serials from ``serial`` on.
 
-        rows: their ids, consecutive; names, sizes: their columns, and the bytes of these for each row; tags: one set a
-        row, or none. Gives whether each is new, and the ids to tell: where it is not, that of the row which has its
-        serial or its key already, 0 where that is gone or the row's group is not made.
+        rows: their ids, consecutive; tags: one set a row, or none. Gives whether each is new, and the ids to tell:
+        where it is not, that of the row which has its serial or its key already, 0 where that is gone or the row's
+        group is not made. Raises Refused, and ValueError where ``cells`` are not those of the rows.
         """
         held = self._books.partition(partition)
         held.check_purpose("open")
         _check_shape(partition, serial, size, rows, tags)
+        check(cells, len(rows))
         keys = [set_of.get(KEY_TAG) for set_of in tags]
         if any(keys):
             self._check_keys(keys, partition)
-        self._books.check_schema(held, dtypes)
+        self._books.check_schema(held, cells.dtypes)
         count = len(rows) // size
         runs = [(0, serial, count)]
         taken: set[Tag | None] = {key for key in keys if key in held.keys} if held.keys else set()
@@ -68,13 +70,13 @@ class Puts:
                 for number in range(count)
                 if (home := _home(held, serial + number, keys[number * size : (number + 1) * size], taken)) is not None
             )
-        shape = held.bare.plus(names)
         for number, first, length in runs:
             start, end = number * size, (number + length) * size
-            self._books.record(ev.Put(partition, first, length, size, rows[start]))
-            self._fill(held, rows[start:end], shape, sizes[start:end], tags[start:end])
+            put = ev.Put(partition, first, length, size, rows[start])
+            self._books.record_behind(put, partial(self._fill, held, rows, slice(start, end), cells, tags))
         if sum([length for _, _, length in runs]) == count:
-            return [True] * len(rows), list(rows)
+            return [True] * len(rows), rows
+        self._books.catch_up()
         return _answers(held, serial, size, rows, keys)
 
     def _check_keys(self, keys: Sequence[Tag | None], partition: str) -> None:
@@ -89,24 +91,22 @@ class Puts:
     def _fill(
         self,
         partition: Partition,
-        numbers: Sequence[int],
-        shape: Shape,
-        sizes: Sequence[tuple[int, ...]],
+        rows: Sequence[int],
+        made: slice,
+        cells: Cells,
         tags: _Tags,
     ) -> None:
-        """Give rows that were just made what their unit told of them, and take them into the indexes.
+        """Give those of ``rows`` that were just made what their unit told of them, and take them into the indexes.
 
-        Those of ``numbers`` of which no row was made are of groups that had lost other rows only.
+        Those of which no row was made are of groups that had lost other rows only.
         """
-        there = self._books.rows
-        fresh: list[Row] = []
-        for number, cells in zip(numbers, sizes, strict=True):
-            if (row := there.get(number)) is not None:
-                row.shape, row.cells, row.here = shape, cells, True
-                fresh.append(row)
+        shape, told = partition.bare.plus(tuple(cells.sizes)), Told(cells, first=rows[0])
+        fresh = [row for number in rows[made] if (row := self._books.rows.get(number)) is not None]
+        for row in fresh:
+            row.shape, row.cells, row.here = shape, told, True
         if tags:
             for row in fresh:
-                row.tags = tags[row.row - numbers[0]]
+                row.tags = tags[row.row - rows[0]]
             partition.name_rows(fresh)
         partition.created(fresh, shape)
 

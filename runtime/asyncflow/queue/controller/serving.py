@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar
 
 from asyncflow.net.later import Later
+from asyncflow.net.rpc import Then
+from asyncflow.queue.controller.ahead import SentAhead
 from asyncflow.queue.controller.claims import Claim
 from asyncflow.queue.controller.sessions import Sessions
 from asyncflow.queue.controller.table import Table
@@ -18,8 +20,8 @@ from asyncflow.queue.protocol.calls import Claimed
 from asyncflow.queue.protocol.messages import QueueStats
 
 T = TypeVar("T")
-Soon: TypeAlias = "T | Later[T] | asyncio.Future[T]"
-"""An answer, or what will have it."""
+Soon: TypeAlias = "T | Then[T] | Later[T] | asyncio.Future[T]"
+"""An answer, or what has it or will have it."""
 
 
 Address: TypeAlias = Callable[[int], str | None]
@@ -42,8 +44,11 @@ class Serving(Protocol):
     def settle(self) -> asyncio.Future[None] | None:
         """Take what the last commands left; give what is done when the ledger has it, None where it does."""
 
-    def safe(self, reply: T) -> Soon[T]:
-        """Settle, and give ``reply`` when the ledger has everything up to now."""
+    def safe(self, reply: T, ahead: SentAhead | None = None) -> Soon[T]:
+        """Settle, and give ``reply`` when the ledger has everything up to now.
+
+        ahead: takes the parked claims that are met meanwhile, as far as the unit that gets the reply can send to them.
+        """
 
     def until(
         self, partition: str, attempt: Callable[[], T | None], wait_s: float, otherwise: Callable[[], T]

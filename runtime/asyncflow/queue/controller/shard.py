@@ -92,7 +92,7 @@ class Shard(Alone):
 
     def _admit(self, call: Any, _frames: Sequence[memoryview]) -> Soon[unit_calls.Admitted]:
         self._table.books.now = self._controller.now()
-        return self._controller.safe(unit_calls.Admitted([self._verdict(entry) for entry in call.entries]))
+        return self._controller.safe(unit_calls.Admitted([self._verdict(entry).short() for entry in call.entries]))
 
     def _verdict(self, entry: unit_calls.NewCells) -> unit_calls.Verdict:
         try:

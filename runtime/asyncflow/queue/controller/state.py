@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from asyncflow.flow.schedule import Window
 from asyncflow.identity import NEWEST, SampleKey, home_of, unit_at
+from asyncflow.queue.controller.cells import Told
 from asyncflow.queue.protocol.messages import TOKENS_TAG, Purpose, RowMeta, Tag
 
 
@@ -87,8 +88,9 @@ class Row(Struct, eq=False):
 
     work (by task), tags and partial are replaced and never changed, so that rows may share them.
 
-    Volatile: shape and cells, the admitted columns and their bytes; partial, bytes of what was given back unfinished;
-    tokens, tags; here, whether its unit has told of it; since, when this controller learnt of it, on its clock.
+    Volatile: shape and cells, the admitted columns and their bytes, as they were told or of this row alone; partial,
+    bytes of what was given back unfinished; tokens, tags; here, whether its unit has told of it; since, when this
+    controller learnt of it, on its clock.
     """
 
     group: Group
@@ -100,7 +102,7 @@ class Row(Struct, eq=False):
     work: Mapping[str, Work]
     partial: Mapping[str, int]
     tags: dict[str, Tag]
-    cells: tuple[int, ...] = ()
+    cells: Told | tuple[int, ...] = ()
     tokens: int = 0
     moved: int = 0
     lost: bool = False
@@ -109,8 +111,8 @@ class Row(Struct, eq=False):
     def present(self, names: tuple[str, ...], sizes: tuple[int, ...]) -> None:
         """Take note of columns that were admitted, in place of those of that name."""
         shape = self.shape.plus(names)
-        if len(shape.names) == len(self.cells) + len(names):
-            self.cells += sizes
+        if len(shape.names) == len(self.shape.names) + len(names):
+            self.cells = self.own_cells + sizes
         elif names:
             known = self.columns | dict(zip(names, sizes, strict=True))
             self.cells = tuple([known[name] for name in shape.names])
@@ -124,9 +126,14 @@ class Row(Struct, eq=False):
         self.shape, self.cells, self.partial, self.here = shape, (), NO_SIZES, False
 
     @property
+    def own_cells(self) -> tuple[int, ...]:
+        """Bytes of the columns of its shape."""
+        return self.cells.of(self.row) if isinstance(self.cells, Told) else self.cells
+
+    @property
     def columns(self) -> dict[str, int]:
         """Bytes of each admitted column."""
-        return dict(zip(self.shape.names, self.cells, strict=True))
+        return dict(zip(self.shape.names, self.own_cells, strict=True))
 
     @property
     def key(self) -> SampleKey:

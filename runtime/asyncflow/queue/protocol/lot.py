@@ -11,6 +11,7 @@ from msgspec import Struct, field
 from asyncflow.identity import NEWEST, units_of
 from asyncflow.queue.protocol.messages import LeasedRow, Purpose, RowMeta, Tag
 from asyncflow.queue.protocol.runs import expand, expand_equal, shrink, shrink_equal
+from asyncflow.queue.protocol.sizes import ABSENT, part
 
 _MANY = 32
 
@@ -19,8 +20,8 @@ class Lot(Struct, frozen=True, array_like=True, kw_only=True):
     """The rows of one lease, column by column; ``leased`` gives them one by one.
 
     rows, serials: one for each row; the other lists too, or empty where all rows have the default (0; for ``newest``
-    NEWEST; no tags). sizes: bytes by column, -1 where a row has not got it; units: where each row lies, or empty where
-    all lie where their ids say. It crosses the socket ``shrunk``, which ``short`` says.
+    NEWEST; no tags). sizes: bytes by column (see ``sizes``), ABSENT where a row has not got it; units: where each row
+    lies, or empty where all lie where their ids say. It crosses the socket ``shrunk``, which ``short`` says.
     """
 
     partition: str
@@ -36,7 +37,7 @@ class Lot(Struct, frozen=True, array_like=True, kw_only=True):
     newest: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     tags: list[dict[str, Tag]] = field(default_factory=list)
-    sizes: dict[str, list[int]] = field(default_factory=dict)
+    sizes: dict[str, bytes] = field(default_factory=dict)
     short: bool = False
     units: list[int] = field(default_factory=list)
 
@@ -57,7 +58,6 @@ class Lot(Struct, frozen=True, array_like=True, kw_only=True):
             steps=shrink_equal(self.steps),
             oldest=shrink_equal(self.oldest),
             newest=shrink_equal(self.newest),
-            sizes={name: shrink_equal(sizes) for name, sizes in self.sizes.items()},
             units=shrink_equal(self.units),
         )
 
@@ -65,16 +65,15 @@ class Lot(Struct, frozen=True, array_like=True, kw_only=True):
         """Give what was ``shrunk``."""
         if not self.short:
             return self
-        rows = expand(self.rows)
+        rows = list(expand(self.rows))
         return msgspec.structs.replace(
             self,
             short=False,
             rows=rows,
-            serials=expand(self.serials),
+            serials=list(expand(self.serials)),
             steps=expand_equal(self.steps, len(rows)),
             oldest=expand_equal(self.oldest, len(rows)),
             newest=expand_equal(self.newest, len(rows)),
-            sizes={name: expand_equal(sizes, len(rows)) for name, sizes in self.sizes.items()},
             units=expand_equal(self.units, len(rows)),
         )
 
@@ -85,6 +84,7 @@ class Lot(Struct, frozen=True, array_like=True, kw_only=True):
         samples, attempts, steps = self.samples or zeros, self.attempts or zeros, self.steps or zeros
         units = self.homes
         oldest, newest, tokens = self.oldest or zeros, self.newest or [NEWEST] * count, self.tokens or zeros
+        sizes = {name: part(of, 0, count) for name, of in self.sizes.items()}
         made = []
         for index, row in enumerate(self.rows):
             meta = RowMeta(
@@ -98,7 +98,7 @@ class Lot(Struct, frozen=True, array_like=True, kw_only=True):
                 tokens=tokens[index],
                 tags=self.tags[index] if self.tags else {},
             )
-            held = {name: sizes[index] for name, sizes in self.sizes.items() if sizes[index] >= 0}
+            held = {name: of[index] for name, of in sizes.items() if of[index] != ABSENT}
             made.append(
                 LeasedRow(
                     row=row,

@@ -8,8 +8,11 @@ Invariant: ``expand(shrink(ids)) == ids``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from asyncflow.errors import ProtocolError
+
+T = TypeVar("T")
 
 MOST = 1 << 20
 """Rows or groups that one message, or one item of a feed, stands for at most."""
@@ -18,6 +21,8 @@ MOST = 1 << 20
 def shrink(ids: Sequence[int]) -> list[int]:
     """Give ``ids`` with each run of consecutive ones as its first and minus the number of the others."""
     count = len(ids)
+    if isinstance(ids, range) and count > 1:
+        return [ids[0], 1 - count]
     if count > 1 and ids[-1] - ids[0] == count - 1 and list(ids) == list(range(ids[0], ids[0] + count)):
         return [ids[0], 1 - count]
     made: list[int] = []
@@ -33,10 +38,12 @@ def shrink(ids: Sequence[int]) -> list[int]:
     return made
 
 
-def expand(ids: Sequence[int]) -> list[int]:
+def expand(ids: Sequence[int]) -> Sequence[int]:
     """Give the ids that ``shrink`` was given. ProtocolError for what it never makes, or more than ``MOST`` ids."""
+    if len(ids) == 2 and ids[0] >= 0 and -MOST < ids[1] < 0:
+        return range(ids[0], ids[0] + 1 - ids[1])
     if not ids or min(ids) >= 0:
-        return list(ids)
+        return ids
     if ids[0] < 0 or len(ids) - sum(number + 1 for number in ids if number < 0) > MOST:
         raise ProtocolError(f"{len(ids)} numbers do not stand for ids")
     made: list[int] = []
@@ -48,11 +55,11 @@ def expand(ids: Sequence[int]) -> list[int]:
     return made
 
 
-def shrink_equal(values: list[int]) -> list[int]:
+def shrink_equal(values: list[T]) -> list[T]:
     """Give one value where all are that one."""
     return values[:1] if len(values) > 1 and values.count(values[0]) == len(values) else values
 
 
-def expand_equal(values: list[int], count: int) -> list[int]:
+def expand_equal(values: list[T], count: int) -> list[T]:
     """Give the ``count`` values that ``shrink_equal`` was given."""
     return values * count if len(values) == 1 else values

@@ -12,8 +12,8 @@ from typing import Annotated
 
 from msgspec import Meta, Raw, Struct
 
+from asyncflow.queue.protocol import sizes
 from asyncflow.queue.protocol.calls import Seconds
-from asyncflow.queue.protocol.runs import shrink_equal
 from asyncflow.queue.protocol.unit_calls import Cells, NewCells
 
 LEASE_BITS = 59
@@ -34,12 +34,10 @@ def controller_of(lease: str) -> int:
 
 
 def chosen(cells: Cells, count: int, indices: list[int]) -> Cells:
-    """Give the cells of some of ``count`` rows, in few bytes."""
+    """Give the cells of some of ``count`` rows."""
     if len(indices) == count:
-        sizes = {name: shrink_equal(of) for name, of in cells.sizes.items()}
-    else:
-        sizes = {name: of if len(of) == 1 else [of[i] for i in indices] for name, of in cells.sizes.items()}
-    return Cells(dtypes=cells.dtypes, sizes=sizes)
+        return cells
+    return Cells(dtypes=cells.dtypes, sizes={name: sizes.chosen(of, indices) for name, of in cells.sizes.items()})
 
 
 class Follow(Struct, frozen=True):

@@ -5,23 +5,23 @@ Invariant: as in ``calls``, every call can be sent again after its answer was lo
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias
 
-import msgspec
 from msgspec import Meta, Struct
 
 from asyncflow.identity import home
 from asyncflow.net.frames import BatchHeader
+from asyncflow.net.wire import CallId, SeatNumber
 from asyncflow.queue.protocol.calls import Attempt, Bytes, Seconds
 from asyncflow.queue.protocol.messages import RowMeta, Tag
-from asyncflow.queue.protocol.runs import shrink, shrink_equal
+from asyncflow.queue.protocol.runs import expand_equal, shrink_equal
 
 
 class Cells(Struct, frozen=True, kw_only=True):
-    """Columns of some rows, as their unit tells of them. sizes: bytes of each row, or one number where all have it."""
+    """Columns of some rows, as their unit tells of them. sizes: bytes of each row, see ``sizes``."""
 
     dtypes: dict[str, str]
-    sizes: dict[str, list[int]]
+    sizes: dict[str, bytes]
 
 
 class Held(Struct, frozen=True, kw_only=True):
@@ -207,18 +207,7 @@ class MovedRows(Struct, frozen=True, tag="moved"):
 
 
 Entry: TypeAlias = NewRows | OpenRows | NewCells | MovedRows
-
-
-AnyEntry = TypeVar("AnyEntry", bound=Entry)
-
-
-def short(entry: AnyEntry) -> AnyEntry:
-    """Give ``entry`` in few bytes, which one of a single row is in."""
-    if len(entry.rows) == 1:
-        return entry
-    sizes = {name: shrink_equal(of) for name, of in entry.cells.sizes.items()}
-    cells = Cells(dtypes=entry.cells.dtypes, sizes=sizes)
-    return msgspec.structs.replace(entry, rows=shrink(entry.rows), cells=cells)
+"""Their ``rows`` are as of ``shrink``."""
 
 
 class Admit(Struct, frozen=True):
@@ -231,18 +220,36 @@ class Admit(Struct, frozen=True):
 class Verdict(Struct, frozen=True):
     """What became of each row of an entry; error: that of ``to_wire`` when the whole entry is refused.
 
-    rows: of ``OpenRows`` that are not all ok, the ids to be told to their creator (see ``Numbers``).
+    rows: of ``OpenRows`` that are not all ok, the ids to be told to their creator (see ``Numbers``). It crosses the
+    socket ``short``.
     """
 
     ok: list[bool]
     error: dict[str, str] | None = None
     rows: list[int] = []
 
+    def short(self) -> Verdict:
+        """Give the same in few bytes."""
+        return Verdict(shrink_equal(self.ok), self.error, self.rows) if len(self.ok) > 1 else self
 
-class Admitted(Struct, frozen=True):
-    """A verdict for each entry."""
+    def each(self, count: int) -> list[bool]:
+        """Give what became of each of ``count`` rows."""
+        return expand_equal(self.ok, count) or [False] * count
+
+
+class SendAhead(Struct, frozen=True, array_like=True):
+    """Answer ``request`` as if who has this seat had made it, under that number."""
+
+    seat: SeatNumber
+    call: CallId
+    request: FetchRows
+
+
+class Admitted(Struct, frozen=True, omit_defaults=True):
+    """A verdict for each entry. ahead: what is to be sent once these are carried out."""
 
     verdicts: list[Verdict]
+    ahead: list[SendAhead] = []
 
 
 class Watch(Struct, frozen=True):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from asyncflow.queue.backends.base import Place
 from asyncflow.queue.protocol.messages import Tag
+from asyncflow.queue.protocol.sizes import part
 from asyncflow.queue.protocol.unit_calls import Entry, MovedRows, NewRows
 from asyncflow.queue.unit.pieces import Parcel, Part, Piece, Put
 
@@ -99,7 +100,7 @@ class Block:
     def sizes(self, row: int, *, partial: bool) -> dict[str, int]:
         """Bytes of the cells of a row, by column: of those that are unfinished, or of the whole ones."""
         cells = [(name, piece) for name, piece in self.cells.items() if piece.partial is partial]
-        return {name: piece.parcel.cells.sizes[name][row - piece.shift] for name, piece in cells}
+        return {name: part(piece.parcel.cells.sizes[name], row - piece.shift, 1)[0] for name, piece in cells}
 
     def size(self, row: int) -> int:
         """Bytes of the cells of a row."""
@@ -152,7 +153,7 @@ def stretches(rows: Sequence[int], alike: Sequence[object]) -> list[tuple[int, i
     if count < 2:
         return [(0, count)] if count else []
     run = range(rows[0], rows[0] + count)
-    if rows[-1] == run[-1] and alike.count(alike[0]) == count and list(rows) == list(run):
+    if rows[-1] == run[-1] and alike.count(alike[0]) == count and (rows == run or list(rows) == list(run)):
         return [(0, count)]
     cuts = [i for i in range(1, count) if alike[i] is not alike[i - 1] or rows[i] != rows[i - 1] + 1]
     return list(pairwise([0, *cuts, count]))

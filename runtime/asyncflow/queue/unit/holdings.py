@@ -25,7 +25,9 @@ from asyncflow.net.eager import begin
 from asyncflow.net.jagged import Jagged
 from asyncflow.net.later import Later
 from asyncflow.queue.backends.base import Backend, BytesLost, Place
+from asyncflow.queue.protocol.runs import expand
 from asyncflow.queue.protocol.shard_calls import controller_of
+from asyncflow.queue.protocol.sizes import part
 from asyncflow.queue.protocol.unit_calls import Cells, Entry, Held, MovedRows, NewCells, Verdict
 from asyncflow.queue.unit.blocks import Block, Run, stretches, together
 from asyncflow.queue.unit.budget import Budget
@@ -101,7 +103,7 @@ class Holdings:
             if (block := blocks[start]) is None:
                 return False
             for name, sizes in cells.sizes.items():
-                if not block.awaits(name, max(sizes[start:stop])):
+                if not block.awaits(name, max(part(sizes, start, stop - start))):
                     return False
         return True
 
@@ -116,29 +118,31 @@ class Holdings:
 
     def propose(self, entry: Entry, parcel: Parcel, *, outputs: Mapping[str, int]) -> Put:
         """Keep what was stored until the controller has decided about ``entry``."""
-        put = Put(entry, parcel, outputs, Later(), controller_of(parcel.lease))
+        put = Put(entry, expand(entry.rows), parcel, outputs, Later(), controller_of(parcel.lease))
         self.puts[put] = None
         if isinstance(entry, NewCells):
             self.shown.hide_of(map(self._rows.get, entry.rows), parcel.columns)
         return put
 
     def decide(self, put: Put, verdict: Verdict, error: AsyncFlowError | None = None) -> None:
-        """Make those rows of ``put`` that were admitted part of the holdings, free the others, tell who waits."""
-        ok = verdict.ok or [False] * len(put.entry.rows)
+        """Make those rows of ``put`` that were admitted part of the holdings, and free the others.
+
+        Who waits is told first: nobody asks before all is done.
+        """
+        ok = verdict.each(len(put.rows))
+        if not put.verdict.done():
+            if error is not None:
+                put.verdict.set_exception(error)
+            else:
+                put.verdict.set_result(Verdict(ok, rows=verdict.rows))
         refused, void = self._write(put, put.entry, ok) if isinstance(put.entry, NewCells) else self._admit(put, ok)
         del self.puts[put]
         if refused or void:
             self._free(refused, promise=void)
-        if put.verdict.done():
-            return
-        if error is not None:
-            put.verdict.set_exception(error)
-        else:
-            put.verdict.set_result(verdict if verdict.ok else Verdict(ok, rows=verdict.rows))
 
     def _admit(self, put: Put, ok: Sequence[bool]) -> tuple[list[Part], int]:
         """Hold new rows; give what is not needed, and the bytes of promises that are void."""
-        rows, refused, void = put.entry.rows, [], 0
+        rows, refused, void = put.rows, [], 0
         if isinstance(put.entry, MovedRows):
             ok = [
                 good and number not in self._rows and not self._comes_again(put, number)
@@ -156,9 +160,7 @@ class Holdings:
     def _comes_again(self, put: Put, number: int) -> bool:
         """Tell whether a row was sent here once more after ``put``, which then is not what the controller meant."""
         later = itertools.dropwhile(lambda other: other is not put, self.puts)
-        return any(
-            isinstance(other.entry, MovedRows) and number in other.entry.rows for other in islice(later, 1, None)
-        )
+        return any(isinstance(other.entry, MovedRows) and number in other.rows for other in islice(later, 1, None))
 
     def discard(self, parcel: Parcel, rows: int) -> None:
         """Free what was stored and is not proposed."""
@@ -169,7 +171,7 @@ class Holdings:
 
         That is what was replaced, or what came where the row is gone or the same put came before.
         """
-        rows, parcel, refused, kept = entry.rows, put.parcel, [], 0
+        rows, parcel, refused, kept = put.rows, put.parcel, [], 0
         blocks = [self._rows.get(number) if good else None for number, good in zip(rows, ok, strict=True)]
         alike = blocks if len(set(rows)) == len(rows) else range(len(rows))
         for start, stop in stretches(rows, alike):

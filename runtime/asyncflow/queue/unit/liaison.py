@@ -35,12 +35,12 @@ from asyncflow.queue.protocol.unit_calls import (
     LostRows,
     NewCells,
     Orders,
+    SendAhead,
     Session,
     Strangers,
     Verdict,
     Watch,
     Welcome,
-    short,
 )
 from asyncflow.queue.unit.holdings import Holdings
 from asyncflow.queue.unit.pieces import Parcel, Put
@@ -60,7 +60,8 @@ class Liaison:
     """Keeps a unit and the controller in agreement, until the unit is replaced.
 
     epoch: that of the unit's rows, 0 before the first session; joined: set when the controller has taken the unit in;
-    leave: set when it wants the unit to leave; address: gives the unit's own; shard: gives that of a shard.
+    leave: set when it wants the unit to leave; address: gives the unit's own; shard: gives that of a shard; ahead:
+    carries out an order, and never raises.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Liaison:
         address: Callable[[], str] = lambda: "",
         shard: Callable[[int], str | None] = lambda _: None,
         keys: Keys | None = None,
+        ahead: Callable[[SendAhead], None] = lambda _: None,
     ) -> None:
         self.epoch = 0
         self.joined = asyncio.Event()
@@ -82,6 +84,7 @@ class Liaison:
         self._controller = controller
         self._holdings = holdings
         self._address = address
+        self._ahead = ahead
         self._rows = 0
         self._controllers = 1
         self._shards = Shards(name=f"storage unit {unit}", address=shard, keys=keys, decided=self._ruled)
@@ -126,11 +129,11 @@ class Liaison:
         """Tell whether there is a controller that can have given ``lease``."""
         return controller_of(lease) < self._controllers
 
-    def new_rows(self, count: int) -> list[int]:
+    def new_rows(self, count: int) -> range:
         """Give row ids that were never used before."""
         first = RowPlace(self.epoch, self._unit, self._rows).row
         self._rows += count
-        return list(range(first, first + count))
+        return range(first, first + count)
 
     def tell(self, entry: Entry, parcel: Parcel, *, outputs: Mapping[str, int] | None = None) -> Put:
         """Have the controller decide about what was stored; the verdict comes in the ``Put``."""
@@ -206,7 +209,7 @@ class Liaison:
             return None
         puts = list(islice((put for put in self._holdings.puts if not put.shard), _PUTS))
         news = self._news[:_PUTS]
-        return (Admit(session, [*news, *[short(put.entry) for put in puts]]), puts) if news or puts else None
+        return (Admit(session, [*news, *[put.entry for put in puts]]), puts) if news or puts else None
 
     async def _tell_all(self, session: Session) -> None:
         held = iter(list(self._holdings.held()))
@@ -257,17 +260,20 @@ class Liaison:
         for put, verdict in zip(puts, admitted.verdicts[news:], strict=True):
             error = from_wire(verdict.error) if verdict.error is not None else None
             self._holdings.decide(put, verdict, error)
+        for order in admitted.ahead:
+            self._ahead(order)
 
     def _ruled(self, put: Put, verdict: Verdict, error: AsyncFlowError | None) -> None:
         """Take the verdict of a shard, and have the home know which cells there are now."""
         if put not in self._holdings.puts:
             return
         self._holdings.decide(put, verdict, error)
-        entry, mine = put.entry, [index for index, ok in enumerate(verdict.ok) if ok]
+        entry = put.entry
+        mine = [index for index, ok in enumerate(verdict.each(len(put.rows))) if ok]
         if not mine or not isinstance(entry, NewCells) or not (entry.cells.sizes or entry.tags):
             return
-        cells = chosen(entry.cells, len(entry.rows), mine)
-        rows, tags = shrink([entry.rows[i] for i in mine]), [entry.tags[i] for i in mine] if entry.tags else []
+        cells = chosen(entry.cells, len(put.rows), mine)
+        rows, tags = shrink([put.rows[i] for i in mine]), [entry.tags[i] for i in mine] if entry.tags else []
         self._news.append(NewCells(lease=entry.lease, rows=rows, cells=cells, tags=tags, reason=entry.reason))
         if len(self._news) > _NEWS:
             self._news.clear()

@@ -12,6 +12,7 @@ from typing import TypeAlias
 from asyncflow.net.jagged import Jagged
 from asyncflow.net.later import Later
 from asyncflow.queue.backends.base import Place
+from asyncflow.queue.protocol.sizes import packed, part
 from asyncflow.queue.protocol.unit_calls import Cells, Entry, Verdict
 
 
@@ -33,7 +34,7 @@ class Parcel:
         self.size = sum([column.values.nbytes for column in columns.values()])
         self.cells = Cells(
             dtypes={name: column.form for name, column in columns.items()},
-            sizes={name: column.sizes for name, column in columns.items()},
+            sizes={name: packed(column) for name, column in columns.items()},
         )
 
     @property
@@ -59,9 +60,7 @@ class Piece:
     def size(self, columns: Sequence[str], first: int, rows: int) -> int:
         """Bytes of these columns of so many rows from ``first`` on."""
         sizes, index = self.parcel.cells.sizes, first - self.shift
-        if rows == 1:
-            return sum([sizes[name][index] for name in columns])
-        return sum([sum(sizes[name][index : index + rows]) for name in columns])
+        return sum([sum(part(sizes[name], index, rows)) for name in columns])
 
 
 Part: TypeAlias = tuple[Piece, tuple[str, ...], int, int]
@@ -70,12 +69,13 @@ Part: TypeAlias = tuple[Piece, tuple[str, ...], int, int]
 
 @dataclass(slots=True, eq=False)
 class Put:
-    """A parcel that is stored and not yet decided about. outputs: promised to each new row; verdict: when it comes.
+    """A parcel that is stored and not yet decided about. rows: their ids; outputs: promised to each new row.
 
-    shard: the controller that decides, 0 for the home.
+    verdict: when it comes; shard: the controller that decides, 0 for the home.
     """
 
     entry: Entry
+    rows: Sequence[int]
     parcel: Parcel
     outputs: Mapping[str, int]
     verdict: Later[Verdict]
@@ -83,4 +83,4 @@ class Put:
 
     def touches(self, rows: frozenset[int], columns: Sequence[str]) -> bool:
         """Tell whether one of these cells may change by it."""
-        return not rows.isdisjoint(self.entry.rows) and any(column in self.parcel.columns for column in columns)
+        return not rows.isdisjoint(self.rows) and any(column in self.parcel.columns for column in columns)

@@ -17,7 +17,7 @@ from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, from_wi
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient
 from asyncflow.queue.protocol.shard_calls import AdmitCells, controller_of
-from asyncflow.queue.protocol.unit_calls import Admitted, NewCells, Verdict, short
+from asyncflow.queue.protocol.unit_calls import Admitted, NewCells, Verdict
 from asyncflow.queue.unit.pieces import Put
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class _Shard:
         if self._asking or not puts:
             return
         self._asking = True
-        entries = [short(put.entry) for put in puts if isinstance(put.entry, NewCells)]
+        entries = [put.entry for put in puts if isinstance(put.entry, NewCells)]
 
         def answered(answer: Admitted | AsyncFlowError) -> None:
             self._asking = False

@@ -73,7 +73,7 @@ class Transit:
             coming = [
                 put.verdict
                 for put in self._holdings.puts
-                if isinstance(put.entry, MovedRows) and not away.isdisjoint(put.entry.rows)
+                if isinstance(put.entry, MovedRows) and not away.isdisjoint(put.rows)
             ]
             if not coming:
                 hint = "The controller knows where they lie"
@@ -92,7 +92,7 @@ class Transit:
         """Wait until the controller has decided about everything that was written, to ``rows`` or at all."""
         asked = frozenset(rows) if rows is not None else None
         while pending := [
-            put.verdict for put in self._holdings.puts if asked is None or not asked.isdisjoint(put.entry.rows)
+            put.verdict for put in self._holdings.puts if asked is None or not asked.isdisjoint(put.rows)
         ]:
             await _settled(pending[-1])
 

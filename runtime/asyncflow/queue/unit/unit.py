@@ -107,6 +107,7 @@ class StorageUnit:
             address=lambda: self.server.address,
             shard=shard,
             keys=keys,
+            ahead=lambda order: self.server.answer_unasked(order.seat, order.call, "unit.fetch", order.request),
         )
         self.leaving = self._liaison.leave
         self._transit = Transit(self.holdings, home=lambda: self._liaison.home, where=name)
@@ -184,7 +185,8 @@ class StorageUnit:
         await self._open(call.wait_s)
         count = len(call.metas)
         parcel = await self._store_new(call, frames, rows=count)
-        entry = NewRows(call.metas, self._liaison.new_rows(count), call.group_size, parcel.cells, call.attempt)
+        rows = shrink(self._liaison.new_rows(count))
+        entry = NewRows(call.metas, rows, call.group_size, parcel.cells, call.attempt)
         put = self._liaison.tell(entry, parcel, outputs=call.outputs)
         return _reply(put, lambda verdict: Verdicts(verdict.ok))
 
@@ -196,10 +198,10 @@ class StorageUnit:
         if not call.header.columns and not call.tags:
             raise ProtocolError("rows came without columns and without tags")
         parcel = await self._store_new(call, frames, rows=count)
-        rows = self._liaison.new_rows(count)
+        rows = shrink(self._liaison.new_rows(count))
         entry = OpenRows(call.partition, call.serial, call.group_size, rows, parcel.cells, call.tags)
         put = self._liaison.tell(entry, parcel, outputs=call.outputs)
-        return _reply(put, lambda v: Numbers(shrink(rows)) if all(v.ok) else Numbers(v.rows, v.ok))
+        return _reply(put, lambda v: Numbers(rows) if all(v.ok) else Numbers(v.rows, v.ok))
 
     async def _write(self, call: WriteRows, frames: Frames) -> _Soon:
         await self.joined(call.wait_s)
@@ -223,7 +225,7 @@ class StorageUnit:
                 break
             self.holdings.discard(parcel, len(rows))
         self.put_bytes += parcel.size
-        entry = NewCells(lease=call.lease, rows=rows, cells=parcel.cells, tags=call.tags, reason=call.reason)
+        entry = NewCells(lease=call.lease, rows=call.rows, cells=parcel.cells, tags=call.tags, reason=call.reason)
         return _reply(self._liaison.tell(entry, parcel), lambda verdict: Verdicts(verdict.ok))
 
     async def _fetch(self, call: FetchRows, _frames: Frames) -> tuple[Fetched, list[Buffer]]:
@@ -246,7 +248,7 @@ class StorageUnit:
             about = f"{len(call.tokens)} counts, {len(call.tags)} sets of tags"
             raise ProtocolError(f"{len(rows)} rows, of which {len(set(rows))} differ, came with {about}")
         parcel = await self._store_new(call, frames, rows=len(rows), partial=call.partial)
-        entry = MovedRows(call.home, call.ticket, rows, parcel.cells, call.partial, call.tokens, call.tags)
+        entry = MovedRows(call.home, call.ticket, call.rows, parcel.cells, call.partial, call.tokens, call.tags)
         return _reply(self._liaison.tell(entry, parcel, outputs=call.outputs), lambda verdict: Verdicts(verdict.ok))
 
     def _columns(self, header: BatchHeader, frames: Frames, *, rows: int) -> dict[str, Jagged]:

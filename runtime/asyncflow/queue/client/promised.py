@@ -1,0 +1,80 @@
+"""The answer that a unit sends a lane unasked: it was told to do what the lane is about to ask for.
+
+Invariants: at most one answer is kept, that of the last promise; nobody waits long for it, because whoever waits in
+vain asks; it is taken only from the link by which the unit knew the lane when the promise was asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost
+from asyncflow.net import wire
+from asyncflow.net.stream_link import LOOK_S, StreamLink
+from asyncflow.queue.client.links import Links, answer_to
+from asyncflow.queue.client.verbs import Ask, Expect, Place
+
+
+class Promised:
+    """What one lane was promised."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._promise: tuple[Expect, StreamLink] | None = None
+        self._came: Sequence[memoryview] = ()
+
+    def reserve(self) -> Place:
+        """Give a new place for an answer; what was promised before is forgotten, and does not wait to be read."""
+        if self._promise is not None and not self._came:
+            self._receive(*self._promise, 0.0)
+        self.forget()
+        return Place(self._links.seat, next(self._links.numbers))
+
+    def expect(self, expect: Expect) -> None:
+        """Count on an answer, if the unit knew this lane when its place was reserved."""
+        self.forget()
+        if (link := self._links.since(expect.unit, expect.call)) is not None:
+            self._promise = expect, link
+
+    def forget(self) -> None:
+        """Count on nothing any more."""
+        self._promise, self._came = None, ()
+
+    def keep(self, call: int, parts: Sequence[memoryview], error: AsyncFlowError | None) -> None:
+        """Keep an answer for which nobody waits yet, if it is the one; where it is an error, count on nothing more."""
+        if self._promise is None or self._promise[0].call != call:
+            return
+        if error is None:
+            self._came = parts
+        else:
+            self.forget()
+
+    def take(self, ask: Ask, seconds: float) -> tuple[Any, Sequence[memoryview]] | None:
+        """Give reply and frames of what ``ask`` asks for if they were promised and come soon, within ``seconds``.
+
+        Raises ProtocolError for what is no such reply.
+        """
+        if self._promise is None:
+            return None
+        expect, link = self._promise
+        if expect.unit != ask.unit or expect.request != ask.request:
+            return None
+        if not self._came:
+            self._receive(expect, link, min(LOOK_S, seconds))
+        came = self._came
+        self.forget()
+        return answer_to(ask, came, where=link.address) if came else None
+
+    def _receive(self, expect: Expect, link: StreamLink, seconds: float) -> None:
+        """Read what comes on a link until that is what was promised, or nothing comes for so long."""
+        until = time.monotonic() + LOOK_S
+        with contextlib.suppress(PeerLost, DeadlineExceeded):  # who asks finds out whether the unit can be reached
+            while self._promise is not None and not self._came and time.monotonic() < until:
+                if parts := self._links.receive(link, expect.unit, seconds):
+                    call, error = wire.read_answer(parts, where=link.address)
+                    self.keep(call, parts, error)
+                elif seconds < LOOK_S:
+                    return

@@ -1,0 +1,114 @@
+"""Calls that are parked: those that cannot be answered before their partition has changed, or their time is over.
+
+Invariants: nothing polls; a call is tried again only when its partition was touched; whose answer was found waits no
+longer, and nobody is answered twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+from asyncflow.errors import AsyncFlowError
+from asyncflow.net.deadlines import Deadline, Deadlines
+from asyncflow.net.later import Later
+from asyncflow.queue.controller.ahead import SentAhead
+from asyncflow.queue.controller.claims import Claim
+from asyncflow.queue.controller.feed import FEED
+from asyncflow.queue.controller.table import Table
+from asyncflow.queue.protocol.calls import Claimed
+
+T = TypeVar("T")
+Found: TypeAlias = list[tuple[Later[Any], Any]]
+"""Calls, and the answer of each; an error is an answer too."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """A call. attempt: gives its answer, or None as long as there is none; deadline: of its wait."""
+
+    partition: str
+    attempt: Callable[[], Any]
+    deadline: Deadline
+    later: Later[Any]
+
+
+class Parking:
+    """The parked calls of a controller. now: its clock."""
+
+    def __init__(self, table: Table, *, now: Callable[[], float]) -> None:
+        self._table = table
+        self._now = now
+        self._waiters: dict[str, dict[_Waiter, None]] = {}
+        self._claims: dict[Claim, tuple[_Waiter, list[str]]] = {}
+        self._deadlines = Deadlines()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiters.values()))
+
+    @property
+    def touched(self) -> bool:
+        """Whether anybody waits in a partition that was touched."""
+        return not self._waiters.keys().isdisjoint(self._table.books.touched)
+
+    def park(
+        self, partition: str, attempt: Callable[[], T | None], wait_s: float, otherwise: Callable[[], T]
+    ) -> Later[T]:
+        """Have what ``attempt`` gives when the partition has changed; ``otherwise`` after ``wait_s``."""
+        return self._wait(partition, attempt, wait_s, otherwise).later
+
+    def park_claim(
+        self, claim: Claim, ended: Callable[[], Claimed | None], wait_s: float, late: list[str]
+    ) -> Later[Claimed]:
+        """Have what ``claim`` is granted, or what ``ended`` gives; nothing after ``wait_s``. late: see ``Claimed``."""
+        self._table.claims.park(claim)
+        waiter = self._wait(claim.partition, ended, wait_s, lambda: Claimed(None, False, late))
+        self._claims[claim] = (waiter, late)
+
+        def forget(_: object) -> None:
+            self._table.claims.withdraw(claim)
+            del self._claims[claim]
+
+        waiter.later.add_done_callback(forget)
+        return waiter.later
+
+    def take_found(self, ahead: SentAhead | None) -> Found:
+        """Take the calls that can be answered now. ahead: takes the claims among them whose rows can be sent ahead."""
+        books = self._table.books
+        found: Found = []
+        if self.touched:
+            for grant in self._table.claims.serve(self._now()):
+                waiter, late = self._claims[grant.claim]
+                unasked = ahead is not None and ahead.take(grant)
+                found.append((self._leave(waiter), Claimed(grant.lot.shrunk(), False, late, unasked)))
+            for partition in (*(self._waiters.keys() & books.touched), FEED):
+                for waiter in list(self._waiters.get(partition, ())):
+                    try:
+                        answer = waiter.attempt()
+                    except AsyncFlowError as error:
+                        answer = error
+                    if answer is not None:
+                        found.append((self._leave(waiter), answer))
+        books.touched.clear()
+        return found
+
+    def close(self) -> None:
+        """End no wait any more."""
+        self._deadlines.close()
+
+    def _wait(self, partition: str, attempt: Callable[[], Any], wait_s: float, otherwise: Callable[[], Any]) -> _Waiter:
+        later: Later[Any] = Later()
+        deadline = self._deadlines.add(self._now() + wait_s, lambda: later.set_result(otherwise()))
+        waiter = _Waiter(partition, attempt, deadline, later)
+        self._waiters.setdefault(partition, {})[waiter] = None
+        later.add_done_callback(lambda _: self._leave(waiter))
+        return waiter
+
+    def _leave(self, waiter: _Waiter) -> Later[Any]:
+        """Let a call wait no longer, as its answer is found or nobody wants it; give what will have the answer."""
+        self._deadlines.drop(waiter.deadline)
+        waiting = self._waiters.get(waiter.partition, {})
+        if waiting.pop(waiter, 0) is None and not waiting:
+            del self._waiters[waiter.partition]
+        return waiter.later

@@ -1,0 +1,79 @@
+"""Claims on their way: what of a claim is said again, and when rows are expected that nobody has asked for."""
+
+from asyncflow.errors import PeerLost
+from asyncflow.queue.client.claiming import Claimer
+from asyncflow.queue.client.verbs import Ask, Expect, Place, Reserve
+from asyncflow.queue.client.verbs_control import PARK_S, ControlVerbs
+from asyncflow.queue.protocol.calls import Ahead, Claimed, ClaimRows
+from asyncflow.queue.protocol.lot import Lot
+from asyncflow.queue.protocol.unit_calls import FetchRows
+
+SEAT = 5
+ROW = 1 << 44 | 1 << 32
+
+
+def lot(count=1):
+    rows = list(range(ROW, ROW + count))
+    made = Lot(partition="p", purpose="open", lease="1", until=1.0, rows=rows, serials=rows, units=[3] * count)
+    return made.shrunk()
+
+
+class Hand:
+    """Runs one claim by hand: ``answers`` come one after another; time passes as claims are parked."""
+
+    def __init__(self, *answers, columns=("x",), places=True):
+        self.now = 0.0
+        self.said, self.expected = [], []
+        self._answers = list(answers)
+        self._places = places
+        claimer = Claimer(ControlVerbs(units=list, worker="w", clock=lambda: self.now))
+        request = ClaimRows("p", "t", "w", "k", 8, None, None, [], 0.0)
+        self.claimed = self._run(claimer.claim(request, columns=columns, timeout=60))
+
+    def _run(self, verb):
+        reserved, error, reply = 0, None, None
+        while True:
+            try:
+                effect = verb.throw(error) if error else verb.send(reply)
+            except StopIteration as ended:
+                return ended.value
+            reply, error = None, None
+            if isinstance(effect, Reserve):
+                reserved += 1
+                reply = Place(SEAT, reserved) if self._places else None
+            elif isinstance(effect, Expect):
+                self.expected.append(effect)
+            elif isinstance(effect, Ask):
+                self.said.append(effect.request)
+                answer = self._answers.pop(0)
+                if isinstance(answer, PeerLost):
+                    error = answer
+                else:
+                    self.now += PARK_S if answer.lot is None else 0.0
+                    reply = answer, []
+
+
+def test_each_claim_has_a_place_of_its_own_and_says_it_once():
+    parked, lost = Claimed(None, False), PeerLost("it broke")
+    hand = Hand(parked, lost, lost, parked, Claimed(lot(), False))
+    assert [request.ahead for request in hand.said] == [
+        Ahead(SEAT, 1, ["x"]),
+        Ahead(SEAT, 2, ["x"]),
+        None,
+        None,
+        Ahead(SEAT, 3, ["x"]),
+    ]
+    assert {request.ticket for request in hand.said} == {"k"}
+    assert (hand.claimed.lot, hand.expected) == (lot(), [])
+
+
+def test_rows_are_expected_that_are_sent_ahead_from_where_they_lie():
+    hand = Hand(Claimed(None, False), Claimed(lot(100), False, ahead=True), columns=("x", "y"))
+    (promise,) = hand.expected
+    assert (promise.unit, promise.request, promise.call) == (3, FetchRows([ROW, -99], ["x", "y"]), 2)
+    assert hand.claimed.lot.rows == list(range(ROW, ROW + 100))
+
+
+def test_nothing_is_expected_by_who_names_no_columns_or_takes_nothing_unasked():
+    for hand in (Hand(Claimed(lot(), False), columns=()), Hand(Claimed(lot(), False, ahead=True), places=False)):
+        assert ([request.ahead for request in hand.said], hand.expected) == ([None], [])
