@@ -155,12 +155,13 @@ async def test_cleared_rows_hide_their_parcel(unit, rows):
     assert await unit.shown([104], "a") is None
 
 
-async def test_nothing_is_shown_any_more_when_all_is_hidden(unit):
+async def test_nothing_is_shown_any_more_when_a_unit_ends(unit):
     await unit.create({"a": unit.came(LARGE, 10)})
     await unit.create({"a": unit.came(LARGE, 2)}, [200, 201])
     held = []
     for row in (104, 200):
         await unit.shown([row], "a")
         held.append(unit.lent["a"])
-    unit.holdings.shown.hide_all()
+    unit.holdings.shown.end()
     assert not any(map(unit.marked, held))
+    assert await unit.shown([104], "a") is None

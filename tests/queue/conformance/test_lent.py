@@ -47,7 +47,7 @@ class Lent:
 
     @property
     def calls(self):
-        return self.queue.units[0].server.counters.calls["unit.fetch"]
+        return sum(self.queue.units[0].server.counters.calls[of] for of in ("unit.fetch", "unit.lend"))
 
 
 @pytest.fixture

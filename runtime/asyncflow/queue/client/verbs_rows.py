@@ -171,8 +171,9 @@ class RowVerbs(ControlVerbs):
 
         def get(unit: int, indices: Sequence[int], seconds: float) -> Verb[dict[str, Jagged]]:
             mine = numbers if len(indices) == len(numbers) else [numbers[i] for i in indices]
-            request = unit_calls.FetchRows(shrink(mine), list(columns), unit in self._lenders)
-            reply, frames = yield Ask(unit, "unit.fetch", request, unit_calls.Fetched, seconds)
+            request = unit_calls.FetchRows(shrink(mine), list(columns))
+            method = "unit.lend" if unit in self._lenders else "unit.fetch"
+            reply, frames = yield Ask(unit, method, request, unit_calls.Fetched, seconds)
             came = decode_batch(reply.header, frames, max_bytes=_MOST, writable=False)
             return self._got(unit, mine, reply.first, came)
 

@@ -91,11 +91,10 @@ class WriteRows(Struct, frozen=True):
 
 
 class FetchRows(Struct, frozen=True):
-    """Get columns of rows. whole: all rows of their parcel may come, where they are lent."""
+    """Get columns of rows; with ``unit.lend`` those of their whole parcel may come, where they can be lent."""
 
     rows: list[int]
     columns: list[str]
-    whole: bool = False
 
 
 class Fetched(Struct, frozen=True):

@@ -78,7 +78,7 @@ class Departure:
         now = asyncio.get_running_loop().time
         heard = now()
         self._transit.leaving = True
-        self._holdings.shown.hide_all()
+        self._holdings.shown.end()
         while True:
             try:
                 leg = await self._next_leg()

@@ -121,7 +121,7 @@ class Holdings:
         put = Put(entry, expand(entry.rows), parcel, outputs, Later(), controller_of(parcel.lease))
         self.puts[put] = None
         if isinstance(entry, NewCells):
-            self.shown.hide_of(map(self._rows.get, entry.rows), parcel.columns)
+            self.shown.hide_of(map(self._rows.get, put.rows), parcel.columns)
         return put
 
     def decide(self, put: Put, verdict: Verdict, error: AsyncFlowError | None = None) -> None:
@@ -204,8 +204,7 @@ class Holdings:
 
     async def lend(self, rows: Sequence[int], columns: Sequence[str]) -> tuple[dict[str, Jagged], int] | None:
         """Give all rows of the parcel where ``rows`` lie, and the first of them, where they can be lent."""
-        if self.puts:
-            await self._decided(frozenset(rows), columns)
+        await self._decided(frozenset(rows), columns)
         return await self.shown.parcel(self._rows, rows, columns, self.puts)
 
     async def _decided(self, rows: frozenset[int], columns: Sequence[str]) -> None:
@@ -242,8 +241,7 @@ class Holdings:
         ]
         self.clear(lost)
         self._lost(lost)
-        hint = "The samples will be created again"
-        return StaleHandle(f"the store has lost {len(lost)} rows", where=self._where, hint=hint)
+        return StaleHandle(f"the store has lost {len(lost)} rows", where=self._where, hint="They will be created again")
 
     def held(self) -> Iterable[Held]:
         """Describe all rows."""

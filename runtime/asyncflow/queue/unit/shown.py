@@ -27,6 +27,7 @@ class Shown:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._ended = False
         self._columns: dict[Parcel, dict[str, Array]] = {}
         self._hidden: weakref.WeakSet[Parcel] = weakref.WeakSet()
 
@@ -37,7 +38,7 @@ class Shown:
 
         held: all rows; puts: those that are not decided. None where the parcel cannot be shown.
         """
-        found = _whole(held, rows, columns) if rows and columns else None
+        found = _whole(held, rows, columns) if rows and columns and not self._ended else None
         if found is None or found[0].parcel in self._hidden:
             return None
         piece, every = found
@@ -65,8 +66,9 @@ class Shown:
             held = [block.cells.get(name) for block in set(blocks) if block is not None for name in columns]
             self.hide(piece.parcel for piece in held if piece is not None)
 
-    def hide_all(self) -> None:
-        """Show none."""
+    def end(self) -> None:
+        """Show none from now on."""
+        self._ended = True
         self.hide(list(self._columns))
 
 
@@ -79,7 +81,7 @@ def _whole(rows: Mapping[int, Block], asked: Sequence[int], columns: Sequence[st
     piece = None if block is None else block.cells.get(columns[0])
     if piece is None or piece.partial:
         return None
-    every = range(piece.shift, piece.shift + len(piece.parcel.cells.sizes[columns[0]]))
+    every = range(piece.shift, piece.shift + piece.parcel.rows)
     if len(every) > _MOST_ROWS or min(asked) < every.start or max(asked) >= every.stop:
         return None
     for block in set(map(rows.get, every)):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Elsewhere, ProtocolError, StaleHandle
@@ -92,12 +93,8 @@ class StorageUnit:
         self.fetched_bytes = 0
         name = f"storage unit {index}"
         self._backend = backend or MemoryBackend()
-        self.holdings = Holdings(
-            backend=self._backend,
-            budget=Budget(limit_bytes, where=name),
-            where=name,
-            lost=self._lost,
-        )
+        budget = Budget(limit_bytes, where=name)
+        self.holdings = Holdings(backend=self._backend, budget=budget, where=name, lost=self._lost)
         self._controller = RpcClient(name=name, resolve=controller, keys=keys)
         self._liaison = Liaison(
             unit=index,
@@ -125,6 +122,7 @@ class StorageUnit:
         self.server.route_now("unit.put", PutRows, self._now(self._put))
         self.server.route_now("unit.write", WriteRows, self._now(self._write))
         self.server.route_now("unit.fetch", FetchRows, self._now(self._fetch))
+        self.server.route_now("unit.lend", FetchRows, self._now(partial(self._fetch, whole=True)))
         self.server.route_now("unit.take", TakeRows, self._now(self._take))
 
     async def start(self) -> str:
@@ -135,7 +133,7 @@ class StorageUnit:
 
     async def close(self) -> None:
         """Stop serving and forget everything."""
-        self.holdings.shown.hide_all()
+        self.holdings.shown.end()
         await self.server.close()
         await self._liaison.close()
         await self.departure.close()
@@ -228,11 +226,11 @@ class StorageUnit:
         entry = NewCells(lease=call.lease, rows=call.rows, cells=parcel.cells, tags=call.tags, reason=call.reason)
         return _reply(self._liaison.tell(entry, parcel), lambda verdict: Verdicts(verdict.ok))
 
-    async def _fetch(self, call: FetchRows, _frames: Frames) -> tuple[Fetched, list[Buffer]]:
+    async def _fetch(self, call: FetchRows, _: Frames, *, whole: bool = False) -> tuple[Fetched, list[Buffer]]:
         rows = expand(call.rows)
         await self._transit.readable(rows)
         try:
-            lent = await self.holdings.lend(rows, call.columns) if call.whole and not self._transit.leaving else None
+            lent = await self.holdings.lend(rows, call.columns) if whole else None
             columns, first = lent or (await self.holdings.fetch(rows, call.columns), -1)
         except StaleHandle:
             await self._transit.readable(rows)
