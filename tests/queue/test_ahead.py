@@ -28,7 +28,7 @@ def test_rows_of_that_unit_are_sent_to_who_takes_them():
     many = grant([(3, 1, number) for number in range(100)])
     assert ahead.take(many)
     assert ahead.orders[0] == SendAhead(5, 7, FetchRows([RowPlace(3, 1, 8).row], ["x", "y"]))
-    assert expand(ahead.orders[1].request.rows) == many.lot.rows
+    assert list(expand(ahead.orders[1].request.rows)) == many.lot.rows
 
 
 @pytest.mark.parametrize(
