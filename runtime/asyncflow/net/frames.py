@@ -83,7 +83,7 @@ def encode_batch(columns: Mapping[str, Jagged]) -> tuple[BatchHeader, list[Buffe
         if values.nbytes < LARGE:
             small.append(values)
         else:
-            large.append(values.view(np.uint8).data)
+            large.append(values.data.cast("B"))
     sizes = [header.values for header in headers]
     short = max(sizes, default=0) <= _LONGEST_SHORT
     if rows == 1:

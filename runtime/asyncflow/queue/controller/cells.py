@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncflow.queue.protocol.sizes import alike, chosen, fit, part
+from asyncflow.queue.protocol.sizes import alike, chosen, fit, one, part
 from asyncflow.queue.protocol.unit_calls import Cells
 
 
@@ -32,11 +32,15 @@ class Told:
         return [chosen(sizes, indices) for sizes in self._sizes]
 
 
+def told_of(cells: Cells, rows: Sequence[int]) -> Told | tuple[int, ...]:
+    """Give what each of ``rows``, which were put together, keeps of what was told of them."""
+    return Told(cells, first=rows[0]) if len(rows) > 1 else tuple(map(one, cells.sizes.values()))
+
+
 def check(cells: Cells, count: int) -> None:
     """Raise ValueError where they are not those of ``count`` rows."""
-    if not all(fit(sizes, count) for sizes in cells.sizes.values()):
-        told = {name: len(sizes) for name, sizes in cells.sizes.items()}
-        raise ValueError(f"sizes in {told} bytes came with {count} rows")
+    if wrong := {name: len(sizes) for name, sizes in cells.sizes.items() if not fit(sizes, count)}:
+        raise ValueError(f"sizes in {wrong} bytes came with {count} rows")
 
 
 def by_row(cells: Cells, count: int) -> tuple[tuple[str, ...], list[tuple[int, ...]]]:
@@ -44,5 +48,5 @@ def by_row(cells: Cells, count: int) -> tuple[tuple[str, ...], list[tuple[int, .
     check(cells, count)
     names, sizes = tuple(cells.sizes), cells.sizes.values()
     if all(map(alike, sizes)):
-        return names, [tuple([part(of, 0, 1)[0] for of in sizes])] * count
+        return names, [tuple(map(one, sizes))] * count
     return names, list(zip(*[part(of, 0, count) for of in sizes], strict=True))

@@ -12,7 +12,7 @@ from functools import partial
 
 from asyncflow.errors import PeerLost, Refused
 from asyncflow.queue.controller.books import Books
-from asyncflow.queue.controller.cells import Told, check
+from asyncflow.queue.controller.cells import check, told_of
 from asyncflow.queue.controller.partition import Partition
 from asyncflow.queue.controller.state import State
 from asyncflow.queue.ledger import events as ev
@@ -100,7 +100,7 @@ class Puts:
 
         Those of which no row was made are of groups that had lost other rows only.
         """
-        shape, told = partition.bare.plus(tuple(cells.sizes)), Told(cells, first=rows[0])
+        shape, told = partition.bare.plus(tuple(cells.sizes)), told_of(cells, rows)
         fresh = [row for number in rows[made] if (row := self._books.rows.get(number)) is not None]
         for row in fresh:
             row.shape, row.cells, row.here = shape, told, True

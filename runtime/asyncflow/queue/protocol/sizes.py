@@ -20,6 +20,8 @@ _SIZE = 4
 
 def pack(sizes: Sequence[int]) -> bytes:
     """Give the bytes of each row's cell in few bytes."""
+    if len(sizes) == 1:
+        return sizes[0].to_bytes(_SIZE, "little")
     return _short(struct.pack(f"<{len(sizes)}I", *sizes))
 
 
@@ -36,7 +38,7 @@ def _short(sizes: bytes) -> bytes:
 
 def part(sizes: bytes, first: int, rows: int) -> Sequence[int]:
     """Give those of so many rows from ``first`` on."""
-    if alike(sizes):
+    if len(sizes) == _SIZE:
         return (int.from_bytes(sizes, "little"),) * rows
     return struct.unpack_from(f"<{rows}I", sizes, _SIZE * first)
 
@@ -55,6 +57,11 @@ def alike(sizes: bytes) -> bool:
     return len(sizes) == _SIZE
 
 
+def one(sizes: bytes) -> int:
+    """Give what all rows have, where they are alike."""
+    return int.from_bytes(sizes, "little")
+
+
 def fit(sizes: bytes, rows: int) -> bool:
     """Tell whether they are those of so many rows."""
-    return alike(sizes) or len(sizes) == _SIZE * rows
+    return len(sizes) in (_SIZE, _SIZE * rows)
