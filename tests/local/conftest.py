@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncflow.substrates.local.record import Record, load_record
+from asyncflow.substrates.local.record import Placed, Record, load_record
 
 HARNESS = str(Path(__file__).with_name("harness.py"))
 
@@ -51,6 +51,10 @@ class Run:
         record = load_record(self.folder / "run" / "processes.json")
         assert record is not None
         return record
+
+    def placed(self, role: str, index: int) -> Placed:
+        """What the record says of a seat."""
+        return next(each for each in self.record().processes if (each.role, each.index) == (role, index))
 
     def ended(self) -> list[str]:
         """The seats that ended in order, in that order."""

@@ -113,9 +113,9 @@ def test_a_killed_rollout_starts_again_alone_with_the_next_attempt(start):
     run.wait_until(lambda: not any(run.alive(pid) for pid in first[:3]), "what the old rollout started")
     assert run.alive(run.pids("rollout-0")[0])
     assert run.alive(run.pids("driver-0")[0])
-    placed = {(each.role, each.index): each for each in run.record().processes}
-    assert (placed["rollout", 1].attempt, placed["rollout", 1].pid) == (1, second[0])
-    assert placed["rollout", 0].attempt == 0
+    run.wait_until(lambda: run.placed("rollout", 1).pid == second[0], "the record of who was started")
+    assert run.placed("rollout", 1).attempt == 1
+    assert run.placed("rollout", 0).attempt == 0
     log = (run.folder / "logs" / "rollout-1.log").read_text()
     assert "rollout-1 attempt 0 says hello" in log
     assert "attempt 0 ended: SIGKILL" in log

@@ -340,7 +340,7 @@ async def test_who_looks_is_told_what_the_others_say_and_which_controller_is_sil
         assert ([task.name for task in view.tasks], view.rows) == (["check", "read"], 3)
         for whole in (queue.client.audit, lambda **options: queue.client.snapshot(partition=P, **options)):
             with pytest.raises(DeadlineExceeded, match="controller 1"):
-                await whole(timeout=10)
+                await whole(timeout=2)
         queue.controllers[1] = None
 
 
