@@ -148,7 +148,7 @@ async def test_what_callers_brought_outlives_them_and_nothing_else_does(spawn: A
         mover.kill()
     expected = np.arange(9_000, dtype=np.float64).tobytes()
     async with asyncio.timeout(10):
-        while shared_kb() > len(kept) * (len(expected) + 4096) / 1024:
+        while shared_kb() > len(kept) * (len(expected) + 2 * 4096) / 1024:
             await asyncio.sleep(0.01)
     assert len(kept) >= 4
     assert all(bytes(frame) == expected for frame in kept)

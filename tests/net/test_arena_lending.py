@@ -1,10 +1,12 @@
 """What came through one arena, lent to peers of others, without any I/O: never overwritten, never lost."""
 
 import fcntl
+import itertools
 import os
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -14,10 +16,10 @@ from hypothesis import strategies as st
 from asyncflow.errors import ProtocolError
 from asyncflow.net import arena as arenas
 from asyncflow.net import arena_lending
-from asyncflow.net.arena import PAGE, Outgoing
-from asyncflow.net.arena_borrowing import Borrowing, mark_of
-from asyncflow.net.arena_lending import MOST_FILES, Lending, forget_gone, take_back
-from asyncflow.net.arena_loans import Incoming, hide, show
+from asyncflow.net.arena import PAGE, SHOWN, Outgoing
+from asyncflow.net.arena_borrowing import Borrowed, Borrowing, mark_of
+from asyncflow.net.arena_lending import MOST_FILES, Lending, forget_gone, inode_of, take_back
+from asyncflow.net.arena_loans import Incoming, Mapping, hide, owner_of, show
 from asyncflow.net.arena_stream import ArenaInbox, ArenaOutbox
 from asyncflow.net.frames import LARGE
 from asyncflow.net.staging import staging
@@ -238,7 +240,7 @@ def test_files_that_nobody_looks_at_make_room_for_others(to_consumer):
     assert [bytes(part) for (part,) in came] == [bytes(noise(LARGE, seed)) for seed in range(len(producers))]
     assert [part.readonly for (part,) in came] == [True] * MOST_FILES + [False] * 3
     came[5].clear()
-    came[9].clear()
+    came[7].clear()
     again = [to_consumer.pass_on(*held[-1]), to_consumer.pass_on(*held[5])]
     assert [part.readonly for (part,) in again] == [True, True]
     assert again == [held[-1], held[5]]
@@ -311,6 +313,123 @@ def test_whoever_does_what_when_nobody_reads_what_was_overwritten(steps):
     assert forget_gone()
 
 
+def filled(memory: Mapping | Borrowed) -> int:
+    """Give how many pages of a file there are."""
+    file = os.open(f"/proc/self/map_files/{memory.address:x}-{memory.address + len(memory):x}", os.O_RDONLY)
+    try:
+        return os.fstat(file).st_blocks * 512 // PAGE
+    finally:
+        os.close(file)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may see the files of mappings")
+@pytest.mark.parametrize("goes_first", ["producer", "consumer"])
+def test_of_a_producer_that_ended_no_page_is_kept_that_nobody_looks_at(goes_first, to_consumer):
+    producer = Way()
+    cells = producer.pass_on(noise(100 * PAGE))
+    came = to_consumer.pass_on(*cells)
+    (file,) = to_consumer.incoming._files.values()
+    assert filled(file) > 100
+    cells.clear()
+    if goes_first == "producer":
+        producer.close()
+        assert came[0] == noise(100 * PAGE)
+        assert filled(file) == 101
+    came.clear()
+    take_back()
+    producer.close()
+    assert not to_consumer.outgoing._lent
+    assert filled(file) <= 1
+
+
+def test_what_was_borrowed_leaves_nothing_at_the_client(to_unit, to_consumer):
+    cells = to_unit.pass_on(noise(LARGE))
+    for _ in range(50):
+        to_consumer.pass_on(*cells)
+    mapping = to_consumer.incoming._mapping
+    assert not mapping.loans
+    assert not mapping.ended
+
+
+@pytest.mark.parametrize("goes_first", ["lender", "consumer"])
+def test_what_was_given_back_before_a_link_ended_does_not_remain(goes_first, to_unit):
+    way = Way(lends=True)
+    cells = to_unit.pass_on(*[noise(LARGE, seed) for seed in range(4)])
+    came = way.pass_on(*cells)
+    cells.clear()
+    del came[1:]
+    for side in [way.outgoing, way.incoming] if goes_first == "lender" else [way.incoming, way.outgoing]:
+        side.close()
+    (remaining,) = arena_lending._REMAINING.values()
+    assert len(remaining) == 1
+    assert to_unit.outgoing._heap.take(150) is None
+    assert to_unit.outgoing.put(noise(LARGE)) is not None
+    assert came == [noise(LARGE)]
+
+
+def test_what_remains_of_a_peer_is_each_part_once(to_unit):
+    way = Way(lends=True)
+    one, other = to_unit.pass_on(noise(LARGE), noise(3 * LARGE))
+    held = [way.pass_on(one, other[LARGE // 2 :], np.frombuffer(other, np.int16)[9:].view(np.uint8).data)]
+    held += [way.pass_on(one, other) for _ in range(20)]
+    way.outgoing.close()
+    (remaining,) = arena_lending._REMAINING.values()
+    assert len(remaining) == 2
+    del one, other, remaining
+    assert held[0][0] == noise(LARGE)
+    assert to_unit.outgoing.put(noise(190 * PAGE)) is None
+    held.clear()
+    way.close()
+    del way.inbox
+    assert forget_gone()
+    assert to_unit.outgoing.put(noise(190 * PAGE)) == 1
+
+
+def test_taking_back_asks_nothing_of_those_that_are_gone(to_unit, monkeypatch):
+    way = Way(lends=True)
+    held = way.pass_on(*to_unit.pass_on(noise(LARGE)))
+    way.outgoing.close()
+    monkeypatch.setattr(fcntl, "fcntl", lambda *_: pytest.fail("it asked the kernel"))
+    take_back()
+    assert len(arena_lending._REMAINING) == 1
+    monkeypatch.undo()
+    held.clear()
+    way.close()
+
+
+def test_a_process_that_was_forked_gives_nothing_back_in_the_name_of_its_parent(to_unit, to_consumer):
+    came = to_consumer.pass_on(*to_unit.pass_on(noise(LARGE)))
+    came.clear()
+    if (child := os.fork()) == 0:
+        to_consumer.outgoing.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(to_consumer.outgoing._lent) == 1
+    take_back()
+    assert not to_consumer.outgoing._lent
+
+
+def test_words_that_name_another_file_than_the_one_that_came_are_found_out():
+    """As after a message whose file went, but not its words."""
+    one, other, way = Way(), Way(), Way(lends=True)
+    (a,), (b,) = one.pass_on(noise(LARGE, 1)), other.pass_on(noise(LARGE, 2))
+    assert way.outgoing.lend(a) is not None
+    with pytest.raises(ProtocolError, match="is not file 1"):
+        way.pass_on(b)
+    for each in (one, other, way):
+        each.close()
+
+
+def test_no_part_is_marked_where_not_all_can_be(to_unit):
+    cells = np.frombuffer(to_unit.pass_on(noise(50 * PAGE))[0], np.float32)
+    memory = owner_of(cells)
+    assert isinstance(memory, Mapping)
+    assert not show(cells, np.zeros(LARGE))
+    assert not show(cells, cells[1:])
+    assert SHOWN not in memory[:PAGES]
+    assert show(cells)
+
+
 def block(*words: int) -> bytes:
     body = struct.pack(f"<I{len(words)}Q", len(words), *words)
     return struct.pack("<Q", len(body)) + body
@@ -318,6 +437,20 @@ def block(*words: int) -> bytes:
 
 def lent(number: int, token: int, offset: int, size: int, *, new: bool = False) -> tuple[int, int]:
     return THERE | LENT | (NEW if new else 0) | number << 32 | token, offset << 32 | size
+
+
+def named(words: Sequence[int], *files: int) -> list[int]:
+    """Name files, in that order, in the words that say that the next one came."""
+    inodes = itertools.chain(map(inode_of, files), itertools.repeat(0))
+    new = THERE | LENT | NEW
+    return [word | next(inodes) << 40 if at % 2 == 0 and word & new == new else word for at, word in enumerate(words)]
+
+
+def test_a_lender_that_tells_the_truth_is_believed(to_consumer):
+    file = made(40)
+    to_consumer.incoming.come([file])
+    to_consumer.wire += block(*named([*lent(0, 50, 0, LARGE, new=True), *lent(0, 51, 7, LARGE)], file))
+    assert to_consumer.receive() == [bytes(LARGE), bytes(LARGE)]
 
 
 @pytest.mark.parametrize(
@@ -329,7 +462,8 @@ def lent(number: int, token: int, offset: int, size: int, *, new: bool = False) 
         (*lent(0, 50, 0, LARGE, new=True), *lent(1, 51, 0, LARGE)),
         (*lent(0, 50, 0, LARGE, new=True), *lent(0, 50, 0, LARGE)),
         lent(MOST_FILES, 50, 0, LARGE, new=True),
-        lent((1 << 29) - 1, 50, 0, LARGE, new=True),
+        lent(255, 50, 0, LARGE, new=True),
+        lent(1 << 8, 50, 0, LARGE, new=True),
         lent(0, 0, 0, LARGE, new=True),
         lent(0, PAGES, 0, LARGE, new=True),
         lent(0, (1 << 32) - 1, 0, LARGE, new=True),
@@ -342,8 +476,9 @@ def lent(number: int, token: int, offset: int, size: int, *, new: bool = False) 
     ],
 )
 def test_a_lender_that_lies_about_places_is_found_out(words, to_consumer):
-    to_consumer.incoming.come([made(40)])
-    to_consumer.wire += block(*words)
+    file = made(40)
+    to_consumer.incoming.come([file])
+    to_consumer.wire += block(*named(words, file))
     with pytest.raises(ProtocolError):
         to_consumer.receive()
 
@@ -383,10 +518,11 @@ def test_files_that_are_no_arenas_or_too_many_are_refused(files, to_consumer):
 )
 def test_whatever_a_lender_says_is_messages_or_a_protocol_error(places, words):
     way = Way(lends=True)
-    way.incoming.come([made(40), made(10)])
+    files = [made(40), made(10)]
+    way.incoming.come(list(files))
     came: list[list[memoryview]] = []
     said = [lent(number, token, offset, size, new=new) for number, token, offset, size, new in places]
-    way.wire += block(*[word for pair in said for word in pair]) + block(*words)
+    way.wire += block(*named([word for pair in said for word in pair], *files)) + block(*words)
     try:
         came.append(way.receive())
     except ProtocolError:

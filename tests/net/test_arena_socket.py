@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError
 from asyncflow.net import answering, arena, arena_socket
+from asyncflow.net.arena_loans import Mapping, owner_of
 from asyncflow.net.arena_socket import SHARED_MEMORY_ENV
 from asyncflow.net.handshake import HELLO_SIZE, WELCOME_SIZE, Handshake
 from asyncflow.net.hosts import host_and_port
@@ -207,7 +208,7 @@ class Relay(threading.Thread):
                 self._pass_on(self._socket.accept()[0])
 
     def _pass_on(self, caller: socket.socket) -> None:
-        assert socket.recv_fds(caller, 4, 0)[0] == b"AFm2"
+        assert socket.recv_fds(caller, 4, 0)[0] == b"AFm3"
         with caller, socket.create_connection(self._to) as server:
             while True:
                 for one in select.select([caller, server], [], [], 10)[0]:
@@ -285,13 +286,13 @@ async def test_callers_that_bring_no_arena_are_cut_off(made: list[int]) -> None:
     callers = [knock(server) for _ in range(8)]
     hello = Handshake(None).hello()
     callers[0].send(hello)
-    callers[1].send(b"AFm2")
+    callers[1].send(b"AFm3")
     callers[2].send(b"A")
-    socket.send_fds(callers[3], [b"AFm2" + hello], [ours, unsealed])
-    socket.send_fds(callers[4], [b"AFm3"], [ours, ours])
-    socket.send_fds(callers[5], [b"AFm2" + b"GET / HTTP/1.1\r\n" * 10], [unsealed, ours, unsealed])
-    socket.send_fds(callers[6], [b"AFm2" + hello], [ours])
-    socket.send_fds(callers[7], [b"AFm2" + b"GET / HTTP/1.1\r\n" * 10], [ours, ours, ours])
+    socket.send_fds(callers[3], [b"AFm3" + hello], [ours, unsealed])
+    socket.send_fds(callers[4], [b"AFm4"], [ours, ours])
+    socket.send_fds(callers[5], [b"AFm3" + b"GET / HTTP/1.1\r\n" * 10], [unsealed, ours, unsealed])
+    socket.send_fds(callers[6], [b"AFm3" + hello], [ours])
+    socket.send_fds(callers[7], [b"AFm3" + b"GET / HTTP/1.1\r\n" * 10], [ours, ours, ours])
     await until(lambda: server.counters.dropped["peer"] == 8)
     for caller in callers:
         caller.close()
@@ -408,6 +409,30 @@ async def test_calls_that_are_sent_while_answers_come_do_not_block_each_other(ma
     assert arenas() > 0
     del answers
     await until(lambda: not arenas())
+    await server.close()
+
+
+async def test_what_callers_have_let_go_of_goes_back_also_where_nothing_happens() -> None:
+    kept: list[memoryview] = []
+
+    async def keep(request: Number, frames: Sequence[memoryview]) -> tuple[Number, Sequence[memoryview]]:
+        kept[:] = frames or kept
+        return request, kept
+
+    server = RpcServer(name="lender", bind="tcp://127.0.0.1:*", lends=True)
+    server.route("keep", Number, keep)
+    await server.start()
+    producer = RpcClient(name="producer", resolve=server.address)
+    consumer = RpcClient(name="consumer", resolve=server.address)
+    await producer.call("keep", Number(value=1), Number, timeout=20, frames=FRAMES)
+    _, came = await consumer.call_frames("keep", Number(value=1), Number, timeout=20)
+    (mapping,) = {memory for frame in kept if isinstance(memory := owner_of(frame), Mapping)}
+    kept.clear()
+    assert mapping.loans
+    came.clear()
+    await until(lambda: not mapping.loans)
+    await consumer.close()
+    await producer.close()
     await server.close()
 
 

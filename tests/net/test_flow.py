@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from asyncflow.errors import DeadlineExceeded, PeerLost, ProtocolError
 from asyncflow.net import answering, wire
+from asyncflow.net.arena_stream import ArenaOutbox
 from asyncflow.net.handshake import HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE, Handshake
 from asyncflow.net.hosts import host_and_port
 from asyncflow.net.keys import Keys
@@ -369,6 +370,51 @@ async def test_answers_that_are_not_read_at_once_wait_and_come_in_order(keys: Ke
         parts = await asyncio.to_thread(link.receive, 10)
         assert (wire.read_answer(parts, where="test"), parts[2]) == ((call, None), frame)
     link.close()
+    await server.close()
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Let there be no memory when a large part is to go for the ``at``-th time."""
+    calls = iter(range(1, 100))
+
+    def failing(*_: object) -> Sequence[int]:
+        if next(calls) == at:
+            raise MemoryError
+        return ()
+
+    monkeypatch.setattr(Outbox, "_elsewhere", failing)
+    monkeypatch.setattr(ArenaOutbox, "_elsewhere", failing)
+
+
+@pytest.mark.usefixtures("way")
+async def test_a_stream_ends_with_an_answer_that_could_not_be_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = await serve()
+    client = RpcClient(name="client", resolve=server.address)
+    frames = [np.arange(100_000).data]
+    fail_at(monkeypatch, 2)
+    with pytest.raises(PeerLost):
+        await client.call_frames("add", Number(value=1), Number, timeout=10, frames=frames)
+    _, came = await client.call_frames("add", Number(value=1), Number, timeout=10, frames=frames)
+    assert came[0] == frames[0].cast("B")
+    await client.close()
+    await server.close()
+
+
+@pytest.mark.usefixtures("way")
+async def test_a_link_of_a_thread_ends_with_a_call_that_could_not_be_sent_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = await serve()
+    link = StreamLink(server.address, keys=None, max_message=1 << 30)
+    frames = [np.arange(100_000).data]
+    await asyncio.to_thread(ask, link, 1, 1, frames)
+    fail_at(monkeypatch, 1)
+    with pytest.raises(MemoryError):
+        await asyncio.to_thread(ask, link, 2, 1, frames)
+    with pytest.raises(PeerLost, match="MemoryError"):
+        link.receive(10)
+    with pytest.raises(PeerLost, match="broke"):
+        await asyncio.to_thread(ask, link, 3, 1)
     await server.close()
 
 

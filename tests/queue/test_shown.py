@@ -145,6 +145,19 @@ async def test_new_columns_and_unfinished_ones_hide_nothing(unit):
     assert await unit.shown([104, 107], "a") == 100
 
 
+async def test_no_column_is_marked_beside_one_that_cannot_be_lent(unit):
+    a = unit.came(LARGE, 10)
+    await unit.create({"a": a, "b": unit.came(LARGE, 10, shared=False)})
+    assert await unit.shown([104], "a", "b") is None
+    assert not unit.marked(a)
+
+
+async def test_a_back_end_that_may_wait_shows_nothing(unit, monkeypatch):
+    await unit.create({"a": unit.came(LARGE, 10)})
+    monkeypatch.setattr(MemoryBackend, "immediate", False)
+    assert await unit.shown([104], "a") is None
+
+
 @pytest.mark.parametrize("rows", [[103], ROWS])
 async def test_cleared_rows_hide_their_parcel(unit, rows):
     await unit.create({"a": unit.came(LARGE, 10)})

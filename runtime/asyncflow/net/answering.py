@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from asyncflow.errors import AsyncFlowError, ProtocolError
 from asyncflow.net import arena_socket
-from asyncflow.net.arena_lending import forget_gone
+from asyncflow.net.arena_lending import forget_gone, take_back
 from asyncflow.net.flow import Flow, tune
 from asyncflow.net.frames import Buffer
 from asyncflow.net.handshake import HELLO_SIZE, PROOF_SIZE
@@ -130,6 +130,8 @@ class Answering:
             most_unread=_MAX_UNREAD,
         )
         self._strangers[peer] = None
+        if self._lends and not self._tidies:
+            self._tidy()
         self._loop.call_later(_SHAKE_S, self._cut_off_stranger, peer)
 
     def _shaking(self, peer: int, socket: sockets.socket) -> Callable[[bytes], tuple[Inbox, Outbox] | int]:
@@ -167,7 +169,11 @@ class Answering:
             self._tidy()
 
     def _tidy(self) -> None:
-        """See again and again whether callers that are gone still look at what they were lent, until none does."""
-        self._tidies = not (self.closed or forget_gone())
+        """See again and again what callers still look at of what they were lent, as long as there are any, and those
+        that are gone.
+        """
+        take_back()
+        remains = not forget_gone()
+        self._tidies = not self.closed and (remains or (self._lends and bool(self._peers)))
         if self._tidies:
             self._loop.call_later(_TIDY_S, self._tidy)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from asyncflow.errors import ProtocolError
 from asyncflow.net import arena
 from asyncflow.net.arena import PAGE, SHOWN
-from asyncflow.net.arena_lending import MOST_FILES
+from asyncflow.net.arena_lending import MOST_FILES, inode_of
 from asyncflow.net.arena_loans import Incoming, address_of, owner_of
 
 
@@ -67,11 +67,11 @@ class Borrowing(Incoming):
         for file in files:
             arena.check(file)
 
-    def borrow(self, number: int, *, new: bool, token: int, offset: int, size: int) -> memoryview:
-        """Give a part that lies in a file of that number, if it is new in the next that came."""
+    def borrow(self, number: int, *, inode: int | None, token: int, offset: int, size: int) -> memoryview:
+        """Give a part that lies in a file of that number; inode: bits of its own, where it is the next that came."""
         mapping = self._mapping or self._mapped()
-        if new:
-            self._open(number)
+        if inode is not None:
+            self._open(number, inode)
         file = self._files.get(number)
         if file is None or offset + size > len(file):
             raise ProtocolError(f"a part of {size} bytes cannot lie at byte {offset} of file {number}")
@@ -88,11 +88,13 @@ class Borrowing(Incoming):
         while self._came:
             os.close(self._came.popleft())
 
-    def _open(self, number: int) -> None:
+    def _open(self, number: int, inode: int) -> None:
         if number >= MOST_FILES or not self._came:
             raise ProtocolError(f"there is no file {number}")
         file = self._came.popleft()
         try:
+            if inode_of(file) != inode:
+                raise ProtocolError(f"what came is not file {number}")
             self._files[number] = Borrowed(file, os.fstat(file).st_size, mmap.MAP_SHARED, mmap.PROT_READ)
         except (OSError, ValueError) as error:
             raise ProtocolError(f"a file of a peer cannot be read: {error}") from error

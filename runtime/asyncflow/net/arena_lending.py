@@ -2,14 +2,17 @@
 
 The peer is given the file of that arena once, to be read only, and is told of each part where it lies there. The part
 is kept, and with it its pages, until the peer gives back the *token* that it got with it: the highest free page of
-the arena that goes to it, of which only the byte is used. So a token is given back as any other place.
+the arena that goes to it, of which only the byte is used. So a token is given back as any other place; that is seen
+when something is lent to that peer next, or by ``take_back``.
 
 What is still lent when the connection ends is kept for as long as anybody has the file open or mapped that the peer was
 given: the kernel knows that by a lock, which belongs to the file as it was opened for this peer. It ends with the peer
 and all that were forked from it, however they end.
 
-Invariants: what is lent is not given back to its sender before whoever it was lent to gave it back, or cannot see it
-any more; a peer has at most ``MOST_FILES`` files.
+Invariants: what is lent is not given back to its sender before the process it was lent to gave it back, or neither it
+nor any that was forked from it can see it any more; a peer has at most ``MOST_FILES`` files; of a peer whose connection
+has ended no more remains than it can still see, each part once. A process that was forked from the peer sees what it
+shares for as long as the peer gives nothing back: what is needed for longer is to be copied.
 """
 
 from __future__ import annotations
@@ -19,21 +22,25 @@ import itertools
 import os
 import struct
 import threading
+from collections import Counter
 from typing import NamedTuple
 
 from asyncflow.net.arena import Outgoing
-from asyncflow.net.arena_loans import Mapping, address_of, owner_of
+from asyncflow.net.arena_loans import Mapping, address_of, loan_of, owner_of
 
-MOST_FILES = 32
+MOST_FILES = 8
+INODE_BITS = 16
 _LOCK = struct.Struct("hhqqi4x")
 _NUMBERS = itertools.count()
 
 
 class Lent(NamedTuple):
-    """Where a part lies. number: of the file; new: it is the next that goes; token: to be given back."""
+    """Where a part lies. number: of the file; inode: of that, some bits, where it is the next that goes, else None;
+    token: to be given back.
+    """
 
     number: int
-    new: bool
+    inode: int | None
     token: int
     offset: int
 
@@ -42,7 +49,7 @@ class _Kept(NamedTuple):
     """What must not change. lock: the byte of the file of ``mapping`` that is locked for who looks at it."""
 
     mapping: Mapping
-    part: memoryview
+    part: object
     lock: int
 
     @property
@@ -56,8 +63,8 @@ class _Kept(NamedTuple):
         return bool(_LOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
-_REMAINING: dict[int, _Kept] = {}
-"""What is lent and whose connection has ended."""
+_REMAINING: dict[tuple[int, int], list[_Kept]] = {}
+"""What is lent and whose connection has ended, by file and lock."""
 
 
 class _Here(threading.local):
@@ -79,6 +86,8 @@ class Lending(Outgoing):
         self._lock = next(_NUMBERS)
         self._numbers: dict[int, int] = {}
         self._lent: dict[int, _Kept] = {}
+        self._used: Counter[int] = Counter()
+        self._process = os.getpid()
         self._lowest = self._pages
         self._among: dict[Lending, None] = {}
         forget_gone()
@@ -96,19 +105,21 @@ class Lending(Outgoing):
         if token is None:
             return None
         self._lowest = min(self._lowest, token)
-        number = self._numbers.get(owner.serial)
-        new = number is None
-        if number is None and (number := self._given(owner)) is None:
-            self._heap.give_back(token)
-            return None
+        number, inode = self._numbers.get(owner.serial), None
+        if number is None:
+            if (given := self._given(owner)) is None:
+                self._heap.give_back(token)
+                return None
+            number, inode = given
+        self._used[owner.serial] += 1
         self._lent[token] = _Kept(owner, part, self._lock)
         self._among = _HERE.lendings
         self._among[self] = None
-        return Lent(number, new, token, address_of(part) - owner.address)
+        return Lent(number, inode, token, address_of(part) - owner.address)
 
     def look(self) -> None:
         """Take back what the peer needs no more."""
-        if self._map is not None:
+        if self._map is not None and self._process == os.getpid():
             self._take_back(self._map, self._lowest, self._pages)
 
     def went(self) -> None:
@@ -119,19 +130,22 @@ class Lending(Outgoing):
 
     def close(self) -> None:
         """Let go of it; what is lent is kept as long as the other side may see it."""
+        self.look()
         super().close()
         self.went()
         self._among.pop(self, None)
         lent, self._lent = self._lent, {}
-        for kept in lent.values():
-            _REMAINING[next(_NUMBERS)] = kept
+        remaining: dict[tuple[int, int], dict[int, _Kept]] = {}
+        for mapping, part, lock in lent.values():
+            loan = loan_of(part)
+            remaining.setdefault((mapping.serial, lock), {})[id(loan)] = _Kept(mapping, loan, lock)
+        _REMAINING.update({place: list(kept.values()) for place, kept in remaining.items()})
         forget_gone()
 
-    def _given(self, mapping: Mapping) -> int | None:
-        """Have a file go to the peer; give its number, None where it cannot have it."""
+    def _given(self, mapping: Mapping) -> tuple[int, int] | None:
+        """Have a file go to the peer; give its number and bits of its inode, None where it cannot have it."""
         if len(self._numbers) == MOST_FILES:
-            used = {kept.mapping.serial for kept in self._lent.values()}
-            idle = next((serial for serial in self._numbers if serial not in used), None)
+            idle = next((serial for serial in self._numbers if serial not in self._used), None)
             if idle is None:
                 return None
             del self._numbers[idle]
@@ -141,31 +155,37 @@ class Lending(Outgoing):
             return None
         number = min(set(range(MOST_FILES)).difference(self._numbers.values()))
         self._numbers[mapping.serial] = number
-        return number
+        return number, inode_of(self.files[-1])
 
     def _given_back(self, page: int) -> None:
-        if self._lent.pop(page, None) is not None and not self._lent:
-            self._among.pop(self, None)
-            self._lowest = self._pages
+        kept = self._lent.pop(page, None)
+        if kept is not None:
+            serial = kept.mapping.serial
+            self._used[serial] -= 1
+            if not self._used[serial]:
+                del self._used[serial]
+            if not self._lent:
+                self._among.pop(self, None)
+                self._lowest = self._pages
 
 
 def take_back() -> None:
     """Take back what the peers of this thread need no more of what they were lent."""
     for lending in list(_HERE.lendings):
         lending.look()
-    forget_gone()
 
 
 def forget_gone() -> bool:
-    """Let go of what nobody looks at any more; tell whether nothing remains."""
-    seen: dict[tuple[int, int], bool] = {}
-    for number, kept in list(_REMAINING.items()):
-        place = kept.mapping.serial, kept.lock
-        if place not in seen:
-            seen[place] = kept.seen
-        if not seen[place]:
-            _REMAINING.pop(number, None)
+    """Let go of what nobody looks at any more whose connection has ended; tell whether nothing remains."""
+    for place, kept in list(_REMAINING.items()):
+        if not kept[0].seen:
+            _REMAINING.pop(place, None)
     return not _REMAINING
+
+
+def inode_of(file: int) -> int:
+    """Give the low bits of the number that the kernel has for a file, by which two of them can be told apart."""
+    return os.fstat(file).st_ino & ((1 << INODE_BITS) - 1)
 
 
 def _opened(file: int, *, lock: int) -> int:

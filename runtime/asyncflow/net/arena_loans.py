@@ -3,7 +3,8 @@
 A part is a view of the sender's pages, a *loan*; when the last view of it is gone, in whichever thread, the pages go
 back. At most half of an arena is lent: what comes then is copied out, so its sender finds room again. Memory is mapped
 as long as a loan lasts, also after the connection and the sender have ended; of an arena whose connection has ended
-only the pages that are lent are kept. A whole part can be *shown*: its byte says so to all who are lent it onward.
+only the pages that are lent are kept, and the bytes that it begins with. A whole part can be *shown*: its byte says so
+to all who are lent it onward.
 
 The sender could still change what it has sent, as it could change any memory of this process: both run as the same user
 on one host. So could a process that was forked from this one: it shares what had come before.
@@ -82,7 +83,8 @@ def _ended(loan: weakref.ref[npt.NDArray[np.uint8]]) -> None:
         mapping.discard(loan.page, loan.page + pages_of(loan.size))
     else:
         mapping[loan.page] = FREE
-        mapping.ended.append(loan.size)
+        if loan.size:
+            mapping.ended.append(loan.size)
 
 
 class Incoming:
@@ -130,12 +132,11 @@ class Incoming:
         if mapping is not None:
             mapping.closed_stream = True
             kept = sorted((loan.page, loan.size) for loan in list(mapping.loans.values()))
-            free = 0
+            free = self._first
             for page, size in kept:
                 mapping.discard(free, page)
                 free = max(free, page + pages_of(size))
-            if kept:
-                mapping.discard(free, self._pages)
+            mapping.discard(free, self._pages)
 
     def _mapped(self) -> Mapping:
         if self._file < 0:
@@ -152,15 +153,19 @@ def address_of(memory: Buffer | mmap.mmap) -> int:
     return address
 
 
-def show(values: npt.NDArray[Any]) -> bool:
-    """Mark a part that came through an arena as current, for all who are lent it; say whether it is such a part."""
-    mapping = owner_of(values)
-    if not isinstance(mapping, Mapping):
-        return False
-    page, rest = divmod(address_of(values.data) - mapping.address, PAGE)
-    if rest or page not in mapping.loans:
-        return False
-    mapping[page] = SHOWN
+def show(*parts: npt.NDArray[Any]) -> bool:
+    """Mark parts as current, for all who are lent them; mark none, and say so, where not all came through an arena."""
+    places: list[tuple[Mapping, int]] = []
+    for values in parts:
+        mapping = owner_of(values)
+        if not isinstance(mapping, Mapping):
+            return False
+        page, rest = divmod(address_of(values.data) - mapping.address, PAGE)
+        if rest or page not in mapping.loans:
+            return False
+        places.append((mapping, page))
+    for mapping, page in places:
+        mapping[page] = SHOWN
     return True
 
 
@@ -176,3 +181,12 @@ def owner_of(view: object) -> object:
     while isinstance(view, np.ndarray | memoryview):
         view = view.base if isinstance(view, np.ndarray) else view.obj
     return view
+
+
+def loan_of(view: object) -> object:
+    """Give the array with which a loan ends, for a view of some of it."""
+    found = None
+    while isinstance(view, np.ndarray | memoryview):
+        found = view if isinstance(view, np.ndarray) else found
+        view = view.base if isinstance(view, np.ndarray) else view.obj
+    return found

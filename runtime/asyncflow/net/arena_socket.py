@@ -32,7 +32,7 @@ from asyncflow.net.stream import Inbox, Outbox
 
 SHARED_MEMORY_ENV = "ASYNCFLOW_SHARED_MEMORY"
 """Variable that switches shared memory off where it is ``off``."""
-_MAGIC = b"AFm2"
+_MAGIC = b"AFm3"
 _LONGEST_NAME = 107
 _BACKLOG = 1024
 _ROOM = socket.CMSG_SPACE(MOST_FILES * array("i").itemsize)

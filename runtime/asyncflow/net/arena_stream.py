@@ -5,8 +5,9 @@ bit is set, then come the page and, in the lowest 40 bits, the bytes. Such a par
 A part that finds no room there is sent as any other; nobody waits for room.
 
 Of a part that lies in the arena of another connection two words say where: both highest bits are set, the next one
-where the file is the next that came with the bytes, then come its number and, in the lowest 32 bits, the token; the
-second word has the offset and the bytes, 32 bits each (see ``arena_lending``).
+where the file is the next that came with the bytes, then come the low bits of that one's inode, else 0, the number of
+the file in 8 bits and, in the lowest 32, the token; the second word has the offset and the bytes, 32 bits each (see
+``arena_lending``).
 
 Invariants: as in ``stream``, but that a peer may change the bytes of a part that it has sent (see ``arena_loans``).
 """
@@ -18,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from asyncflow.errors import ProtocolError
 from asyncflow.net.arena import Outgoing
 from asyncflow.net.arena_borrowing import Borrowing
-from asyncflow.net.arena_lending import Lending
+from asyncflow.net.arena_lending import INODE_BITS, Lending
 from asyncflow.net.arena_loans import Incoming
 from asyncflow.net.stream import Inbox, Outbox
 
@@ -27,6 +28,7 @@ _SIZE_BITS = 40
 _LENT = 1 << 62
 _NEW = 1 << 61
 _HALF = 32
+_INODE = 40
 _LOW = (1 << _HALF) - 1
 
 
@@ -45,9 +47,9 @@ class ArenaInbox(Inbox):
         where = next(more, None)
         if where is None or not isinstance(self._arena, Borrowing):
             raise ProtocolError("a part that lies elsewhere came where none may")
-        number = (word & (_NEW - 1)) >> _HALF
-        new = bool(word & _NEW)
-        return self._arena.borrow(number, new=new, token=word & _LOW, offset=where >> _HALF, size=where & _LOW)
+        number = word >> _HALF & 0xFF
+        inode = word >> _INODE & ((1 << INODE_BITS) - 1) if word & _NEW else None
+        return self._arena.borrow(number, inode=inode, token=word & _LOW, offset=where >> _HALF, size=where & _LOW)
 
 
 class ArenaOutbox(Outbox):
@@ -60,6 +62,8 @@ class ArenaOutbox(Outbox):
     def _elsewhere(self, part: memoryview) -> Sequence[int]:
         if isinstance(self._arena, Lending) and (lent := self._arena.lend(part)) is not None:
             first = _LIES_THERE | _LENT | lent.number << _HALF | lent.token
-            return first | _NEW if lent.new else first, lent.offset << _HALF | len(part)
+            if lent.inode is not None:
+                first |= _NEW | lent.inode << _INODE
+            return first, lent.offset << _HALF | len(part)
         page = self._arena.put(part)
         return () if page is None else (_LIES_THERE | page << _SIZE_BITS | len(part),)

@@ -1,7 +1,7 @@
 """One connected stream in an asyncio loop.
 
 Invariants: nothing here ever blocks the loop, and no peer keeps it for more than a few reads at a time; a stream that
-broke is never used again.
+broke, or of which a message could not be sent whole, is never used again.
 """
 
 from __future__ import annotations
@@ -127,6 +127,9 @@ class Flow:
         except OSError as error:
             self._fail(PeerLost(f"the connection to the peer broke: {error}"))
             return
+        except BaseException as error:
+            self._fail(PeerLost(f"a message could not be sent: {error!r}"))
+            raise
         if self._writing:
             self._writing = False
             self._loop.remove_writer(self._socket)

@@ -83,6 +83,10 @@ class StreamLink:
                 self._outbox.sent(_took(socket.sendmsg, self._outbox.views()))
         except OSError as error:
             raise self._broken(error) from error
+        except BaseException as error:
+            self.gone = self._broken(f"a message could not be sent: {error!r}")
+            self.close()
+            raise
 
     def forget(self, call: int) -> None:
         """Tell the peer, if it can be told at once, that nobody waits for ``call`` any more."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import StaleHandle
+from asyncflow.net.arena_lending import Lending
 from asyncflow.net.jagged import Jagged
 
 ROWS = 40
@@ -132,6 +133,24 @@ async def test_small_columns_come_with_large_ones_and_nobody_can_change_them_for
             held["small"].values[0] = 9
     assert (await lent.fetch(rows[3:9], "a", "small"))["small"].values.tolist() == list(range(3, 9))
     assert (await lent.fetch(rows[3:9], "small"))["small"].values.tolist() == list(range(3, 9))
+
+
+async def test_of_a_parcel_that_was_copied_whole_nothing_else_is_kept_and_no_other_is_asked_for_soon(lent, monkeypatch):
+    rows = await lent.known()
+    counted = lent.queue.units[0].server.counters.calls
+    lends = 1 if lent.lends else 0
+    before = counted["unit.lend"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Lending, "lend", lambda *_: None)
+        found = await lent.fetch(rows[4:8])
+        assert is_row(found["a"], 1, *range(4, 8))
+        assert lent.queue.world.name != "memory" or found["a"].values.base is None
+        assert is_row((await lent.fetch(rows[8:12]))["b"], 2, *range(8, 12))
+    for _ in range(16):
+        assert is_row((await lent.fetch(rows[4:8]))["b"], 2, *range(4, 8))
+    assert counted["unit.lend"] == before + lends
+    await lent.fetch(rows[4:8])
+    assert counted["unit.lend"] == before + 2 * lends
 
 
 async def test_a_unit_that_leaves_gives_its_rows_to_others_while_they_are_looked_at(queue):

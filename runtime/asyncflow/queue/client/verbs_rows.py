@@ -33,6 +33,7 @@ from asyncflow.queue.protocol.runs import shrink
 from asyncflow.queue.protocol.shard_calls import controller_of
 
 _MOST = 1 << 40
+_PAUSE = 16
 _EMPTY = BatchHeader(rows=0, columns=[])
 
 Rows: TypeAlias = Lot | Sequence[LeasedRow | StagedRow | int]
@@ -51,7 +52,8 @@ class RowVerbs(ControlVerbs):
         self._putter = Putter(placement=placement, worker=worker, clock=clock)
         self._claimer = Claimer(self)
         self._remembered = Remembered()
-        self._lenders: set[int] = set()
+        self._before_lent: dict[int, int] = {}
+        """By unit: how many of its answers must have come lent before it is asked to lend whole parcels."""
 
     def create(
         self,
@@ -162,8 +164,8 @@ class RowVerbs(ControlVerbs):
     def fetch(self, rows: Rows, columns: Sequence[str], *, timeout: float) -> Verb[dict[str, Jagged]]:
         """Give ``columns`` of ``rows`` in the order given, with one call a unit; for no rows, empty ones (int64).
 
-        Arrays may be read-only, where they are the unit's own memory: copy what is to be changed. Rows beside others
-        that this process still looks at are given without a call.
+        Arrays may be read-only, where they are the unit's own memory or come with it: copy what is to be changed. Rows
+        beside others are given without a call as long as the caller looks at all these columns of some of those.
 
         Raises StaleHandle for a row that was cleared or lost.
         """
@@ -172,7 +174,7 @@ class RowVerbs(ControlVerbs):
         def get(unit: int, indices: Sequence[int], seconds: float) -> Verb[dict[str, Jagged]]:
             mine = numbers if len(indices) == len(numbers) else [numbers[i] for i in indices]
             request = unit_calls.FetchRows(shrink(mine), list(columns))
-            method = "unit.lend" if unit in self._lenders else "unit.fetch"
+            method = "unit.fetch" if self._before_lent.get(unit, 1) else "unit.lend"
             reply, frames = yield Ask(unit, method, request, unit_calls.Fetched, seconds)
             came = decode_batch(reply.header, frames, max_bytes=_MOST, writable=False)
             return self._got(unit, mine, reply.first, came)
@@ -188,14 +190,23 @@ class RowVerbs(ControlVerbs):
         return join([got for _, got in parts if got is not None], [indices for indices, _ in parts])
 
     def _got(self, unit: int, rows: Sequence[int], first: int, columns: dict[str, Jagged]) -> dict[str, Jagged]:
-        """Take in what a unit gave; give the rows that were asked for. first: of all rows that came, -1 for those."""
-        if large := [column.values for column in columns.values() if column.values.nbytes >= LARGE]:
-            lends = any(mark_of(values) is not None for values in large)
-            (self._lenders.add if lends else self._lenders.discard)(unit)
+        """Take in what a unit gave; give the rows that were asked for. first: of all rows that came, -1 for those.
+
+        Of a whole parcel that is a copy only the rows asked for are kept, and the unit is not asked for one soon.
+        """
+        large = [column.values for column in columns.values() if column.values.nbytes >= LARGE]
+        lends = any(mark_of(values) is not None for values in large)
+        before = self._before_lent.get(unit, 1)
+        if lends:
+            self._before_lent[unit] = max(0, before - 1)
+        elif large:
+            self._before_lent[unit] = max(before, 1 if first < 0 else _PAUSE)
         if first < 0:
             return columns
         if not columns or not first <= min(rows) <= max(rows) < first + len(next(iter(columns.values()))):
             raise ProtocolError(f"rows {min(rows)} to {max(rows)} are not among those that came", where="fetch")
+        if not lends:
+            return {name: column.take([row - first for row in rows]) for name, column in columns.items()}
         self._remembered.keep(first, columns)
         return cut(columns, rows, first=first)
 

@@ -44,9 +44,11 @@ class Shown:
         piece, every = found
         if puts and any(put.touches(frozenset(every), columns) for put in puts):
             return None
+        if not self._backend.immediate:
+            return None
         got = await self._backend.get([piece.place(every.start, len(every))], columns)
         large = {name: column.values for name, column in got.items() if column.values.nbytes >= LARGE}
-        if not large or not all(map(show, large.values())):
+        if not large or not show(*large.values()):
             return None
         self._columns.setdefault(piece.parcel, {}).update(large)
         return got, every.start
