@@ -463,7 +463,6 @@ def test_a_lender_that_tells_the_truth_is_believed(to_consumer):
         (*lent(0, 50, 0, LARGE, new=True), *lent(0, 50, 0, LARGE)),
         lent(MOST_FILES, 50, 0, LARGE, new=True),
         lent(255, 50, 0, LARGE, new=True),
-        lent(1 << 8, 50, 0, LARGE, new=True),
         lent(0, 0, 0, LARGE, new=True),
         lent(0, PAGES, 0, LARGE, new=True),
         lent(0, (1 << 32) - 1, 0, LARGE, new=True),
