@@ -159,10 +159,12 @@ class RpcServer:
     def answer_unasked(self, seat: int, call: int, method: str, request: Struct) -> None:
         """Do as if the caller with this seat had just made the call ``call``; see ``StreamLink``.
 
-        Nothing is done where there is none, or it has not read what was sent to it: it must ask where it waits in vain.
+        Where there is none, or it has not read what was sent to it, that is only counted, as dropped ``ahead``: who
+        waits in vain must ask.
         """
         peer = self._streams.reader(seat) if self._streams is not None else None
         if peer is None or (peer, call) in self._running or len(self._running) >= MAX_CALLS:
+            self._drop("ahead")
             return
         self.counters.calls[method] += 1
         self._answer(peer, wire.Call(call, method, _UNASKED_S, 0), self._routes[method].handler, request, ())
