@@ -169,7 +169,7 @@ def test_who_has_little_time_keeps_most_of_it_to_ask(made, lane, timeout, wait):
     assert (waits[0], lane._links.to(0)) == (wait, link)
 
 
-@pytest.mark.parametrize("effect", [Reserve(), Together([word_of(0, "a"), word_of(1, "b")])], ids=["next", "together"])
+@pytest.mark.parametrize("effect", [Reserve(), Together([word_of(1, "a"), word_of(1, "b")])], ids=["next", "together"])
 def test_what_was_promised_is_forgotten(made, lane, effect):
     def verb():
         place = yield Reserve()
