@@ -176,13 +176,21 @@ class Controller:
         """Settle, and give ``reply`` when the ledger has everything up to now; before the rest, where nobody waits."""
         books = self.table.books
         if books.behind and not self._parking.touched and self._write() is None:
-            return Then(reply, self.settle)
+            return Then(reply, self._follow_up)
         pending = self.settle(ahead)
         if pending is None:
             return reply
         later: Later[T] = Later()
         self._give_all([(later, reply)], pending)
         return later
+
+    def _follow_up(self) -> None:
+        """Settle what was answered already; where that fails nobody may rely on this process any more."""
+        try:
+            self.settle()
+        except Exception as error:
+            self.fail(error)
+            raise
 
     def until(
         self, partition: str, attempt: Callable[[], T | None], wait_s: float, otherwise: Callable[[], T]
