@@ -2,7 +2,7 @@
 
 A call changes the table at once, where its request is read, and is answered when the ledger has what it changed. What
 cannot be answered yet is parked and tried again whenever its partition has changed: nothing polls. Where nobody is
-parked, a put is answered first and its rows are made then, before anything else is looked at.
+parked in its partition, a put is answered first and its rows are made then, before anything else is looked at.
 
 Invariants: no answer leaves before the events behind it are as safe as ``sync`` says; a controller whose ledger cannot
 be written stops serving (``failed``); the time that the process itself did not run is nobody's delay.
