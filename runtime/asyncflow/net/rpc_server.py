@@ -217,10 +217,7 @@ class RpcServer:
             if isinstance(found, _AWAITED):
                 self._answer_later(peer, header, found)
             elif isinstance(found, Then):
-                try:
-                    self._send_reply(peer, header, found.reply)
-                finally:
-                    found.after()
+                self._send_then(peer, header, found)
             else:
                 self._send_reply(peer, header, found)
         except AsyncFlowError as error:
@@ -251,6 +248,15 @@ class RpcServer:
         body = wire.encode(answer)
         wire.check_size("the answer to", header.method, body, out, limit=self._max_message)
         self._send(peer, header, [wire.encode(wire.Answer(header.call, len(out))), body, *out])
+
+    def _send_then(self, peer: int, header: wire.Call, then: Then[Any]) -> None:
+        try:
+            self._send_reply(peer, header, then.reply)
+        finally:
+            try:
+                then.after()
+            except Exception:  # the call was answered: its caller cannot be told
+                log.exception("%s: what was to be done after %s failed", self.name, header.method)
 
     def _refuse(self, peer: int, header: wire.Call, error: AsyncFlowError) -> None:
         self.counters.errors[error.code] += 1
