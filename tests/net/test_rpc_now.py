@@ -67,6 +67,19 @@ async def test_errors_of_a_plain_function_and_of_its_future_are_answers(server: 
             await client.call("fail", Number(value=value), Number, timeout=10)
 
 
+async def test_what_fails_after_an_answer_is_logged_and_answers_nobody(
+    server: RpcServer, client: RpcClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise Refused("too late")
+
+    server.route_now("add", Number, lambda request, frames: Then(add(request, frames), fail))
+    for value in (1, 2):
+        assert (await client.call("add", Number(value=value), Number, timeout=10)).value == value + 1
+    assert "what was to be done after add failed" in caplog.text
+    assert not server.counters.errors
+
+
 async def test_a_future_is_awaited_and_cancelled_when_nobody_waits(server: RpcServer, client: RpcClient) -> None:
     futures: list[asyncio.Future[Number]] = []
 

@@ -78,7 +78,7 @@ async def test_nothing_is_done_for_a_seat_that_nobody_has(server: RpcServer) -> 
         while server._streams is not None and server._streams.reader(5) is not None:
             await asyncio.sleep(0.001)
     server.answer_unasked(5, 1, "fill", Size(1))
-    assert server.counters.calls == {"fill": 1}
+    assert (server.counters.calls, server.counters.dropped["ahead"]) == ({"fill": 1}, 2)
 
 
 async def test_who_does_not_read_is_sent_no_more(server: RpcServer, way: str) -> None:
@@ -88,6 +88,7 @@ async def test_who_does_not_read_is_sent_no_more(server: RpcServer, way: str) ->
         for number in range(1, 500):
             server.answer_unasked(5, number, "fill", Size(BIG))
         assert server.counters.calls["fill"] < 200
+        assert server.counters.calls["fill"] + server.counters.dropped["ahead"] == 500
         await asyncio.to_thread(link.send, 1000, "fill", Size(2), (), deadline=time.monotonic() + 10)
         numbers: list[int] = []
         while 1000 not in numbers:

@@ -138,3 +138,10 @@ def test_numbers_are_ids_or_refused(numbers):
         return
     assert len(meant) <= runs.MOST + len(numbers)
     assert all(number >= 0 for number in meant)
+
+
+@pytest.mark.parametrize("size", [-1, (1 << 32) - 1])
+def test_a_cell_of_a_size_that_none_can_have_is_no_message(size):
+    held = unit_calls.Held(row=8, columns={"x": size}, partial={}, tokens=0, tags={})
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(held), type=unit_calls.Held)

@@ -159,10 +159,12 @@ class RpcServer:
     def answer_unasked(self, seat: int, call: int, method: str, request: Struct) -> None:
         """Do as if the caller with this seat had just made the call ``call``; see ``StreamLink``.
 
-        Nothing is done where there is none, or it has not read what was sent to it: it must ask where it waits in vain.
+        Where there is none, or it has not read what was sent to it, that is only counted, as dropped ``ahead``: who
+        waits in vain must ask.
         """
         peer = self._streams.reader(seat) if self._streams is not None else None
         if peer is None or (peer, call) in self._running or len(self._running) >= MAX_CALLS:
+            self._drop("ahead")
             return
         self.counters.calls[method] += 1
         self._answer(peer, wire.Call(call, method, _UNASKED_S, 0), self._routes[method].handler, request, ())
@@ -215,10 +217,7 @@ class RpcServer:
             if isinstance(found, _AWAITED):
                 self._answer_later(peer, header, found)
             elif isinstance(found, Then):
-                try:
-                    self._send_reply(peer, header, found.reply)
-                finally:
-                    found.after()
+                self._send_then(peer, header, found)
             else:
                 self._send_reply(peer, header, found)
         except AsyncFlowError as error:
@@ -249,6 +248,15 @@ class RpcServer:
         body = wire.encode(answer)
         wire.check_size("the answer to", header.method, body, out, limit=self._max_message)
         self._send(peer, header, [wire.encode(wire.Answer(header.call, len(out))), body, *out])
+
+    def _send_then(self, peer: int, header: wire.Call, then: Then[Any]) -> None:
+        try:
+            self._send_reply(peer, header, then.reply)
+        finally:
+            try:
+                then.after()
+            except Exception:  # the call was answered: its caller cannot be told
+                log.exception("%s: what was to be done after %s failed", self.name, header.method)
 
     def _refuse(self, peer: int, header: wire.Call, error: AsyncFlowError) -> None:
         self.counters.errors[error.code] += 1

@@ -43,7 +43,10 @@ class Cancel(Struct, frozen=True, array_like=True, tag="x1"):
 
 
 class Seat(Struct, frozen=True, array_like=True, tag="s1"):
-    """Header without a body: the caller is known by this number, which it has drawn at random, on this stream."""
+    """Header without a body: the caller is known by this number, which it has drawn at random, on this stream.
+
+    Only the caller and who is to have it answered unasked may know it: who does can answer the caller's calls.
+    """
 
     seat: SeatNumber
 

@@ -180,7 +180,7 @@ class _RpcCollector(Collector):
         families = (
             ("calls", "calls begun", "method", counters.calls),
             ("errors", "calls answered by an error", "code", counters.errors),
-            ("dropped", "messages dropped because they follow no protocol", "reason", counters.dropped),
+            ("dropped", "messages dropped, such as follow no protocol", "reason", counters.dropped),
             ("cancelled", "calls whose caller waited no longer", "reason", {"deadline or cancel": counters.cancelled}),
         )
         for what, words, label, counts in families:

@@ -26,7 +26,8 @@ class Hand:
         self.said, self.expected = [], []
         self._answers = list(answers)
         self._places = places
-        claimer = Claimer(ControlVerbs(units=list, worker="w", clock=lambda: self.now))
+        control = ControlVerbs(units=list, worker="w", clock=lambda: self.now)
+        self.fresh, claimer = control.fresh, Claimer(control)
         request = ClaimRows("p", "t", "w", "k", 8, None, None, [], 0.0)
         self.claimed = self._run(claimer.claim(request, columns=columns, timeout=60))
 
@@ -70,7 +71,8 @@ def test_each_claim_has_a_place_of_its_own_and_says_it_once():
 def test_rows_are_expected_that_are_sent_ahead_from_where_they_lie():
     hand = Hand(Claimed(None, False), Claimed(lot(100), False, ahead=True), columns=("x", "y"))
     (promise,) = hand.expected
-    assert (promise.unit, promise.request, promise.call) == (3, FetchRows([ROW, -99], ["x", "y"]), 2)
+    assert (promise.unit, promise.place) == (3, Place(SEAT, 2))
+    assert hand.fresh.take(3, FetchRows([ROW, -99], ["x", "y"])) == promise.place
     assert hand.claimed.lot.rows == list(range(ROW, ROW + 100))
 
 

@@ -94,6 +94,15 @@ def test_a_large_put_is_split_and_its_ids_come_in_order(monkeypatch):
     assert [tag["n"] for ask in asked for tag in ask.request.tags] == list(range(12))
 
 
+def test_no_part_has_more_rows_than_can_be_told_of_at_once(monkeypatch):
+    monkeypatch.setattr(putting, "MOST", 10)
+    putter, asked = putter_of(lambda: [0]), []
+    carry_out(put(putter, 27, group_size=3), taken(asked))
+    sizes = [ask.request.header.rows for ask in asked]
+    assert max(sizes) <= 10
+    assert sorted(value for ask in asked for value in values_of(ask)) == list(range(27))
+
+
 def test_what_got_no_answer_is_put_again_elsewhere_under_the_same_serial():
     putter, asked = putter_of(lambda: [0, 1]), []
 

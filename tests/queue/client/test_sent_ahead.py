@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.errors import StaleHandle
 from asyncflow.net.arena_socket import SHARED_MEMORY_ENV
 from asyncflow.net.frames import Jagged
 from asyncflow.net.keys import Keys
 from asyncflow.net.stream_link import StreamLink
+from asyncflow.queue.client.fresh import FRESH_S, Fresh
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.protocol.unit_calls import FetchRows
 
@@ -42,12 +44,13 @@ class Pair:
         self.made, self.pool = made, pool
         self.putter, self.taker = made.connect("putter"), made.connect("taker")
 
-    def next(self, *puts, task="t", **options):
-        """Have a claim wait; put while it does; give the lot."""
+    def next(self, *puts, task="t", before=lambda: None, **options):
+        """Have a claim wait; put while it does, after ``before``; give the lot."""
         options = {"max_rows": 8, "columns": ["x"], "timeout": 30} | options
         waiting = self.pool.submit(lambda: self.taker.claim_lot(partition=P, task=task, **options))
         while not self.putter.stats(timeout=10).parked:
             assert not waiting.done()
+        before()
         for values in puts:
             self.putter.put(P, {"x": values}, timeout=10)
         return waiting.result(20).lot
@@ -131,6 +134,58 @@ def test_what_is_asked_for_differs_from_what_was_said(pair, asked):
     assert first_of(pair.fetch(lot)["x"]) == [5, 6]
     assert first_of(pair.fetch(lot)["x"]) == [5, 6]
     assert asked.count("unit.fetch") == 2
+
+
+def fetch_for_ever(pair, lot, asked):
+    """Fetch by asking until the unit has heard that the rows are gone."""
+    while pair.fetch(lot):
+        assert asked
+
+
+CHANGES = {
+    "write": lambda queue, lot: queue.write(lot.rows, {"x": column([2])}, timeout=10),
+    "clear rows": lambda queue, lot: queue.clear_rows(P, lot.rows, timeout=10),
+    "clear the partition": lambda queue, lot: queue.clear_partition(partition=P, timeout=10),
+    "reset": lambda queue, lot: queue.reset(P, timeout=10),
+    "acknowledge": lambda queue, lot: queue.acknowledge([lot.lease], timeout=10),
+    "claim, with what is done": lambda queue, lot: queue.claim_lot(
+        partition=P, task="t", max_rows=1, done=[lot.lease], timeout=0
+    ),
+}
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["its lane", "another lane"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_client_asks_for_what_it_has_changed(pair, asked, elsewhere, change):
+    lot = pair.next(column([1]))
+    idle = pair.taker._idle
+    lanes, idle[:] = list(idle), [] if elsewhere else list(idle)
+    CHANGES[change](pair.taker, lot)
+    idle[:] = lanes
+    asked.clear()
+    if not change.startswith("clear"):
+        assert first_of(pair.fetch(lot)["x"]) == [2 if change == "write" else 1]
+    else:
+        with pytest.raises(StaleHandle):
+            fetch_for_ever(pair, lot, asked)
+    assert asked[0] == "unit.fetch"
+
+
+def test_a_client_that_writes_while_its_claim_waits_asks(pair, asked):
+    first = pair.taker.put(P, {"y": column([1])}, timeout=10).rows
+    lot = pair.next(column([1]), before=lambda: pair.taker.write(first, {"y": column([2])}, timeout=10))
+    asked.clear()
+    assert first_of(pair.fetch(lot)["x"]) == [1]
+    assert asked == ["unit.fetch"]
+
+
+def test_what_others_have_written_is_read_a_second_later(pair):
+    now = [0.0]
+    pair.taker.verbs.fresh = Fresh(lambda: now[0])
+    lot = pair.next(column([1]))
+    pair.putter.write(lot.rows, {"x": column([2])}, timeout=10)
+    now[0] = FRESH_S
+    assert first_of(pair.fetch(lot)["x"]) == [2]
 
 
 @pytest.mark.parametrize("pair", [{"units": 1}], indirect=True)

@@ -4,9 +4,27 @@ import asyncio
 
 import pytest
 
-from asyncflow.errors import Fenced, StaleHandle
+from asyncflow.errors import Fenced, LedgerCorrupt, Refused, StaleHandle
+from asyncflow.identity import RowPlace
 from asyncflow.net.frames import Jagged
+from asyncflow.net.rpc import RpcClient
+from asyncflow.queue.controller.controller import Controller
+from asyncflow.queue.controller.puts import Puts
 from asyncflow.queue.ledger.records import newest
+from asyncflow.queue.protocol.calls import Done
+from asyncflow.queue.protocol.messages import SERIAL_BITS
+from asyncflow.queue.protocol.unit_calls import (
+    Admit,
+    Admitted,
+    Announce,
+    Cells,
+    Hello,
+    LostRows,
+    OpenRows,
+    Session,
+    Strangers,
+    Welcome,
+)
 
 P = "train"
 
@@ -100,3 +118,73 @@ async def test_what_was_put_is_there_after_a_restart_whenever_the_ledger_was_com
         assert list(queue.controller.table.books.rows) == rows
         found = await queue.client.fetch(rows, ["x"], timeout=10)
         assert found["x"].values.tolist() == list(range(30))
+
+
+class Unit:
+    """What a storage unit says to its controller."""
+
+    def __init__(self, client, welcome):
+        self.client = client
+        self.session = Session(0, welcome.controller, welcome.epoch)
+
+    def row(self, number):
+        return RowPlace(self.session.epoch, 0, number).row
+
+    async def put(self, first, size):
+        cells = Cells(dtypes={"x": "int64"}, sizes={"x": (8).to_bytes(4, "little")})
+        entry = OpenRows("open", 5 << SERIAL_BITS, size, [self.row(first), 1 - size], cells, [])
+        admitted = await self.client.call("units.admit", Admit(self.session, [entry]), Admitted, timeout=10)
+        return admitted.verdicts[0]
+
+    async def lose(self, number):
+        await self.client.call("units.lost", LostRows(self.session, [self.row(number)]), Done, timeout=10)
+
+
+@pytest.fixture
+async def greeted(tmp_path):
+    controller = Controller(ledger_dir=tmp_path)
+    client = RpcClient(name="unit", resolve=await controller.start())
+    welcome = await client.call("units.hello", Hello(0, "i", 1 << 30, ""), Welcome, timeout=10)
+    unit = Unit(client, welcome)
+    await client.call("units.announce", Announce(unit.session, [], last=True), Strangers, timeout=10)
+    try:
+        yield controller, unit
+    finally:
+        await client.close()
+        await controller.close()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_a_put_that_comes_again_in_other_groups_is_refused_and_the_ledger_can_be_read(greeted, tmp_path, lost):
+    controller, unit = greeted
+    assert (await unit.put(0, 2)).each(2) == [True, True]
+    if lost:
+        await unit.lose(0)
+    assert "has 2 rows, not 4" in (await unit.put(10, 4)).error["what"]
+    assert (await unit.put(20, 2)).each(2) == [lost, False]
+    rows = list(controller.table.books.rows)
+    await controller.close()
+    again = Controller(ledger_dir=tmp_path)
+    await again.start()
+    assert list(again.table.books.rows) == rows
+    await again.close()
+
+
+async def test_a_controller_that_cannot_make_what_it_has_answered_serves_no_more(greeted, monkeypatch):
+    controller, unit = greeted
+
+    def fail(*_):
+        raise LedgerCorrupt("it does not follow")
+
+    monkeypatch.setattr(Puts, "_fill", fail)
+    assert (await unit.put(0, 2)).each(2) == [True, True]
+    assert isinstance(controller.failed.exception(), LedgerCorrupt)
+
+
+async def test_more_rows_than_can_be_told_of_are_refused_and_leave_nothing(cluster, monkeypatch):
+    monkeypatch.setattr("asyncflow.queue.unit.unit.MOST", 3)
+    async with cluster(units=1) as queue:
+        with pytest.raises(Refused, match="4 rows came in one put"):
+            await queue.client.put("open", {"x": Jagged.from_rows([[1]] * 4, "int64")}, timeout=10)
+        assert queue.units[0].holdings.budget.used == 0
+        assert len((await queue.client.put("open", {"x": Jagged.from_rows([[1]] * 3, "int64")}, timeout=10)).rows) == 3

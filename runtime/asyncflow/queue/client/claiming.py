@@ -47,6 +47,8 @@ class Claimer:
         the rows; it may then be sent without being asked for.
         """
         place, deadline = (request.partition, request.task), self._control.clock() + timeout
+        if request.done:
+            self._control.fresh.forget()
         for _ in range(_MOVES):
             try:
                 return (yield from self._claim_at(self.places.get(place), request, columns, deadline))
@@ -64,7 +66,7 @@ class Claimer:
             )
             return answer.ok
 
-        return (yield from scatter(map(controller_of, leases), send)) if leases else []
+        return (yield from self._control.fresh.changing(scatter(map(controller_of, leases), send))) if leases else []
 
     def _claim_at(self, peer: Peer, request: ClaimRows, columns: Sequence[str], deadline: float) -> Verb[Claimed]:
         control = self._control
@@ -84,6 +86,8 @@ class Claimer:
 
     def _park(self, peer: Peer, request: ClaimRows, columns: Sequence[str], deadline: float) -> Verb[Claimed]:
         """Claim until there is an answer, which is that of a claim that was met, or waited for as long as one waits."""
+        control = self._control
+        promises = control.fresh.since()
         place: Place | None = (yield Reserve()) if columns else None
         unsaid = [Ahead(place.seat, place.call, list(columns))] if place is not None else []
 
@@ -92,8 +96,9 @@ class Claimer:
             return msgspec.structs.replace(request, wait_s=wait_s, ahead=ahead)
 
         what = f"claiming from {request.partition}/{request.task}"
-        claimed = yield from self._control.park("queue.claim", asked, Claimed, deadline=deadline, what=what, peer=peer)
+        claimed = yield from control.park("queue.claim", asked, Claimed, deadline=deadline, what=what, peer=peer)
         lot = claimed.lot.expanded() if claimed.lot is not None else None
         if lot is not None and place is not None and claimed.ahead:
-            yield Expect(lot.homes[0], FetchRows(shrink(lot.rows), list(columns)), place.call)
+            yield Expect(lot.homes[0], place)
+            control.fresh.note(promises, lot.homes[0], FetchRows(shrink(lot.rows), list(columns)), place)
         return claimed if lot is claimed.lot else msgspec.structs.replace(claimed, lot=lot)

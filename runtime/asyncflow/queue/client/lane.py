@@ -50,7 +50,7 @@ class Lane:
                         self._promised.expect(effect)
                         answer = None
                     elif isinstance(effect, Together):
-                        self._promised.forget()
+                        self._promised.drop()
                         answer = Strands(self._links, farewells).run(effect.verbs)
                     elif isinstance(effect, Pause):
                         time.sleep(effect.seconds)
@@ -81,8 +81,10 @@ class Lane:
         """Make a call and wait for its answer; where the peer has no address, for that first."""
         links, left = self._links, ask.timeout
         due = time.monotonic() + left
-        if (answer := self._promised.take(ask, left)) is not None:
-            return answer
+        if ask.promised is not None:
+            if (answer := self._promised.take(ask, left)) is not None:
+                return answer
+            left = max(0.0, due - time.monotonic())
         call = next(links.numbers)
         link = links.send(call, ask, due)
         try:

@@ -18,7 +18,7 @@ from asyncflow.queue.client.patience import patience
 from asyncflow.queue.client.placement import Placement
 from asyncflow.queue.client.verbs import Ask, Clock, Verb, left_of, persist, together
 from asyncflow.queue.protocol.messages import SERIAL_BITS, Tag
-from asyncflow.queue.protocol.runs import expand
+from asyncflow.queue.protocol.runs import MOST, expand
 from asyncflow.queue.protocol.unit_calls import Numbers, PutRows
 
 _SPLIT_BYTES = 8 << 20
@@ -86,9 +86,9 @@ class Putter:
             return persist(attempt, what=f"putting {rows} rows", timeout=timeout, clock=self._clock)
 
         nbytes = sum([column.nbytes for column in columns.values()])
-        if nbytes < 2 * _SPLIT_BYTES:
+        if nbytes < 2 * _SPLIT_BYTES and rows <= MOST:
             return (yield from part(0, groups, columns))
-        spans = _spans(_cut(groups, nbytes, len(self._placement.there())))
+        spans = _spans(_cut(groups, nbytes, len(self._placement.there()), rows=rows))
         parts = yield from together([part(a, b, _run(columns, a * group_size, b * group_size)) for a, b in spans])
         return _joined(parts)
 
@@ -101,9 +101,10 @@ def _rows_of(columns: Mapping[str, Jagged]) -> int:
     return counts.pop()
 
 
-def _cut(groups: int, nbytes: int, units: int) -> list[int]:
+def _cut(groups: int, nbytes: int, units: int, *, rows: int) -> list[int]:
     """Give the groups of each part: one part for each unit, where parts are worth it, and none too large."""
-    parts = max(min(units, nbytes // _SPLIT_BYTES), -(-nbytes // _MOST_BYTES), 1)
+    most_groups = max(1, MOST // (rows // groups))
+    parts = max(min(units, nbytes // _SPLIT_BYTES), -(-nbytes // _MOST_BYTES), -(-groups // most_groups))
     parts = min(parts, groups)
     return [groups // parts + (part < groups % parts) for part in range(parts)]
 

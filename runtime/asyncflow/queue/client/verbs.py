@@ -49,8 +49,15 @@ def name_of(peer: Peer) -> str:
     return f"storage unit {peer}" if peer >= 0 else f"controller {-peer}"
 
 
+class Place(Struct, frozen=True):
+    """seat: by which units know who takes the answer; call: its number."""
+
+    seat: int
+    call: int
+
+
 class Ask(Struct, frozen=True, eq=False):
-    """A call. unit: whom it asks, a ``Peer``; timeout: seconds for all of it."""
+    """A call. unit: whom it asks, a ``Peer``; timeout: seconds for all of it; promised: where its answer may be."""
 
     unit: Peer
     method: str
@@ -58,6 +65,7 @@ class Ask(Struct, frozen=True, eq=False):
     reply: type[Struct]
     timeout: float
     frames: Sequence[Buffer] = ()
+    promised: Place | None = None
 
 
 class Pause(Struct, frozen=True, eq=False):
@@ -76,19 +84,11 @@ class Reserve(Struct, frozen=True, eq=False):
     """A place for an answer that may come unasked."""
 
 
-class Place(Struct, frozen=True):
-    """seat: by which units know who takes the answer; call: its number."""
-
-    seat: int
-    call: int
-
-
 class Expect(Struct, frozen=True, eq=False):
-    """``unit`` was told to answer ``request``, which will be asked for, under the reserved number ``call``."""
+    """``unit`` was told to answer at the reserved ``place`` what will be asked for as ``promised`` there."""
 
     unit: int
-    request: Struct
-    call: int
+    place: Place
 
 
 class Farewell(Struct, frozen=True, eq=False):

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
+from asyncflow.queue.client.fresh import Fresh
 from asyncflow.queue.client.scatter import parts_by
 from asyncflow.queue.client.verbs import Ask, Clock, Peer, Verb, left_of, name_of, once, persist, shard, together
 from asyncflow.queue.protocol import calls
@@ -33,7 +34,7 @@ class ControlVerbs:
     """The verbs of one client, as far as the controller goes. Timeouts are seconds for the whole of a verb.
 
     units: the indices of the units that are there; worker: who holds the leases; attempt: of the role, see
-    ``take_over``; clock: seconds that only grow.
+    ``take_over``; clock: seconds that only grow; fresh: what was sent ahead and may be taken.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class ControlVerbs:
         self.attempt = attempt
         self.units = units
         self.clock = clock
+        self.fresh = Fresh(clock)
 
     def declare(self, tasks: Sequence[TaskSpec], *, timeout: float) -> Verb[None]:
         """Make tasks known; again with the same changes nothing."""
@@ -74,7 +76,7 @@ class ControlVerbs:
         Raises Fenced if a newer attempt has begun, Refused if θ_step holds samples that were never handed out.
         """
         request = calls.Begin(partition, attempt, step, world)
-        yield from self.ask("queue.begin", request, calls.Done, timeout=timeout)
+        yield from self.fresh.changing(self.ask("queue.begin", request, calls.Done, timeout=timeout))
 
     def slot(
         self, *, partition: str, attempt: int, step: int, slot: int, rank: int, tokens: int, timeout: float
@@ -104,7 +106,7 @@ class ControlVerbs:
     def commit(self, *, partition: str, attempt: int, step: int, timeout: float) -> Verb[None]:
         """Say that a checkpoint holds all steps up to ``step``: their rows are trained and their bytes freed."""
         request = calls.Commit(partition, attempt, step)
-        yield from self.ask("queue.commit", request, calls.Done, timeout=timeout)
+        yield from self.fresh.changing(self.ask("queue.commit", request, calls.Done, timeout=timeout))
 
     def wanted(self, *, partition: str, known: int, timeout: float) -> Verb[Wanted]:
         """Give the samples to be created again, as soon as their revision is not ``known``, or after ``timeout``."""
@@ -163,7 +165,7 @@ class ControlVerbs:
         Raises Fenced where a newer attempt of this creator has taken over.
         """
         request = calls.Clear(partition, self.attempt)
-        yield from self.ask("queue.clear", request, calls.Done, timeout=timeout)
+        yield from self.fresh.changing(self.ask("queue.clear", request, calls.Done, timeout=timeout))
 
     def close_partition(self, *, partition: str, step: int, timeout: float) -> Verb[None]:
         """Mark the run complete: every sample of steps up to ``step`` should be finished; the audit checks it."""

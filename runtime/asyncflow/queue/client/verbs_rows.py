@@ -149,7 +149,8 @@ class RowVerbs(ControlVerbs):
         min_rows: that many or none; max_tokens: most tokens of all rows, 0 for any number; done: leases of a task that
         writes nothing, whose rows are acknowledged herewith (``late`` names those that were not in force any more);
         columns: what the caller will fetch of all these rows; to a claim that had to wait the unit may send them at
-        once, and a ``fetch`` of just that, the next claim of a blocking client not coming between, finds them there.
+        once. A ``fetch`` of just that within a second, before the next claim of the thread, then finds them there, as
+        they were when the claim was met, unless this client has written, completed or cleared any row since then.
         """
         ticket = self._claimer.ticket()
         request = calls.ClaimRows(
@@ -175,7 +176,8 @@ class RowVerbs(ControlVerbs):
             mine = numbers if len(indices) == len(numbers) else [numbers[i] for i in indices]
             request = unit_calls.FetchRows(shrink(mine), list(columns))
             method = "unit.fetch" if self._before_lent.get(unit, 1) else "unit.lend"
-            reply, frames = yield Ask(unit, method, request, unit_calls.Fetched, seconds)
+            place = self.fresh.take(unit, request)
+            reply, frames = yield Ask(unit, method, request, unit_calls.Fetched, seconds, promised=place)
             came = decode_batch(reply.header, frames, max_bytes=_MOST, writable=False)
             return self._got(unit, mine, reply.first, came)
 
@@ -268,7 +270,8 @@ class RowVerbs(ControlVerbs):
             verdicts, _ = yield Ask(unit, "unit.write", request, calls.Verdicts, seconds, frames)
             return verdicts.ok
 
-        parts = yield from at_homes(self, numbers, homes, send, apart=leases, what="writing rows", timeout=timeout)
+        written = at_homes(self, numbers, homes, send, apart=leases, what="writing rows", timeout=timeout)
+        parts = yield from self.fresh.changing(written)
         return spread_out(parts, len(numbers), False)
 
     def _end(self, rows: Sequence[LeasedRow], *, reason: str, drop: bool, timeout: float) -> Verb[list[bool]]:
@@ -278,7 +281,7 @@ class RowVerbs(ControlVerbs):
             peer = shard(controller_of(lease))
             return (yield from self.ask("queue.end", request, calls.Verdicts, timeout=timeout, peer=peer)).ok
 
-        return scatter((row.lease for row in rows), send)
+        return self.fresh.changing(scatter((row.lease for row in rows), send))
 
 
 def located(rows: Rows) -> tuple[list[int], list[int]]:

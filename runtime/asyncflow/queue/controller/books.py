@@ -60,7 +60,7 @@ class Books:
         self.outbox.append(event)
 
     def record_behind(self, event: ev.Event, after: Callable[[], None]) -> None:
-        """Have ``event`` written; it happens, and then ``after``, when the books catch up. For what takes long."""
+        """Have ``event`` written; it and then ``after`` happen when the books catch up. For what cannot fail."""
         if self.news is not None:
             self.news(event)
         self.outbox.append(event)

@@ -2,7 +2,7 @@
 
 A call changes the table at once, where its request is read, and is answered when the ledger has what it changed. What
 cannot be answered yet is parked and tried again whenever its partition has changed: nothing polls. Where nobody is
-parked, a put is answered first and its rows are made then, before anything else is looked at.
+parked in its partition, a put is answered first and its rows are made then, before anything else is looked at.
 
 Invariants: no answer leaves before the events behind it are as safe as ``sync`` says; a controller whose ledger cannot
 be written stops serving (``failed``); the time that the process itself did not run is nobody's delay.
@@ -176,13 +176,21 @@ class Controller:
         """Settle, and give ``reply`` when the ledger has everything up to now; before the rest, where nobody waits."""
         books = self.table.books
         if books.behind and not self._parking.touched and self._write() is None:
-            return Then(reply, self.settle)
+            return Then(reply, self._follow_up)
         pending = self.settle(ahead)
         if pending is None:
             return reply
         later: Later[T] = Later()
         self._give_all([(later, reply)], pending)
         return later
+
+    def _follow_up(self) -> None:
+        """Settle what was answered already; where that fails nobody may rely on this process any more."""
+        try:
+            self.settle()
+        except Exception as error:
+            self.fail(error)
+            raise
 
     def until(
         self, partition: str, attempt: Callable[[], T | None], wait_s: float, otherwise: Callable[[], T]

@@ -41,10 +41,10 @@ def make_groups(
                 number += 1
             made += size
             continue
-        for sample in range(size):
-            if group.rows[sample].state is State.WANTED:
-                books.enter(partition, group, sample, number)
-            number += 1
+        for sample, row in enumerate(group.rows[:size]):
+            if row.state is State.WANTED:
+                books.enter(partition, group, sample, number + sample)
+        number += size
     partition.counts[live] += made
     for task, did in work.items():
         partition.queues[task].busy += made * bool(did.done)

@@ -1,5 +1,7 @@
 """Rows of open partitions: put by anybody, under serials of the putter's own, and perhaps under keys.
 
+A put of which nothing was there before cannot fail, so it may be answered before its rows are made.
+
 Invariants: a serial makes rows once, whatever became of them, unless they are wanted; two living rows of a partition
 never have one key; a group is made whole or not at all. A put under keys is put off while a unit of before a restart
 has not yet told what it holds.
@@ -62,21 +64,21 @@ class Puts:
             self._check_keys(keys, partition)
         self._books.check_schema(held, cells.dtypes)
         count = len(rows) // size
-        runs = [(0, serial, count)]
         taken: set[Tag | None] = {key for key in keys if key in held.keys} if held.keys else set()
-        if taken or held.used.overlaps(serial, count):
-            runs = _runs(
-                (number, home)
-                for number in range(count)
-                if (home := _home(held, serial + number, keys[number * size : (number + 1) * size], taken)) is not None
-            )
+        if not taken and not held.used.overlaps(serial, count):
+            put = ev.Put(partition, serial, count, size, rows[0])
+            self._books.record_behind(put, partial(self._fill, held, rows, slice(len(rows)), cells, tags))
+            return [True] * len(rows), rows
+        _check_sizes(held, serial, count, size)
+        runs = _runs(
+            (number, home)
+            for number in range(count)
+            if (home := _home(held, serial + number, keys[number * size : (number + 1) * size], taken)) is not None
+        )
         for number, first, length in runs:
             start, end = number * size, (number + length) * size
-            put = ev.Put(partition, first, length, size, rows[start])
-            self._books.record_behind(put, partial(self._fill, held, rows, slice(start, end), cells, tags))
-        if sum([length for _, _, length in runs]) == count:
-            return [True] * len(rows), rows
-        self._books.catch_up()
+            self._books.record(ev.Put(partition, first, length, size, rows[start]))
+            self._fill(held, rows, slice(start, end), cells, tags)
         return _answers(held, serial, size, rows, keys)
 
     def _check_keys(self, keys: Sequence[Tag | None], partition: str) -> None:
@@ -112,13 +114,22 @@ class Puts:
 
 
 def _check_shape(partition: str, serial: int, size: int, rows: Sequence[int], tags: _Tags) -> None:
-    if not rows or len(rows) % size or rows[-1] - rows[0] != len(rows) - 1:
+    run = range(rows[0], rows[0] + len(rows)) if rows else range(0)
+    if not rows or len(rows) % size or (rows != run and list(rows) != list(run)):
         raise Refused(f"{len(rows)} rows do not make groups of {size}", where=partition)
     if tags and len(tags) != len(rows):
         raise Refused(f"{len(rows)} rows came with {len(tags)} sets of tags", where=partition)
     if not serial >> SERIAL_BITS or (serial + len(rows) // size - 1) >> SERIAL_BITS != serial >> SERIAL_BITS:
         hint = "A serial is the putter's nonce, not 0, above its count of groups"
         raise Refused(f"{serial} is no serial of {len(rows) // size} groups", where=partition, hint=hint)
+
+
+def _check_sizes(partition: Partition, serial: int, count: int, size: int) -> None:
+    for number in range(serial, serial + count):
+        group = partition.groups.get(number)
+        if group is not None and group.size != size:
+            what = f"the group {number} has {group.size} rows, not {size}"
+            raise Refused(what, where=partition.name, hint="Put it again as it was, or under another serial")
 
 
 def _home(partition: Partition, serial: int, keys: Sequence[Tag | None], taken: set[Tag | None]) -> int | None:

@@ -14,6 +14,8 @@ from asyncflow.net.jagged import Jagged
 
 ABSENT = (1 << 32) - 1
 """Stands for a cell that is not there."""
+MOST_BYTES = ABSENT - 1
+"""Bytes of the largest cell."""
 
 _SIZE = 4
 

@@ -15,6 +15,10 @@ from asyncflow.net.wire import CallId, SeatNumber
 from asyncflow.queue.protocol.calls import Attempt, Bytes, Seconds
 from asyncflow.queue.protocol.messages import RowMeta, Tag
 from asyncflow.queue.protocol.runs import expand_equal, shrink_equal
+from asyncflow.queue.protocol.sizes import MOST_BYTES
+
+CellBytes = Annotated[int, Meta(ge=0, le=MOST_BYTES)]
+_GroupSize = Annotated[int, Meta(ge=1)]
 
 
 class Cells(Struct, frozen=True, kw_only=True):
@@ -28,8 +32,8 @@ class Held(Struct, frozen=True, kw_only=True):
     """A row as its unit holds it. columns, partial: bytes by column."""
 
     row: int
-    columns: dict[str, int]
-    partial: dict[str, int]
+    columns: dict[str, CellBytes]
+    partial: dict[str, CellBytes]
     tokens: int
     tags: dict[str, Tag]
 
@@ -164,7 +168,7 @@ class NewRows(Struct, frozen=True, tag="new"):
 
     metas: list[RowMeta]
     rows: list[int]
-    group_size: int
+    group_size: _GroupSize
     cells: Cells
     attempt: Attempt = 0
 
@@ -174,7 +178,7 @@ class OpenRows(Struct, frozen=True, tag="open"):
 
     partition: str
     serial: int
-    group_size: int
+    group_size: _GroupSize
     rows: list[int]
     cells: Cells
     tags: list[dict[str, Tag]]

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Elsewhere, ProtocolError, StaleHandle
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Elsewhere, ProtocolError, Refused, StaleHandle
 from asyncflow.net.eager import begin
 from asyncflow.net.frames import BatchHeader, Buffer, Jagged, decode_batch, encode_batch
 from asyncflow.net.hosts import address_of
@@ -27,7 +27,7 @@ from asyncflow.queue.backends.base import BACKENDS, Backend, Site
 from asyncflow.queue.backends.memory import MemoryBackend
 from asyncflow.queue.protocol.calls import Verdicts
 from asyncflow.queue.protocol.moving_calls import Drain, TakeRows
-from asyncflow.queue.protocol.runs import expand, shrink
+from asyncflow.queue.protocol.runs import MOST, expand, shrink
 from asyncflow.queue.protocol.unit_calls import (
     CreateRows,
     Fetched,
@@ -67,8 +67,7 @@ class StorageUnit:
     function that gives it; shard: gives that of a further controller; incarnation: of this process, by default made
     here; host, port: where to listen (0: any); keys: the job's key; backend: where the cells lie, by default this
     process's memory; peer: gives the address of another unit, by its index.
-    ``failed`` is done when the unit cannot go on; its exception says why. ``leaving`` is set when the controller wants
-    it to ``leave``.
+    ``failed`` is done when it cannot go on; its exception says why. ``leaving`` is set when it is wanted to ``leave``.
     """
 
     failed: asyncio.Task[None]
@@ -260,6 +259,8 @@ class StorageUnit:
     async def _store_new(
         self, call: CreateRows | PutRows | TakeRows, frames: Frames, *, rows: int, partial: Sequence[str] = ()
     ) -> Parcel:
+        if rows > MOST:
+            raise Refused(f"{rows} rows came in one put", where="storage unit", hint=f"Put at most {MOST} at a time")
         columns = self._columns(call.header, frames, rows=rows)
         if not set(partial) <= columns.keys():
             raise ProtocolError(f"the unfinished columns {partial} are not among {sorted(columns)}")
