@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from asyncflow.net.heap import Heap
 
-moves = st.lists(st.one_of(st.integers(1, 40), st.integers(-30, -1)), max_size=120)
+moves = st.lists(st.one_of(st.integers(1, 40), st.integers(-30, -1), st.just(0)), max_size=120)
+"""Above 0: take so many pages; below: give one place back; 0: take the highest free page."""
 
 
 def free_runs(taken: dict[int, int], first: int, end: int) -> list[tuple[int, int]]:
@@ -31,6 +32,12 @@ def test_a_place_is_the_lowest_run_that_is_long_enough_and_overlaps_no_other(fir
             assert place == expected
             if place is not None:
                 taken[place] = move
+        elif move == 0:
+            runs = free_runs(taken, first, first + pages)
+            place = heap.take_last()
+            assert place == (runs[-1][1] - 1 if runs else None)
+            if place is not None:
+                taken[place] = 1
         assert all(place in heap for place in taken)
     for place in taken:
         heap.give_back(place)
@@ -48,25 +55,3 @@ def test_what_was_never_taken_cannot_be_given_back():
     with pytest.raises(KeyError):
         heap.give_back(place)
     assert heap.take(8) == 1
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.integers(1, 30), st.lists(st.integers(-30, 10), max_size=80))
-def test_the_highest_free_page_can_be_taken_by_itself(pages, moves):
-    heap, taken = Heap(first=1, end=1 + pages), {}
-    for move in moves:
-        if move < 0 and taken:
-            place = list(taken)[-move % len(taken)]
-            heap.give_back(place)
-            del taken[place]
-        elif move > 0:
-            place = heap.take(move)
-            taken |= {} if place is None else {place: move}
-        else:
-            free = free_runs(taken, 1, 1 + pages)
-            place = heap.take_last()
-            assert place == (free[-1][1] - 1 if free else None)
-            taken |= {} if place is None else {place: 1}
-    for place in taken:
-        heap.give_back(place)
-    assert heap.take(pages) == 1

@@ -4,8 +4,11 @@ from asyncflow.errors import AsyncFlowError
 from asyncflow.queue.client.verbs import Ask, Pause, Together
 
 
-def carry_out(verb, answer):
-    """Run a verb; ``answer`` is given each call and gives its reply and frames, or raises. Pauses cost nothing."""
+def carry_out(verb, answer, otherwise=None):
+    """Run a verb; ``answer`` is given each call and gives its reply and frames, or raises. Pauses cost nothing.
+
+    otherwise: gives what comes of any other effect, which may be none without it.
+    """
     reply, error = None, None
     while True:
         try:
@@ -15,7 +18,7 @@ def carry_out(verb, answer):
         reply, error = None, None
         if isinstance(effect, Together):
             try:
-                reply = [carry_out(part, answer) for part in effect.verbs]
+                reply = [carry_out(part, answer, otherwise) for part in effect.verbs]
             except AsyncFlowError as failed:
                 error = failed
         elif isinstance(effect, Ask):
@@ -23,5 +26,6 @@ def carry_out(verb, answer):
                 reply = answer(effect)
             except AsyncFlowError as failed:
                 error = failed
-        else:
-            assert isinstance(effect, Pause)
+        elif not isinstance(effect, Pause):
+            assert otherwise is not None, effect
+            reply = otherwise(effect)

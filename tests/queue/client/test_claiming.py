@@ -1,12 +1,18 @@
 """Claims on their way: what of a claim is said again, and when rows are expected that nobody has asked for."""
 
+import sys
+from pathlib import Path
+
 from asyncflow.errors import PeerLost
 from asyncflow.queue.client.claiming import Claimer
-from asyncflow.queue.client.verbs import Ask, Expect, Place, Reserve
+from asyncflow.queue.client.verbs import Expect, Farewell, Place, Reserve
 from asyncflow.queue.client.verbs_control import PARK_S, ControlVerbs
 from asyncflow.queue.protocol.calls import Ahead, Claimed, ClaimRows
 from asyncflow.queue.protocol.lot import Lot
 from asyncflow.queue.protocol.unit_calls import FetchRows
+
+sys.path.insert(0, str(Path(__file__).parent))
+import by_hand
 
 SEAT = 5
 ROW = 1 << 44 | 1 << 32
@@ -29,29 +35,27 @@ class Hand:
         control = ControlVerbs(units=list, worker="w", clock=lambda: self.now)
         self.fresh, claimer = control.fresh, Claimer(control)
         request = ClaimRows("p", "t", "w", "k", 8, None, None, [], 0.0)
-        self.claimed = self._run(claimer.claim(request, columns=columns, timeout=60))
+        verb = claimer.claim(request, columns=columns, timeout=60)
+        self._reserved = 0
+        self.claimed = by_hand.carry_out(verb, self._answer, self._other)
 
-    def _run(self, verb):
-        reserved, error, reply = 0, None, None
-        while True:
-            try:
-                effect = verb.throw(error) if error else verb.send(reply)
-            except StopIteration as ended:
-                return ended.value
-            reply, error = None, None
-            if isinstance(effect, Reserve):
-                reserved += 1
-                reply = Place(SEAT, reserved) if self._places else None
-            elif isinstance(effect, Expect):
-                self.expected.append(effect)
-            elif isinstance(effect, Ask):
-                self.said.append(effect.request)
-                answer = self._answers.pop(0)
-                if isinstance(answer, PeerLost):
-                    error = answer
-                else:
-                    self.now += PARK_S if answer.lot is None else 0.0
-                    reply = answer, []
+    def _answer(self, ask):
+        self.said.append(ask.request)
+        answer = self._answers.pop(0)
+        if isinstance(answer, PeerLost):
+            raise answer
+        self.now += PARK_S if answer.lot is None else 0.0
+        return answer, []
+
+    def _other(self, effect):
+        if isinstance(effect, Reserve):
+            self._reserved += 1
+            return Place(SEAT, self._reserved) if self._places else None
+        if isinstance(effect, Expect):
+            self.expected.append(effect)
+        else:
+            assert isinstance(effect, Farewell)
+        return None
 
 
 def test_each_claim_has_a_place_of_its_own_and_says_it_once():

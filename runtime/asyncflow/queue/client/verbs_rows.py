@@ -15,10 +15,10 @@ from typing import TypeAlias
 
 from asyncflow.errors import ProtocolError, StaleHandle
 from asyncflow.identity import unit_of
-from asyncflow.net.arena_borrowing import mark_of
-from asyncflow.net.frames import LARGE, BatchHeader, Jagged, decode_batch, encode_batch
+from asyncflow.net.frames import BatchHeader, Jagged, decode_batch, encode_batch
 from asyncflow.queue.client.claiming import Claimer
 from asyncflow.queue.client.creation import Creator
+from asyncflow.queue.client.lenders import Lenders
 from asyncflow.queue.client.placement import Placement
 from asyncflow.queue.client.putting import Putter
 from asyncflow.queue.client.remembered import Remembered, cut
@@ -33,7 +33,6 @@ from asyncflow.queue.protocol.runs import shrink
 from asyncflow.queue.protocol.shard_calls import controller_of
 
 _MOST = 1 << 40
-_PAUSE = 16
 _EMPTY = BatchHeader(rows=0, columns=[])
 
 Rows: TypeAlias = Lot | Sequence[LeasedRow | StagedRow | int]
@@ -52,8 +51,7 @@ class RowVerbs(ControlVerbs):
         self._putter = Putter(placement=placement, worker=worker, clock=clock)
         self._claimer = Claimer(self)
         self._remembered = Remembered()
-        self._before_lent: dict[int, int] = {}
-        """By unit: how many of its answers must have come lent before it is asked to lend whole parcels."""
+        self._lenders = Lenders()
 
     def create(
         self,
@@ -175,7 +173,7 @@ class RowVerbs(ControlVerbs):
         def get(unit: int, indices: Sequence[int], seconds: float) -> Verb[dict[str, Jagged]]:
             mine = numbers if len(indices) == len(numbers) else [numbers[i] for i in indices]
             request = unit_calls.FetchRows(shrink(mine), list(columns))
-            method = "unit.fetch" if self._before_lent.get(unit, 1) else "unit.lend"
+            method = "unit.lend" if unit in self._lenders else "unit.fetch"
             place = self.fresh.take(unit, request)
             reply, frames = yield Ask(unit, method, request, unit_calls.Fetched, seconds, promised=place)
             came = decode_batch(reply.header, frames, max_bytes=_MOST, writable=False)
@@ -194,20 +192,14 @@ class RowVerbs(ControlVerbs):
     def _got(self, unit: int, rows: Sequence[int], first: int, columns: dict[str, Jagged]) -> dict[str, Jagged]:
         """Take in what a unit gave; give the rows that were asked for. first: of all rows that came, -1 for those.
 
-        Of a whole parcel that is a copy only the rows asked for are kept, and the unit is not asked for one soon.
+        Of a whole parcel that is a copy only the rows asked for are kept.
         """
-        large = [column.values for column in columns.values() if column.values.nbytes >= LARGE]
-        lends = any(mark_of(values) is not None for values in large)
-        before = self._before_lent.get(unit, 1)
-        if lends:
-            self._before_lent[unit] = max(0, before - 1)
-        elif large:
-            self._before_lent[unit] = max(before, 1 if first < 0 else _PAUSE)
+        lent = self._lenders.heard(unit, columns, whole=first >= 0)
         if first < 0:
             return columns
         if not columns or not first <= min(rows) <= max(rows) < first + len(next(iter(columns.values()))):
             raise ProtocolError(f"rows {min(rows)} to {max(rows)} are not among those that came", where="fetch")
-        if not lends:
+        if not lent:
             return {name: column.take([row - first for row in rows]) for name, column in columns.items()}
         self._remembered.keep(first, columns)
         return cut(columns, rows, first=first)
