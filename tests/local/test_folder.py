@@ -85,6 +85,16 @@ def test_two_runs_never_share_a_folder(tmp_path, how):
     RunFolder.claim(path, **how).release()
 
 
+def test_who_begins_where_a_run_goes_on_is_told_that_it_goes_on(tmp_path):
+    path = begun(tmp_path / "run")
+    folder = RunFolder.claim(path, resume=True)
+    with pytest.raises(ManifestError, match="another run is using the folder"):
+        RunFolder.claim(path)
+    folder.release()
+    with pytest.raises(ManifestError, match="already holds a run"):
+        RunFolder.claim(path)
+
+
 def test_the_lock_ends_with_its_process(tmp_path):
     code = (
         "import os, signal, sys; from pathlib import Path; from asyncflow.substrates.local.folder import RunFolder;"

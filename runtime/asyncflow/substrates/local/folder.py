@@ -51,6 +51,7 @@ class RunFolder:
                 "there is no run to resume", where=str(path), hint="Leave out --resume, or give its --output"
             )
         if held and not (resume or fresh):
+            _check_unused(path)
             hint = "Continue it with --resume, move it aside with --fresh, or give another --output"
             raise ManifestError("the folder already holds a run", where=str(path), hint=hint)
         try:
@@ -102,6 +103,25 @@ def holds_run(path: Path) -> bool:
     return any((path / entry).exists() for entry in _RUN_ENTRIES)
 
 
+def _check_unused(path: Path) -> None:
+    """Raise ManifestError where another supervisor holds the folder; leave it as it is."""
+    try:
+        descriptor = os.open(path / "run" / "lock", os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise _in_use(path) from error
+    finally:
+        os.close(descriptor)
+
+
+def _in_use(path: Path) -> ManifestError:
+    hint = "Wait for it, end it, or give another --output"
+    return ManifestError("another run is using the folder", where=str(path), hint=hint)
+
+
 def _lock(path: Path) -> int:
     """Create the folder where needed and lock it for this process; the kernel unlocks when the process ends."""
     run = path / "run"
@@ -114,8 +134,7 @@ def _lock(path: Path) -> int:
             raise BlockingIOError
     except (BlockingIOError, FileNotFoundError) as error:
         os.close(descriptor)
-        hint = "Wait for it, end it, or give another --output"
-        raise ManifestError("another run is using the folder", where=str(path), hint=hint) from error
+        raise _in_use(path) from error
     return descriptor
 
 
