@@ -49,7 +49,7 @@ delayed-update: $(STAMP)
 same-bits: $(STAMP)
 	$(BIN)/python benchmarks/same_bits.py examples/quickstart.yaml
 
-# The queue beside TransferQueue and raw sockets, interleaved; two hours. The table goes into docs/queue-bench.md.
+# The queue beside TransferQueue and raw sockets, interleaved; an hour and a half. The table goes into docs/queue-bench.md.
 bench-queue: $(STAMP)
 	$(BIN)/python benchmarks/queue
 

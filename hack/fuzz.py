@@ -20,10 +20,11 @@ import msgspec
 import numpy as np
 
 from asyncflow.errors import LedgerCorrupt, ProtocolError
-from asyncflow.net import arena, wire
-from asyncflow.net.arena_borrowing import Borrowing
-from asyncflow.net.arena_loans import Incoming
-from asyncflow.net.arena_stream import ArenaInbox
+from asyncflow.net import wire
+from asyncflow.net.arena import memfd
+from asyncflow.net.arena.borrowing import Borrowing
+from asyncflow.net.arena.loans import Incoming
+from asyncflow.net.arena.stream import ArenaInbox
 from asyncflow.net.frames import BatchHeader, decode_batch, encode_batch
 from asyncflow.net.handshake import Handshake
 from asyncflow.net.jagged import OBJECT, TEXT, Jagged
@@ -31,12 +32,12 @@ from asyncflow.net.keys import Keys
 from asyncflow.net.staging import staging
 from asyncflow.net.stream import Inbox
 from asyncflow.queue.client.open_values import decode, encode_columns, pack_object, unpack_object
-from asyncflow.queue.controller import news, replica
-from asyncflow.queue.controller.folding import empty_books
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.records import pack, read_ledger
 from asyncflow.queue.protocol import calls, moving_calls, open_calls, runs, shard_calls, unit_calls
 from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.queue.table import news, replica
+from asyncflow.queue.table.folding import empty_books
 
 MOST = 1 << 20
 LONGEST = 4096
@@ -49,7 +50,7 @@ REQUESTS = [
 ]
 _header = msgspec.msgpack.Decoder(BatchHeader)
 _staging = staging()
-_shared = arena.made()
+_shared = memfd.made()
 _pieces = msgspec.msgpack.Decoder(list[bytes])
 _ids = msgspec.msgpack.Decoder(list[int])
 _keys = Keys(secret=b"k" * 40)

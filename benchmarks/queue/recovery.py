@@ -23,18 +23,18 @@ from lines import emit
 
 from asyncflow.identity import RowPlace
 from asyncflow.net.wire import decoder_of, encode
-from asyncflow.queue.controller.books import Books
-from asyncflow.queue.controller.compaction import dump
-from asyncflow.queue.controller.feed import NewsFeed
-from asyncflow.queue.controller.folding import empty_books
-from asyncflow.queue.controller.news import Recalled, decode
-from asyncflow.queue.controller.replica import draft_of, install, take
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.ledger import Ledger, Sync
 from asyncflow.queue.ledger.records import read_ledger
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.protocol.shard_calls import AskPart, Follow, Part
 from asyncflow.queue.protocol.unit_calls import Held
+from asyncflow.queue.table.books import Books
+from asyncflow.queue.table.compaction import dump
+from asyncflow.queue.table.feed import NewsFeed
+from asyncflow.queue.table.folding import empty_books
+from asyncflow.queue.table.news import Recalled, decode
+from asyncflow.queue.table.replica import draft_of, install, take
 
 P = "p"
 PUT, CLAIM = 256, 16

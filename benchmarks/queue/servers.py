@@ -25,7 +25,7 @@ import environment
 from asyncflow.api.load import load
 from asyncflow.api.names import HOST_ENV, KEY_FILE_ENV
 from asyncflow.api.queue import TransferQueue
-from asyncflow.net.arena_socket import SHARED_MEMORY_ENV
+from asyncflow.net.arena.unix import SHARED_MEMORY_ENV
 from asyncflow.net.keys import Keys
 from asyncflow.queue.client.blocking import BlockingQueue
 from asyncflow.queue.client.blocking_visitor import visiting

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,14 @@ class Life:
         }
 
     def _until(self, what: str, goal: Callable[[], object]) -> None:
-        self.world.until(lambda: self._alive() and goal(), f"a job that {what}")
+        """Wait for ``goal``; an operator that was started again has as much time as the one before."""
+        deaths = -1
+        while deaths != self.deaths:
+            deaths = self.deaths
+            self.world.until(partial(self._died_or, deaths, goal), f"a job that {what}")
+
+    def _died_or(self, deaths: int, goal: Callable[[], object]) -> bool:
+        return self._alive() and (self.deaths > deaths or bool(goal()))
 
     def _alive(self) -> bool:
         """Start the operator again where it was killed."""

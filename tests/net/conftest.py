@@ -2,17 +2,24 @@
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from asyncflow.net.arena_socket import SHARED_MEMORY_ENV
+from asyncflow.net.arena.unix import SHARED_MEMORY_ENV
 from asyncflow.net.handshake import HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE, Handshake
 from asyncflow.net.hosts import address_of, host_and_port
 from asyncflow.net.keys import Keys
@@ -37,6 +44,29 @@ class Peer:
 
 
 Spawn = Callable[..., Peer]
+NoDescriptors = Callable[[], AbstractContextManager[None]]
+
+
+@contextmanager
+def _no_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    fillers = []
+    try:
+        with suppress(OSError):
+            while True:
+                fillers.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for filler in fillers:
+            os.close(filler)
+
+
+@pytest.fixture
+def no_descriptors() -> NoDescriptors:
+    """In it this process has no descriptor left."""
+    return _no_descriptors
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import ProtocolError
-from asyncflow.net import arena as arenas
-from asyncflow.net.arena import FREE, PAGE, SIZE, Outgoing
-from asyncflow.net.arena_loans import Incoming
+from asyncflow.net.arena import memfd
+from asyncflow.net.arena.loans import Incoming
+from asyncflow.net.arena.memfd import FREE, PAGE, SIZE, Outgoing
 
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Outgoing, Incoming]]:
-    file = arenas.made()
+    file = memfd.made()
     outgoing, incoming = Outgoing(file), Incoming(os.dup(file))
     yield outgoing, incoming
     outgoing.close()
@@ -109,7 +109,7 @@ def ordinary() -> int:
 def test_no_other_file_is_taken_for_an_arena(made) -> None:
     file = made()
     with pytest.raises(ProtocolError, match="wants to share"):
-        arenas.check(file)
+        memfd.check(file)
     os.close(file)
 
 
@@ -149,8 +149,8 @@ def test_no_more_than_half_is_lent_and_what_is_copied_out_is_the_receivers_own()
 
 
 def test_pages_that_were_begun_are_bounded_and_what_is_closed_counts_no_more(monkeypatch) -> None:
-    monkeypatch.setattr(arenas, "_ALLOWANCE", arenas._Allowance())
-    monkeypatch.setattr(arenas, "MOST_FILLED", 20 * PAGE)
+    monkeypatch.setattr(memfd, "_ALLOWANCE", memfd._Allowance())
+    monkeypatch.setattr(memfd, "MOST_FILLED", 20 * PAGE)
     made = [Outgoing(sealed(65 * PAGE)) for _ in range(3)]
     assert [outgoing.put(noise(9 * PAGE)) is not None for outgoing in made] == [True, True, False]
     assert made[0].put(noise(PAGE)) is None
@@ -160,20 +160,20 @@ def test_pages_that_were_begun_are_bounded_and_what_is_closed_counts_no_more(mon
     assert made[2].put(noise(9 * PAGE)) is not None
     for outgoing in made:
         outgoing.close()
-    assert arenas._ALLOWANCE._taken == 0
+    assert memfd._ALLOWANCE._taken == 0
 
 
 def test_pages_for_which_there_is_no_memory_are_done_without(monkeypatch) -> None:
     def full(*_: int) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(arenas, "_ALLOWANCE", arenas._Allowance())
+    monkeypatch.setattr(memfd, "_ALLOWANCE", memfd._Allowance())
     outgoing, incoming = small(65)
     with monkeypatch.context() as scarce:
         scarce.setattr(os, "posix_fallocate", full)
         assert outgoing.put(noise(PAGE)) is None
         assert outgoing.put(noise(PAGE)) is None
-    assert arenas._ALLOWANCE._taken == 0
+    assert memfd._ALLOWANCE._taken == 0
     page = outgoing.put(noise(PAGE))
     assert bytes(incoming.take(page, PAGE)) == bytes(noise(PAGE))
     outgoing.close()
@@ -256,7 +256,7 @@ def test_a_forked_process_that_lets_go_gives_nothing_back(pair: tuple[Outgoing, 
 def test_an_arena_has_no_pages_before_it_is_used_and_leaves_none_behind() -> None:
     files, before = os.listdir("/proc/self/fd"), mapped()
     for _ in range(20):
-        file = arenas.made()
+        file = memfd.made()
         outgoing, incoming = Outgoing(file), Incoming(os.dup(file))
         assert kept(outgoing) == 0
         part = incoming.take(outgoing.put(noise(5)), 5)

@@ -14,13 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.errors import ProtocolError
-from asyncflow.net import arena as arenas
-from asyncflow.net import arena_lending
-from asyncflow.net.arena import PAGE, SHOWN, Outgoing
-from asyncflow.net.arena_borrowing import Borrowed, Borrowing, mark_of
-from asyncflow.net.arena_lending import MOST_FILES, Lending, forget_gone, inode_of, take_back
-from asyncflow.net.arena_loans import Incoming, Mapping, hide, owner_of, show
-from asyncflow.net.arena_stream import ArenaInbox, ArenaOutbox
+from asyncflow.net.arena import lending, memfd
+from asyncflow.net.arena.borrowing import Borrowed, Borrowing, mark_of
+from asyncflow.net.arena.lending import MOST_FILES, Lending, forget_gone, inode_of, take_back
+from asyncflow.net.arena.loans import Incoming, Mapping, hide, owner_of, show
+from asyncflow.net.arena.memfd import PAGE, SHOWN, Outgoing
+from asyncflow.net.arena.stream import ArenaInbox, ArenaOutbox
 from asyncflow.net.frames import LARGE
 from asyncflow.net.staging import staging
 
@@ -82,7 +81,7 @@ class Way:
 
 @pytest.fixture(autouse=True)
 def _nothing_of_other_tests(monkeypatch):
-    monkeypatch.setattr(arena_lending, "_REMAINING", {})
+    monkeypatch.setattr(lending, "_REMAINING", {})
 
 
 @pytest.fixture
@@ -213,7 +212,7 @@ def test_without_pages_for_tokens_or_memory_parts_go_as_any_others(to_unit, monk
     came = few.pass_on(*columns)
     assert came == columns
     assert [part.readonly for part in came] == [True] * 3 + [False] * 2
-    monkeypatch.setattr(arenas, "MOST_FILLED", 0)
+    monkeypatch.setattr(memfd, "MOST_FILLED", 0)
     none = Way(lends=True)
     assert none.pass_on(*columns) == columns
     assert none.files == 0
@@ -227,7 +226,7 @@ def test_a_host_without_such_locks_lends_nothing(to_unit, to_consumer, monkeypat
     def refuse(*_: object, **__: object) -> int:
         raise OSError
 
-    monkeypatch.setattr(arena_lending, "_opened", refuse)
+    monkeypatch.setattr(lending, "_opened", refuse)
     came = to_consumer.pass_on(*cells)
     assert came == cells
     assert (to_consumer.files, came[0].readonly) == (0, False)
@@ -360,7 +359,7 @@ def test_what_was_given_back_before_a_link_ended_does_not_remain(goes_first, to_
     del came[1:]
     for side in [way.outgoing, way.incoming] if goes_first == "lender" else [way.incoming, way.outgoing]:
         side.close()
-    (remaining,) = arena_lending._REMAINING.values()
+    (remaining,) = lending._REMAINING.values()
     assert len(remaining) == 1
     assert to_unit.outgoing._heap.take(150) is None
     assert to_unit.outgoing.put(noise(LARGE)) is not None
@@ -373,7 +372,7 @@ def test_what_remains_of_a_peer_is_each_part_once(to_unit):
     held = [way.pass_on(one, other[LARGE // 2 :], np.frombuffer(other, np.int16)[9:].view(np.uint8).data)]
     held += [way.pass_on(one, other) for _ in range(20)]
     way.outgoing.close()
-    (remaining,) = arena_lending._REMAINING.values()
+    (remaining,) = lending._REMAINING.values()
     assert len(remaining) == 2
     del one, other, remaining
     assert held[0][0] == noise(LARGE)
@@ -391,7 +390,7 @@ def test_taking_back_asks_nothing_of_those_that_are_gone(to_unit, monkeypatch):
     way.outgoing.close()
     monkeypatch.setattr(fcntl, "fcntl", lambda *_: pytest.fail("it asked the kernel"))
     take_back()
-    assert len(arena_lending._REMAINING) == 1
+    assert len(lending._REMAINING) == 1
     monkeypatch.undo()
     held.clear()
     way.close()

@@ -20,10 +20,11 @@ import numpy as np
 import pytest
 from msgspec import Struct
 
-from asyncflow.errors import AsyncFlowError
-from asyncflow.net import answering, arena, arena_socket
-from asyncflow.net.arena_loans import Mapping, owner_of
-from asyncflow.net.arena_socket import SHARED_MEMORY_ENV
+from asyncflow.errors import AsyncFlowError, ProtocolError
+from asyncflow.net import answering
+from asyncflow.net.arena import memfd, unix
+from asyncflow.net.arena.loans import Mapping, owner_of
+from asyncflow.net.arena.unix import SHARED_MEMORY_ENV
 from asyncflow.net.handshake import HELLO_SIZE, WELCOME_SIZE, Handshake
 from asyncflow.net.hosts import host_and_port
 from asyncflow.net.keys import Keys
@@ -98,13 +99,13 @@ async def until(true: Callable[[], bool]) -> None:
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The sizes of all arenas that this process takes from callers, as a server, while the test runs."""
     taken: list[int] = []
-    check = arena.check
+    check = memfd.check
 
     def watched(file: int) -> None:
         check(file)
         taken.append(os.fstat(file).st_size)
 
-    monkeypatch.setattr(arena, "check", watched)
+    monkeypatch.setattr(memfd, "check", watched)
     yield taken
     assert arenas() == 0
 
@@ -149,7 +150,7 @@ async def test_peers_that_run_as_different_users_do_without(
 ) -> None:
     server = await serve()
     known = iter([False, True] if side == "caller" else [True, False])
-    monkeypatch.setattr(arena_socket, "_is_ours", lambda _: next(known, False))
+    monkeypatch.setattr(unix, "_is_ours", lambda _: next(known, False))
     await moves(server)
     assert made == []
     await server.close()
@@ -160,10 +161,10 @@ async def test_the_kernel_says_who_a_peer_is(made: list[int]) -> None:
     server = await serve()
     os.seteuid(1234)
     try:
-        assert arena_socket.dialled(server.address) is None
+        assert unix.dialled(server.address) is None
         with pytest.MonkeyPatch.context() as trusting:
-            trusting.setattr(arena_socket, "_is_ours", lambda _: True)
-            stranger = arena_socket.dialled(server.address)
+            trusting.setattr(unix, "_is_ours", lambda _: True)
+            stranger = unix.dialled(server.address)
     finally:
         os.seteuid(0)
     assert stranger is not None
@@ -180,12 +181,12 @@ async def test_a_name_that_somebody_else_has_taken_costs_nothing_but_speed(
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     with socket.socket(socket.AF_UNIX) as squatter:
-        squatter.bind(arena_socket._name(address))
+        squatter.bind(unix._name(address))
         squatter.listen()
         server = RpcServer(name="server", bind=address)
         server.route("add", Number, add)
         await server.start()
-        monkeypatch.setattr(arena_socket, "_is_ours", lambda _: False)
+        monkeypatch.setattr(unix, "_is_ours", lambda _: False)
         await moves(server)
     assert made == []
     await server.close()
@@ -199,7 +200,7 @@ class Relay(threading.Thread):
         self.heard = bytearray()
         self._to = host_and_port(address)
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.bind(arena_socket._name(address))
+        self._socket.bind(unix._name(address))
         self._socket.listen()
 
     def run(self) -> None:
@@ -247,7 +248,7 @@ async def test_who_has_taken_a_name_learns_nothing_by_passing_on_what_it_hears(k
 
 async def test_another_network_namespace_has_no_such_name(made: list[int]) -> None:
     server = await serve()
-    program = f"from asyncflow.net.arena_socket import dialled; print(dialled({server.address!r}))"
+    program = f"from asyncflow.net.arena.unix import dialled; print(dialled({server.address!r}))"
     there = [sys.executable, "-c", program]
     seen = {}
     for where, argv in (("here", there), ("elsewhere", ["unshare", "--user", "--map-root-user", "--net", *there])):
@@ -261,14 +262,35 @@ async def test_another_network_namespace_has_no_such_name(made: list[int]) -> No
 
 
 async def test_an_address_too_long_for_a_name_is_served_without() -> None:
-    assert arena_socket._name(f"tcp://{'a' * 100}:5571") is None
-    assert arena_socket.listening(f"tcp://{'a' * 100}:5571") is None
-    assert arena_socket.dialled(f"tcp://{'a' * 100}:5571") is None
+    assert unix._name(f"tcp://{'a' * 100}:5571") is None
+    assert unix.listening(f"tcp://{'a' * 100}:5571") is None
+    assert unix.dialled(f"tcp://{'a' * 100}:5571") is None
+
+
+async def test_who_could_not_have_a_file_that_it_was_lent_goes_on_over_tcp(
+    no_descriptors: Any, monkeypatch: pytest.MonkeyPatch, made: list[int]
+) -> None:
+    monkeypatch.setattr(unix, "_WITHOUT", set())
+    server = await serve()
+    ours, theirs = socket.socketpair()
+    name = unix._name(server.address)
+    assert name is not None
+    with theirs, unix.ArenaSocket(fileno=ours.detach()) as mine:
+        mine.name = name.decode()
+        mine.hand_over()
+        with no_descriptors():
+            socket.send_fds(theirs, [b"bytes"], [0])
+            with pytest.raises(ProtocolError, match="no more open"):
+                mine.recv_into(bytearray(8))
+    assert unix.dialled(server.address) is None
+    await moves(server)
+    assert not made
+    await server.close()
 
 
 def knock(server: RpcServer) -> socket.socket:
     made = socket.socket(socket.AF_UNIX)
-    made.connect(arena_socket._name(server.address))
+    made.connect(unix._name(server.address))
     made.settimeout(10)
     return made
 
@@ -281,7 +303,7 @@ def memory(size: int) -> int:
 
 async def test_callers_that_bring_no_arena_are_cut_off(made: list[int]) -> None:
     server = await serve()
-    unsealed, ours = memory(8 << 20), arena.made()
+    unsealed, ours = memory(8 << 20), memfd.made()
     before = len(files())
     callers = [knock(server) for _ in range(8)]
     hello = Handshake(None).hello()
@@ -315,7 +337,7 @@ async def test_a_caller_that_hands_over_nothing_is_cut_off_in_time(monkeypatch: 
 
 def lie_to(server: RpcServer, lie: bytes) -> bytes:
     """Shake hands, send ``lie``, give the answer."""
-    liar = arena_socket.dialled(server.address)
+    liar = unix.dialled(server.address)
     assert liar is not None
     with liar:
         liar.settimeout(10)
@@ -351,7 +373,7 @@ async def test_many_connections_leave_no_descriptor_no_mapping_and_no_memory(mad
         seen.append((len(files()), shared_kb()))
     assert len(made) == 120
     assert max(seen[10:]) <= max(seen[:10])
-    assert arena._ALLOWANCE._taken == 0
+    assert memfd._ALLOWANCE._taken == 0
     await server.close()
 
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.errors import ProtocolError
-from asyncflow.net import arena as arenas
-from asyncflow.net.arena import PAGE, Outgoing
-from asyncflow.net.arena_loans import Incoming
-from asyncflow.net.arena_stream import ArenaInbox, ArenaOutbox
+from asyncflow.net.arena import memfd
+from asyncflow.net.arena.loans import Incoming
+from asyncflow.net.arena.memfd import PAGE, Outgoing
+from asyncflow.net.arena.stream import ArenaInbox, ArenaOutbox
 from asyncflow.net.frames import LARGE
 from asyncflow.net.staging import staging
 
@@ -127,7 +127,7 @@ def test_what_finds_no_room_goes_over_the_wire_and_no_other():
 
 
 def test_without_memory_for_an_arena_large_parts_go_over_the_wire(monkeypatch):
-    monkeypatch.setattr(arenas, "MOST_FILLED", 0)
+    monkeypatch.setattr(memfd, "MOST_FILLED", 0)
     way = Way(1 << 20)
     message = parts_of([10, 3 * LARGE + 5])
     way.send(0, message)

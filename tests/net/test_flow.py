@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import gc
-import os
 import resource
 import socket
 import struct
@@ -19,7 +18,7 @@ from msgspec import Struct
 
 from asyncflow.errors import DeadlineExceeded, PeerLost, ProtocolError
 from asyncflow.net import answering, wire
-from asyncflow.net.arena_stream import ArenaOutbox
+from asyncflow.net.arena.stream import ArenaOutbox
 from asyncflow.net.handshake import HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE, Handshake
 from asyncflow.net.hosts import host_and_port
 from asyncflow.net.keys import Keys
@@ -152,25 +151,15 @@ async def test_where_there_are_too_many_peers_those_who_have_shaken_hands_stay(m
     await server.close()
 
 
-async def test_without_descriptors_new_peers_wait_and_are_let_in_later() -> None:
+async def test_without_descriptors_new_peers_wait_and_are_let_in_later(no_descriptors: Any) -> None:
     server = await serve()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     waiting = socket.socket()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
-    fillers = []
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                fillers.append(os.dup(0))
+    with no_descriptors():
         waiting.setblocking(False)
         waiting.connect_ex(host_and_port(server.address))
         before = time.process_time()
         await asyncio.sleep(0.3)
         assert time.process_time() - before < 0.2
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for filler in fillers:
-            os.close(filler)
     waiting.send(Handshake(None).hello())
     await welcomed(waiting)
     waiting.close()

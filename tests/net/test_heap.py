@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncflow.net.heap import Heap
+from asyncflow.net.arena.heap import Heap
 
 moves = st.lists(st.one_of(st.integers(1, 40), st.integers(-30, -1), st.just(0)), max_size=120)
 """Above 0: take so many pages; below: give one place back; 0: take the highest free page."""

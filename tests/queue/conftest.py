@@ -9,11 +9,11 @@ import pytest
 import debian
 from asyncflow.flow.selection import Appetite
 from asyncflow.identity import NEWEST, RowPlace, home
-from asyncflow.queue.controller.claims import Claim
-from asyncflow.queue.controller.state import State, Work
-from asyncflow.queue.controller.table import Table
 from asyncflow.queue.protocol.messages import RowMeta, TaskSpec
 from asyncflow.queue.protocol.unit_calls import Cells, Held
+from asyncflow.queue.table.claims import Claim
+from asyncflow.queue.table.state import State, Work
+from asyncflow.queue.table.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent / "backends"))
 

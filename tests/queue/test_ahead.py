@@ -3,12 +3,12 @@
 import pytest
 
 from asyncflow.identity import RowPlace, home
-from asyncflow.queue.controller.ahead import SentAhead
-from asyncflow.queue.controller.claims import Claim, Grant
 from asyncflow.queue.protocol.calls import Ahead
 from asyncflow.queue.protocol.lot import Lot
 from asyncflow.queue.protocol.runs import expand
 from asyncflow.queue.protocol.unit_calls import FetchRows, SendAhead
+from asyncflow.queue.table.ahead import SentAhead
+from asyncflow.queue.table.claims import Claim, Grant
 
 HOME = home(3, 1)
 

@@ -4,13 +4,13 @@ import pytest
 
 from asyncflow.errors import PeerLost, Refused
 from asyncflow.identity import RowPlace, home
-from asyncflow.queue.controller.claims import Claim
-from asyncflow.queue.controller.compaction import dump
-from asyncflow.queue.controller.folding import empty_books
-from asyncflow.queue.controller.state import State
-from asyncflow.queue.controller.table import Table
 from asyncflow.queue.protocol.messages import KEY_TAG, TaskSpec
 from asyncflow.queue.protocol.unit_calls import Cells
+from asyncflow.queue.table.claims import Claim
+from asyncflow.queue.table.compaction import dump
+from asyncflow.queue.table.folding import empty_books
+from asyncflow.queue.table.state import State
+from asyncflow.queue.table.table import Table
 
 P = "open"
 NONCE = 7 << 32

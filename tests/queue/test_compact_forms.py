@@ -8,15 +8,15 @@ from asyncflow.errors import ProtocolError
 from asyncflow.flow.schedule import Window
 from asyncflow.identity import NEWEST
 from asyncflow.net.jagged import Jagged
-from asyncflow.queue.controller.cells import by_row
-from asyncflow.queue.controller.outcomes import Outcomes
-from asyncflow.queue.controller.serials import Serials
-from asyncflow.queue.controller.state import Finished
 from asyncflow.queue.protocol.lot import Lot
 from asyncflow.queue.protocol.messages import SERIAL_BITS
 from asyncflow.queue.protocol.runs import expand, shrink
 from asyncflow.queue.protocol.sizes import ABSENT, pack, packed
 from asyncflow.queue.protocol.unit_calls import Cells
+from asyncflow.queue.table.cells import by_row
+from asyncflow.queue.table.outcomes import Outcomes
+from asyncflow.queue.table.serials import Serials
+from asyncflow.queue.table.state import Finished
 
 runs = st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(1, 9)), max_size=8)
 
@@ -69,7 +69,7 @@ def test_serials_are_known_once_they_were_used(puts):
 
 
 def test_serials_forget_the_creator_that_was_silent_longest(monkeypatch):
-    monkeypatch.setattr("asyncflow.queue.controller.serials._CREATORS", 3)
+    monkeypatch.setattr("asyncflow.queue.table.serials._CREATORS", 3)
     serials = Serials()
     for nonce in (1, 2, 3, 1, 4):
         serials.add((nonce << SERIAL_BITS) + len(list(serials.spans())), 1)

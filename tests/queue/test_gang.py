@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.errors import Fenced, Refused
-from asyncflow.queue.controller.state import State
 from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.queue.table.state import State
 
 P = "train"
 WHOLE = [

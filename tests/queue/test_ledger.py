@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from asyncflow.errors import LedgerCorrupt, Refused
-from asyncflow.queue.controller.compaction import dump
-from asyncflow.queue.controller.folding import FOLDS, empty_books
 from asyncflow.queue.ledger.events import Committed, Completed, Declared, Event
 from asyncflow.queue.ledger.ledger import Ledger
 from asyncflow.queue.ledger.records import newest, pack, read_ledger
+from asyncflow.queue.table.compaction import dump
+from asyncflow.queue.table.folding import FOLDS, empty_books
 
 P = "train"
 

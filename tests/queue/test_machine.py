@@ -20,10 +20,10 @@ from hypothesis.stateful import (
 )
 
 from asyncflow.errors import Fenced
-from asyncflow.queue.controller.compaction import dump
-from asyncflow.queue.controller.folding import empty_books
-from asyncflow.queue.controller.state import State
 from asyncflow.queue.ledger.audit import Auditor
+from asyncflow.queue.table.compaction import dump
+from asyncflow.queue.table.folding import empty_books
+from asyncflow.queue.table.state import State
 
 P = "train"
 STEPS, GROUPS, SIZE = 3, 2, 2

@@ -11,15 +11,15 @@ from asyncflow.errors import StaleHandle
 from asyncflow.identity import RowPlace, home
 from asyncflow.net.jagged import Jagged
 from asyncflow.queue.backends.memory import MemoryBackend
-from asyncflow.queue.controller import open_table
-from asyncflow.queue.controller.compaction import dump
-from asyncflow.queue.controller.folding import empty_books
-from asyncflow.queue.controller.moves import Room, choose
-from asyncflow.queue.controller.table import Table
-from asyncflow.queue.controller.taking import take_over
 from asyncflow.queue.ledger.audit import Auditor
 from asyncflow.queue.protocol.moving_calls import NOWHERE
 from asyncflow.queue.protocol.unit_calls import MovedRows, NewCells, OpenRows, Verdict
+from asyncflow.queue.table import open_table
+from asyncflow.queue.table.compaction import dump
+from asyncflow.queue.table.folding import empty_books
+from asyncflow.queue.table.moves import Room, choose
+from asyncflow.queue.table.table import Table
+from asyncflow.queue.table.taking import take_over
 from asyncflow.queue.unit.budget import Budget
 from asyncflow.queue.unit.holdings import Holdings
 from asyncflow.queue.unit.transit import Transit

@@ -11,15 +11,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from asyncflow.errors import Refused, StaleHandle
 from asyncflow.identity import RowPlace, home
-from asyncflow.queue.controller import open_table
-from asyncflow.queue.controller.claims import Claim
-from asyncflow.queue.controller.compaction import dump
-from asyncflow.queue.controller.folding import empty_books
-from asyncflow.queue.controller.state import State
-from asyncflow.queue.controller.table import Table
 from asyncflow.queue.ledger.audit import Auditor
 from asyncflow.queue.protocol.messages import KEY_TAG, TaskSpec
 from asyncflow.queue.protocol.unit_calls import Cells, Held
+from asyncflow.queue.table import open_table
+from asyncflow.queue.table.claims import Claim
+from asyncflow.queue.table.compaction import dump
+from asyncflow.queue.table.folding import empty_books
+from asyncflow.queue.table.state import State
+from asyncflow.queue.table.table import Table
 
 P = "scores"
 NEEDS = {"grade": ["text"], "both": ["text", "score"], "whole": ["text"]}

@@ -12,18 +12,18 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
-from asyncflow.queue.controller.claims import Claim
-from asyncflow.queue.controller.compaction import dump, dump_rows
-from asyncflow.queue.controller.feed import NewsFeed
-from asyncflow.queue.controller.folding import empty_books
-from asyncflow.queue.controller.news import decode
-from asyncflow.queue.controller.replica import draft_of, install, take
-from asyncflow.queue.controller.table import Table
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.audit import Auditor
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.protocol.shard_calls import AskPart, Follow
 from asyncflow.queue.protocol.unit_calls import Cells, Held
+from asyncflow.queue.table.claims import Claim
+from asyncflow.queue.table.compaction import dump, dump_rows
+from asyncflow.queue.table.feed import NewsFeed
+from asyncflow.queue.table.folding import empty_books
+from asyncflow.queue.table.news import decode
+from asyncflow.queue.table.replica import draft_of, install, take
+from asyncflow.queue.table.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -6,9 +6,9 @@ import os
 import numpy as np
 import pytest
 
-from asyncflow.net import arena
-from asyncflow.net.arena import PAGE, SHOWN, Outgoing
-from asyncflow.net.arena_loans import Incoming, owner_of
+from asyncflow.net.arena import memfd
+from asyncflow.net.arena.loans import Incoming, owner_of
+from asyncflow.net.arena.memfd import PAGE, SHOWN, Outgoing
 from asyncflow.net.jagged import Jagged
 from asyncflow.queue.backends.memory import MemoryBackend
 from asyncflow.queue.protocol.messages import RowMeta
@@ -24,7 +24,7 @@ class Unit:
     """Holdings whose columns came through an arena."""
 
     def __init__(self):
-        file = arena.made()
+        file = memfd.made()
         self.outgoing, self.incoming = Outgoing(file), Incoming(os.dup(file))
         self.holdings = Holdings(
             backend=MemoryBackend(), budget=Budget(1 << 30, where="test"), where="test", lost=lambda _: None
@@ -33,7 +33,7 @@ class Unit:
     def came(self, values, rows, *, shared=True):
         """Give a column of ``rows`` of so many values, as it came from a producer."""
         made = np.arange(values * rows, dtype=np.int64)
-        if shared and made.nbytes >= arena.PAGE * 16:
+        if shared and made.nbytes >= memfd.PAGE * 16:
             page = self.outgoing.put(made.view(np.uint8).data)
             made = np.frombuffer(self.incoming.take(page, made.nbytes), np.int64)
         return Jagged.trusted(made, np.full(rows, values), "int64")

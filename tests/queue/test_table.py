@@ -4,11 +4,11 @@ import msgspec
 import pytest
 
 from asyncflow.errors import Fenced, Refused
-from asyncflow.queue.controller.compaction import dump
-from asyncflow.queue.controller.report import snapshot
-from asyncflow.queue.controller.state import State
 from asyncflow.queue.protocol.calls import Begin
 from asyncflow.queue.protocol.messages import RowMeta, TaskSpec
+from asyncflow.queue.table.compaction import dump
+from asyncflow.queue.table.report import snapshot
+from asyncflow.queue.table.state import State
 
 P = "train"
 

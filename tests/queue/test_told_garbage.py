@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from msgspec import Struct
 
 from asyncflow.errors import LedgerCorrupt, ProtocolError
-from asyncflow.queue.controller import news, replica
-from asyncflow.queue.controller.folding import empty_books
 from asyncflow.queue.ledger import compacted
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol import moving_calls, runs, shard_calls, unit_calls
 from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.queue.table import news, replica
+from asyncflow.queue.table.folding import empty_books
 
 WORDS = st.sampled_from(["p", "t", "a", "b", "key", "", "880000100000000"])
 NUMBERS = st.sampled_from([0, 1, 2, 7, 8, 9, -1, -2, 1 << 20, 1 << 32, (1 << 63) - 1])

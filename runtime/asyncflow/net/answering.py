@@ -13,8 +13,8 @@ import socket as sockets
 from collections.abc import Callable, Hashable, Sequence
 
 from asyncflow.errors import AsyncFlowError, ProtocolError
-from asyncflow.net import arena_socket
-from asyncflow.net.arena_lending import forget_gone, take_back
+from asyncflow.net.arena import unix
+from asyncflow.net.arena.lending import forget_gone, take_back
 from asyncflow.net.flow import Flow, tune
 from asyncflow.net.frames import Buffer
 from asyncflow.net.handshake import HELLO_SIZE, PROOF_SIZE
@@ -107,7 +107,7 @@ class Answering:
             self._loop.call_later(_FULL_S, self._listen)
             return
         if listening.family == sockets.AF_UNIX:
-            known = arena_socket.accepted(socket, lends=self._lends)
+            known = unix.accepted(socket, lends=self._lends)
             if known is None:
                 self._dropped("a caller of this host runs as another user")
                 return
@@ -135,7 +135,7 @@ class Answering:
         self._loop.call_later(_SHAKE_S, self._cut_off_stranger, peer)
 
     def _shaking(self, peer: int, socket: sockets.socket) -> Callable[[bytes], tuple[Inbox, Outbox] | int]:
-        handshake = arena_socket.shaking(socket, self._keys)
+        handshake = unix.shaking(socket, self._keys)
         greeted = False
 
         def shake(came: bytes) -> tuple[Inbox, Outbox] | int:
@@ -143,7 +143,7 @@ class Answering:
             if greeted:
                 handshake.proved(came)
                 del self._strangers[peer]
-                return arena_socket.boxes(socket, handshake, most=self._most, staging=self._staging)
+                return unix.boxes(socket, handshake, most=self._most, staging=self._staging)
             greeted = True
             welcome = handshake.welcome(came)
             if socket.send(welcome) < len(welcome):

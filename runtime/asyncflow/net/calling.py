@@ -10,7 +10,7 @@ import socket as sockets
 from collections.abc import Callable, Hashable, Sequence
 
 from asyncflow.errors import AsyncFlowError
-from asyncflow.net import arena_socket
+from asyncflow.net.arena import unix
 from asyncflow.net.flow import SILENT, UNSHAKEN, Deliver, Flow, in_words, tune
 from asyncflow.net.frames import Buffer
 from asyncflow.net.handshake import WELCOME_SIZE
@@ -91,7 +91,7 @@ class Calling:
 
     async def _dialled(self) -> sockets.socket:
         """Connect to the peer on this host, or to the first place of its name that answers."""
-        nearby = arena_socket.dialled(self._address) if self._near else None
+        nearby = unix.dialled(self._address) if self._near else None
         self._near = nearby is None
         if nearby is not None:
             return nearby
@@ -120,11 +120,11 @@ class Calling:
 
     async def _opened(self, socket: sockets.socket) -> bool:
         """Shake hands, and say whether it worked."""
-        handshake, shaken = arena_socket.shaking(socket, self._keys), self._loop.create_future()
+        handshake, shaken = unix.shaking(socket, self._keys), self._loop.create_future()
 
         def shake(welcome: bytes) -> tuple[Inbox, Outbox]:
             socket.send(handshake.welcomed(welcome))
-            inbox, outbox = arena_socket.boxes(socket, handshake, most=self._most, staging=staging())
+            inbox, outbox = unix.boxes(socket, handshake, most=self._most, staging=staging())
             for key, parts in self._waiting.items():
                 outbox.push(key, parts)
             self._waiting.clear()

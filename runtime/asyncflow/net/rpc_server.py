@@ -16,8 +16,9 @@ import msgspec
 from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError, ProtocolError, Refused, RemoteError
-from asyncflow.net import arena_socket, wire
+from asyncflow.net import wire
 from asyncflow.net.answering import Answering
+from asyncflow.net.arena import unix
 from asyncflow.net.deadlines import Deadlines
 from asyncflow.net.frames import Buffer
 from asyncflow.net.keys import Keys
@@ -133,7 +134,7 @@ class RpcServer:
         self._address, socket = await listen(self._bind, name=self.name, advertise=self._advertise)
         self._streams = Answering(
             socket,
-            nearby=arena_socket.listening(self._address),
+            nearby=unix.listening(self._address),
             lends=self._lends,
             keys=self._keys,
             most=self._max_message,

@@ -19,7 +19,8 @@ from typing import TypeVar
 import msgspec
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, ProtocolError
-from asyncflow.net import arena_socket, wire
+from asyncflow.net import wire
+from asyncflow.net.arena import unix
 from asyncflow.net.flow import SILENT, UNSHAKEN, in_words, tune
 from asyncflow.net.frames import Buffer
 from asyncflow.net.handshake import WELCOME_SIZE
@@ -39,11 +40,20 @@ _SHAKE_S = 10.0
 class StreamLink:
     """One stream to ``address``, for whoever holds it.
 
-    seat: number by which the server is to know this caller, drawn at random; gone: why it is used no more, if that is
-    so; state: how the connection is, in words.
+    seat: number by which the server is to know this caller, drawn at random; stays: whether the peer is still to be
+    found there, asked while it is dialled in vain; gone: why it is used no more, if that is so; state: how the
+    connection is, in words.
     """
 
-    def __init__(self, address: str, *, keys: Keys | None, max_message: int, seat: int | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        keys: Keys | None,
+        max_message: int,
+        seat: int | None = None,
+        stays: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.address = address
         self.gone: AsyncFlowError | None = None
         self.state = "the connection was not made"
@@ -52,6 +62,7 @@ class StreamLink:
         self._keys = keys
         self._most = max_message
         self._seat = seat
+        self._stays = stays
         self._socket: sockets.socket | None = None
         self._inbox: Inbox | None = None
         self._outbox = Outbox(seal=None)
@@ -180,11 +191,13 @@ class StreamLink:
                 if self._seat is not None:
                     self._outbox.push("seat", [wire.encode(wire.Seat(self._seat))])
                 return socket
+            if not self._stays():
+                raise PeerLost("the peer moved before it was told anything", where=self.address)
             time.sleep(min(_PAUSE_S, self._left(method, deadline)))
 
     def _dialled(self, method: str, deadline: float) -> sockets.socket:
         """Connect to the peer on this host, or to the first place of its name that answers."""
-        nearby = arena_socket.dialled(self.address) if self._near else None
+        nearby = unix.dialled(self.address) if self._near else None
         self._near = nearby is None
         if nearby is not None:
             return nearby
@@ -211,7 +224,7 @@ class StreamLink:
 
     def _shake(self, socket: sockets.socket) -> None:
         tune(socket)
-        handshake = arena_socket.shaking(socket, self._keys)
+        handshake = unix.shaking(socket, self._keys)
         socket.sendall(handshake.hello())
         welcome = b""
         while len(welcome) < WELCOME_SIZE:
@@ -220,7 +233,7 @@ class StreamLink:
                 raise ProtocolError(UNSHAKEN)
             welcome += came
         socket.sendall(handshake.welcomed(welcome))
-        self._inbox, self._outbox = arena_socket.boxes(socket, handshake, most=self._most, staging=staging())
+        self._inbox, self._outbox = unix.boxes(socket, handshake, most=self._most, staging=staging())
 
     def _left(self, method: str, deadline: float) -> float:
         left = deadline - time.monotonic()

@@ -21,9 +21,9 @@ from asyncflow.net.http import Answer, HttpHandler, Request
 from asyncflow.net.membership import Membership
 from asyncflow.net.rpc import RpcServer
 from asyncflow.queue.controller.controller import Controller
-from asyncflow.queue.controller.outlook import waits
 from asyncflow.queue.ledger.audits import shard_ledger
 from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.queue.table.outlook import waits
 from asyncflow.roles.base import calm_collector, run_role
 from asyncflow.roles.post import JobPost, Post, QueuePost, RoleOptions
 from asyncflow.telemetry.metrics import ControllerMetrics

@@ -3,9 +3,11 @@
 import asyncio
 import os
 import signal
+import socket
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -176,6 +178,18 @@ def test_a_lost_peer_is_noticed_and_a_persistent_verb_finds_its_successor(runner
         assert runner(made).run(verb()) == "None: b"
         other.join()
     assert lost
+
+
+def test_a_peer_that_moves_before_it_was_reached_is_found_where_it_went(runner):
+    with world(None) as made, closing(socket.socket()) as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        places = [f"tcp://127.0.0.1:{nobody.getsockname()[1]}"]
+        server, made.address = made.address(None), lambda _: places[-1]
+        later = threading.Timer(0.2, places.append, [server])
+        later.start()
+        words = persist(lambda: word_of(None, "b", timeout=30), what="a word", timeout=10, clock=time.monotonic)
+        assert runner(made).run(words) == "None: b"
+        later.join()
 
 
 def test_persist_gives_up_with_the_last_error(runner):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import StaleHandle
-from asyncflow.net.arena_socket import SHARED_MEMORY_ENV
+from asyncflow.net.arena.unix import SHARED_MEMORY_ENV
 from asyncflow.net.frames import Jagged
 from asyncflow.net.keys import Keys
 from asyncflow.net.stream_link import StreamLink

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import StaleHandle
-from asyncflow.net.arena_lending import Lending
+from asyncflow.net.arena.lending import Lending
 from asyncflow.net.jagged import Jagged
 
 ROWS = 40

@@ -9,7 +9,6 @@ from asyncflow.identity import RowPlace
 from asyncflow.net.frames import Jagged
 from asyncflow.net.rpc import RpcClient
 from asyncflow.queue.controller.controller import Controller
-from asyncflow.queue.controller.puts import Puts
 from asyncflow.queue.ledger.records import newest
 from asyncflow.queue.protocol.calls import Done
 from asyncflow.queue.protocol.messages import SERIAL_BITS
@@ -25,6 +24,7 @@ from asyncflow.queue.protocol.unit_calls import (
     Strangers,
     Welcome,
 )
+from asyncflow.queue.table.puts import Puts
 
 P = "train"
 

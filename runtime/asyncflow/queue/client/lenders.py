@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from asyncflow.net.arena_borrowing import mark_of
+from asyncflow.net.arena.borrowing import mark_of
 from asyncflow.net.frames import LARGE, Jagged
 
 _PAUSE = 16

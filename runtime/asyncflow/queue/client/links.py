@@ -43,8 +43,7 @@ class Links:
             self.give_up(peer, PeerLost(f"the peer moved to {address}", where=link.address))
             link = None
         if link is None and address is not None:
-            seat = self.seat if peer is not None and peer >= 0 else None
-            link = self._links[peer] = StreamLink(address, keys=self._keys, max_message=_MAX_MESSAGE, seat=seat)
+            link = self._links[peer] = self._linked(peer, address)
             self._made[peer] = next(self.numbers)
         return link
 
@@ -105,6 +104,15 @@ class Links:
         links, self._links = self._links, {}
         for link in links.values():
             link.close()
+
+    def _linked(self, peer: Peer, address: str) -> StreamLink:
+        return StreamLink(
+            address,
+            keys=self._keys,
+            max_message=_MAX_MESSAGE,
+            seat=self.seat if peer is not None and peer >= 0 else None,
+            stays=lambda: self._resolve(peer) == address,
+        )
 
 
 def answer_to(ask: Ask, parts: Sequence[memoryview], *, where: str) -> tuple[Any, Sequence[memoryview]]:

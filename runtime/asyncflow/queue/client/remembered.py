@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from asyncflow.net.arena_borrowing import Mark, mark_of
+from asyncflow.net.arena.borrowing import Mark, mark_of
 from asyncflow.net.frames import Array, Inner, Jagged
 from asyncflow.net.jagged import Offsets
 

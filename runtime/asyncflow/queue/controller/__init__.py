@@ -1,1 +1,1 @@
-"""The pure table of rows and claims, and the process that serves it."""
+"""The process that serves the table: calls, those that are parked, storage units, several controllers of one queue."""

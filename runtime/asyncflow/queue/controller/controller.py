@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,26 +25,28 @@ from asyncflow.net.hosts import address_of
 from asyncflow.net.keys import Keys
 from asyncflow.net.later import Later
 from asyncflow.net.rpc import RpcServer, Then
-from asyncflow.queue.controller.ahead import SentAhead
 from asyncflow.queue.controller.alone import Alone
-from asyncflow.queue.controller.claims import Claim
-from asyncflow.queue.controller.compaction import dump
 from asyncflow.queue.controller.home import Home
 from asyncflow.queue.controller.parking import Found, Parking
-from asyncflow.queue.controller.report import Storage, stats
 from asyncflow.queue.controller.serving import Address, Soon
 from asyncflow.queue.controller.sessions import Sessions
 from asyncflow.queue.controller.shard import Shard
-from asyncflow.queue.controller.table import Table
 from asyncflow.queue.ledger.events import Event
 from asyncflow.queue.ledger.ledger import Ledger, Sync
 from asyncflow.queue.protocol.calls import Claimed
 from asyncflow.queue.protocol.messages import QueueStats
+from asyncflow.queue.table.ahead import SentAhead
+from asyncflow.queue.table.claims import Claim
+from asyncflow.queue.table.compaction import dump
+from asyncflow.queue.table.report import Storage, stats
+from asyncflow.queue.table.table import Table
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _STOPPED_S = 1.0
+_MANY = 64
+"""Rows that take longer to make than the process that was answered takes to go on."""
 
 
 class Controller:
@@ -77,7 +81,7 @@ class Controller:
         self._ledger = Ledger(ledger_dir, sync=sync, compact=self._dump, limit=compact_bytes)
         self.sessions = Sessions(self.table, lost_s=unit_lost_s)
         self.ledger_dir = ledger_dir
-        self._parking = Parking(self.table, now=self.now)
+        self._parking = Parking(self.table, now=self.now, give=self._give_safe)
         self._alarm: asyncio.TimerHandle | None = None
         self._due = math.inf
         self.part = Alone(self)
@@ -110,6 +114,7 @@ class Controller:
         await self.part.close()
         await self.server.close()
         self._parking.close()
+        self.sessions.close()
         if self._alarm is not None:
             self._alarm.cancel()
         if not self.failed.done():
@@ -176,7 +181,8 @@ class Controller:
         """Settle, and give ``reply`` when the ledger has everything up to now; before the rest, where nobody waits."""
         books = self.table.books
         if books.behind and not self._parking.touched and self._write() is None:
-            return Then(reply, self._follow_up)
+            rows = sum(put.groups * put.size for put, _ in books.behind)
+            return Then(reply, partial(self._follow_up, rows))
         pending = self.settle(ahead)
         if pending is None:
             return reply
@@ -184,8 +190,21 @@ class Controller:
         self._give_all([(later, reply)], pending)
         return later
 
-    def _follow_up(self) -> None:
-        """Settle what was answered already; where that fails nobody may rely on this process any more."""
+    def freed(self, reply: T) -> Soon[T]:
+        """Settle, and give ``reply`` when the units have freed what they were told to; see ``Sessions.when_freed``.
+
+        Where the ledger is waited for, they are told when it has why, and not waited for too.
+        """
+        soon = self.safe(reply)
+        return self.sessions.when_freed(reply, self.now()) if soon is reply else soon
+
+    def _follow_up(self, rows: int) -> None:
+        """Settle what was answered already; where that fails nobody may rely on this process any more.
+
+        Where the kernel woke who was answered on this core, that one goes first.
+        """
+        if rows >= _MANY:
+            os.sched_yield()
         try:
             self.settle()
         except Exception as error:
@@ -218,6 +237,15 @@ class Controller:
         later = self._parking.park_claim(claim, ended, wait_s, late)
         self.settle()
         return later
+
+    def _give_safe(self, found: Found) -> None:
+        """Answer calls when the ledger has everything up to now."""
+        try:
+            pending = self._write()
+        except Refused as refused:
+            self._give_all([(later, refused) for later, _ in found], None)
+        else:
+            self._give_all(found, pending)
 
     def _give_all(self, found: Found, pending: asyncio.Future[None] | None) -> None:
         """Answer calls once the ledger is ``pending`` no more."""

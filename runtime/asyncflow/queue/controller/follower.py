@@ -15,13 +15,13 @@ from collections.abc import Mapping
 
 from asyncflow.errors import AsyncFlowError, LedgerCorrupt
 from asyncflow.net.rpc import RpcClient
-from asyncflow.queue.controller.books import Books
-from asyncflow.queue.controller.feed import FEED
-from asyncflow.queue.controller.news import decode
-from asyncflow.queue.controller.replica import draft_of, install, take
 from asyncflow.queue.controller.serving import Following
 from asyncflow.queue.protocol.calls import Done
 from asyncflow.queue.protocol.shard_calls import AskPart, EnterTypes, Feed, Follow, Part
+from asyncflow.queue.table.books import Books
+from asyncflow.queue.table.feed import FEED
+from asyncflow.queue.table.news import decode
+from asyncflow.queue.table.replica import draft_of, install, take
 
 log = logging.getLogger(__name__)
 

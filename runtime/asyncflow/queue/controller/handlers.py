@@ -13,22 +13,22 @@ from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError, ProtocolError
 from asyncflow.flow.selection import Appetite
-from asyncflow.queue.controller import open_table
-from asyncflow.queue.controller.ahead import SentAhead
-from asyncflow.queue.controller.claims import ANY, Claim
-from asyncflow.queue.controller.feed import NewsFeed
-from asyncflow.queue.controller.news import gained
 from asyncflow.queue.controller.open_handlers import OpenHandlers
-from asyncflow.queue.controller.replica import gain
-from asyncflow.queue.controller.report import snapshot
 from asyncflow.queue.controller.routes import Routes
 from asyncflow.queue.controller.serving import Serving, Soon
-from asyncflow.queue.controller.taking import take_over
 from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.protocol import calls, moving_calls, open_calls, unit_calls
 from asyncflow.queue.protocol.messages import AuditReport, Wanted
 from asyncflow.queue.protocol.runs import expand, shrink, shrink_equal
 from asyncflow.queue.protocol.shard_calls import controller_of
+from asyncflow.queue.table import open_table
+from asyncflow.queue.table.ahead import SentAhead
+from asyncflow.queue.table.claims import ANY, Claim
+from asyncflow.queue.table.feed import NewsFeed
+from asyncflow.queue.table.news import gained
+from asyncflow.queue.table.replica import gain
+from asyncflow.queue.table.report import snapshot
+from asyncflow.queue.table.taking import take_over
 
 Frames = Sequence[memoryview]
 _DONE = calls.Done()
@@ -62,6 +62,9 @@ class Handlers:
         def command(method: str, request: type[Struct], act: Callable[[Any], Struct | None]) -> None:
             answer(method, request, lambda call: self._controller.safe(act(call) or _DONE))
 
+        def freeing(method: str, request: type[Struct], act: Callable[[Any], Struct | None]) -> None:
+            answer(method, request, lambda call: self._controller.freed(act(call) or _DONE))
+
         command("queue.declare", calls.Declare, lambda c: table.declare(c.specs))
         command("queue.acknowledge", calls.Acknowledge, lambda c: calls.Verdicts(table.claims.acknowledge(c.leases)))
         command("queue.renew", calls.Renew, lambda c: calls.Renewed(table.claims.renew(c.leases, now())))
@@ -73,7 +76,7 @@ class Handlers:
         command("queue.step_done", calls.StepDone, lambda c: training.step_done(*_fields(c)))
         command("queue.commit", calls.Commit, lambda c: training.commit(*_fields(c)))
         command("queue.take_over", calls.TakeOver, lambda c: table.take_over(*_fields(c)))
-        command("queue.clear", calls.Clear, lambda c: table.clear(*_fields(c)))
+        freeing("queue.clear", calls.Clear, lambda c: table.clear(*_fields(c)))
         command("queue.close", calls.Close, lambda c: table.close(c.partition, c.step))
         command("queue.stats", calls.Nothing, lambda _: self._controller.stats())
         command("queue.snapshot", calls.InPartition, self._snapshot)
@@ -91,7 +94,7 @@ class Handlers:
         answer("queue.slot", calls.AskSlot, self._slot)
         answer("queue.wanted", calls.AskWanted, self._wanted)
         server.route("queue.audit", calls.Nothing, self._audit)
-        OpenHandlers(self._controller).route(server, command)
+        OpenHandlers(self._controller).route(server, command, freeing=freeing)
 
     def _end(self, call: calls.EndRows) -> calls.Verdicts:
         if call.drop:

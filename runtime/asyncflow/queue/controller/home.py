@@ -21,18 +21,18 @@ from msgspec.structs import replace
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, Refused
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import Handler, RpcClient, RpcServer, persist
-from asyncflow.queue.controller import merging
 from asyncflow.queue.controller.alone import Alone
-from asyncflow.queue.controller.feed import FEED, NewsFeed
 from asyncflow.queue.controller.handlers import Handlers
 from asyncflow.queue.controller.routes import Chosen, Wrap
 from asyncflow.queue.controller.serving import Address, Serving, Soon
-from asyncflow.queue.controller.state import State
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.audits import merge_audits
 from asyncflow.queue.protocol import calls, open_calls, shard_calls
 from asyncflow.queue.protocol.messages import AuditReport, QueueStats
 from asyncflow.queue.protocol.views import PartitionView
+from asyncflow.queue.table import merging
+from asyncflow.queue.table.feed import FEED, NewsFeed
+from asyncflow.queue.table.state import State
 
 log = logging.getLogger(__name__)
 

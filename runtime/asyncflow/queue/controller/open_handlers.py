@@ -14,14 +14,14 @@ from typing import Any
 from msgspec import Struct
 
 from asyncflow.net.batches import batches
-from asyncflow.queue.controller import open_table
-from asyncflow.queue.controller.outlook import view
-from asyncflow.queue.controller.partition import Partition
 from asyncflow.queue.controller.routes import Routes
 from asyncflow.queue.controller.serving import Serving
-from asyncflow.queue.controller.state import Row
 from asyncflow.queue.protocol import calls, open_calls
 from asyncflow.queue.protocol.views import PartitionView
+from asyncflow.queue.table import open_table
+from asyncflow.queue.table.outlook import view
+from asyncflow.queue.table.partition import Partition
+from asyncflow.queue.table.state import Row
 
 Command = Callable[[str, type[Struct], Callable[[Any], Struct | None]], None]
 Frames = Sequence[memoryview]
@@ -36,13 +36,16 @@ class OpenHandlers:
         self._table = controller.table
         self._books = controller.table.books
 
-    def route(self, server: Routes, command: Command) -> None:
-        """Have ``server`` answer all of them; ``command`` routes those that are answered at once."""
+    def route(self, server: Routes, command: Command, *, freeing: Command) -> None:
+        """Have ``server`` answer all of them.
+
+        ``command`` routes those that are answered at once, ``freeing`` those that free what rows have.
+        """
         command("open.find", open_calls.FindRows, self._find)
         command("open.peek", open_calls.Peek, self._peek)
         command("open.reset", open_calls.Reset, self._reset)
         command("open.expect", open_calls.Expect, self._expect)
-        command("open.clear", open_calls.ClearRows, self._clear)
+        freeing("open.clear", open_calls.ClearRows, self._clear)
         command("queue.show", calls.InPartition, self._show)
         command("open.partitions", open_calls.ListPartitions, self._partitions)
         server.route("open.list", open_calls.ListRows, self._list)

@@ -1,7 +1,7 @@
 """Calls that are parked: those that cannot be answered before their partition has changed, or their time is over.
 
-Invariants: nothing polls; a call is tried again only when its partition was touched; whose answer was found waits no
-longer, and nobody is answered twice.
+Invariants: nothing polls; a call is tried again only when its partition was touched; whose answer was found, or whose
+time is over, waits no longer, and nobody is answered twice.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, TypeAlias, TypeVar
 from asyncflow.errors import AsyncFlowError
 from asyncflow.net.deadlines import Deadline, Deadlines
 from asyncflow.net.later import Later
-from asyncflow.queue.controller.ahead import SentAhead
-from asyncflow.queue.controller.claims import Claim
-from asyncflow.queue.controller.feed import FEED
-from asyncflow.queue.controller.table import Table
 from asyncflow.queue.protocol.calls import Claimed
+from asyncflow.queue.table.ahead import SentAhead
+from asyncflow.queue.table.claims import Claim
+from asyncflow.queue.table.feed import FEED
+from asyncflow.queue.table.table import Table
 
 T = TypeVar("T")
 Found: TypeAlias = list[tuple[Later[Any], Any]]
@@ -35,11 +35,12 @@ class _Waiter:
 
 
 class Parking:
-    """The parked calls of a controller. now: its clock."""
+    """The parked calls of a controller. now: its clock; give: gives the answers of those whose time is over."""
 
-    def __init__(self, table: Table, *, now: Callable[[], float]) -> None:
+    def __init__(self, table: Table, *, now: Callable[[], float], give: Callable[[Found], None]) -> None:
         self._table = table
         self._now = now
+        self._give = give
         self._waiters: dict[str, dict[_Waiter, None]] = {}
         self._claims: dict[Claim, tuple[_Waiter, list[str]]] = {}
         self._deadlines = Deadlines()
@@ -63,7 +64,12 @@ class Parking:
     ) -> Later[Claimed]:
         """Have what ``claim`` is granted, or what ``ended`` gives; nothing after ``wait_s``. late: see ``Claimed``."""
         self._table.claims.park(claim)
-        waiter = self._wait(claim.partition, ended, wait_s, lambda: Claimed(None, False, late))
+
+        def nothing() -> Claimed:
+            self._table.claims.withdraw(claim)
+            return Claimed(None, False, late)
+
+        waiter = self._wait(claim.partition, ended, wait_s, nothing)
         self._claims[claim] = (waiter, late)
 
         def forget(_: object) -> None:
@@ -99,8 +105,8 @@ class Parking:
 
     def _wait(self, partition: str, attempt: Callable[[], Any], wait_s: float, otherwise: Callable[[], Any]) -> _Waiter:
         later: Later[Any] = Later()
-        deadline = self._deadlines.add(self._now() + wait_s, lambda: later.set_result(otherwise()))
-        waiter = _Waiter(partition, attempt, deadline, later)
+        over = self._deadlines.add(self._now() + wait_s, lambda: self._give([(self._leave(waiter), otherwise())]))
+        waiter = _Waiter(partition, attempt, over, later)
         self._waiters.setdefault(partition, {})[waiter] = None
         later.add_done_callback(lambda _: self._leave(waiter))
         return waiter

@@ -12,12 +12,12 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from asyncflow.net.later import Later
 from asyncflow.net.rpc import Then
-from asyncflow.queue.controller.ahead import SentAhead
-from asyncflow.queue.controller.claims import Claim
 from asyncflow.queue.controller.sessions import Sessions
-from asyncflow.queue.controller.table import Table
 from asyncflow.queue.protocol.calls import Claimed
 from asyncflow.queue.protocol.messages import QueueStats
+from asyncflow.queue.table.ahead import SentAhead
+from asyncflow.queue.table.claims import Claim
+from asyncflow.queue.table.table import Table
 
 T = TypeVar("T")
 Soon: TypeAlias = "T | Then[T] | Later[T] | asyncio.Future[T]"
@@ -49,6 +49,9 @@ class Serving(Protocol):
 
         ahead: takes the parked claims that are met meanwhile, as far as the unit that gets the reply can send to them.
         """
+
+    def freed(self, reply: T) -> Soon[T]:
+        """Settle, and give ``reply`` when the units have freed what they were told to, as far as they do so soon."""
 
     def until(
         self, partition: str, attempt: Callable[[], T | None], wait_s: float, otherwise: Callable[[], T]

@@ -12,20 +12,24 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
 from asyncflow.errors import Fenced
 from asyncflow.identity import epoch_of, home_of, unit_at
-from asyncflow.queue.controller.moves import Room
-from asyncflow.queue.controller.state import Row
-from asyncflow.queue.controller.table import Table
+from asyncflow.net.later import Later
+from asyncflow.queue.controller.freeing import Freeing
 from asyncflow.queue.protocol.moving_calls import AskLeg, Drain, Leg, Shares, Units, UnitState, UnitView
 from asyncflow.queue.protocol.runs import expand, shrink
 from asyncflow.queue.protocol.unit_calls import Hello, Orders, Session, Watch, Welcome
+from asyncflow.queue.table.moves import Room
+from asyncflow.queue.table.state import Row
+from asyncflow.queue.table.table import Table
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _WATCH_S = 1.0
 _SILENT = 3
 """A unit that was not heard for so many times as long as it may be without a word is called silent."""
@@ -71,6 +75,7 @@ class Sessions:
         self._units: dict[int, _Unit] = {}
         self._replaced: set[str] = set()
         self._turn = 0
+        self._freeing = Freeing()
         self._watch_s = min(_WATCH_S, lost_s / 4)
         self.next_deadline = math.inf
 
@@ -153,6 +158,7 @@ class Sessions:
         if 0 < carried_out <= len(unit.frees):
             del unit.frees[:carried_out]
             unit.first += carried_out
+            self._freeing.carried_out(unit.epoch, watch.done)
         if unit.frees:
             return unit.orders(leave=self._leaving(unit))
         loop = asyncio.get_running_loop()
@@ -161,6 +167,19 @@ class Sessions:
         timer = loop.call_later(watch.wait_s, _answer, future, idle)
         unit.watching = (future, timer)
         return future
+
+    def when_freed(self, answer: T, now: float) -> T | Later[T]:
+        """Give ``answer`` when the units have freed what they were told to, as far as they are heard and do so soon."""
+        orders = {
+            unit.epoch: unit.first + len(unit.frees) - 1
+            for unit in self._units.values()
+            if unit.frees and not self._silent(unit, now)
+        }
+        return self._freeing.give(answer, orders, now=now) if orders else answer
+
+    def close(self) -> None:
+        """End no wait any more."""
+        self._freeing.close()
 
     def _tell(self, unit: _Unit) -> None:
         if unit.watching is not None:
@@ -203,7 +222,10 @@ class Sessions:
             return "leaving"
         if not unit.synced:
             return "away"
-        return "silent" if now - unit.seen > _SILENT * self._watch_s else "serving"
+        return "silent" if self._silent(unit, now) else "serving"
+
+    def _silent(self, unit: _Unit, now: float) -> bool:
+        return now - unit.seen > _SILENT * self._watch_s
 
     def drain(self, drain: Drain) -> None:
         """Have a unit leave."""

@@ -14,13 +14,13 @@ from asyncflow.errors import AsyncFlowError, PeerLost, ProtocolError
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import Handler, RpcClient, RpcServer
 from asyncflow.queue.controller.alone import Alone
-from asyncflow.queue.controller.feed import FEED
 from asyncflow.queue.controller.follower import Follower
 from asyncflow.queue.controller.handlers import Handlers
 from asyncflow.queue.controller.routes import Chosen
 from asyncflow.queue.controller.serving import Address, Following, Soon
 from asyncflow.queue.protocol import calls, shard_calls, unit_calls
 from asyncflow.queue.protocol.runs import expand
+from asyncflow.queue.table.feed import FEED
 
 ANSWERED = frozenset(
     {

@@ -12,8 +12,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from asyncflow.net.arena_lending import take_back
-from asyncflow.net.arena_loans import hide, show
+from asyncflow.net.arena.lending import take_back
+from asyncflow.net.arena.loans import hide, show
 from asyncflow.net.frames import LARGE, Array, Jagged
 from asyncflow.queue.backends.base import Backend
 from asyncflow.queue.unit.blocks import Block

@@ -1,0 +1,211 @@
+"""Unix sockets beside those of TCP, for peers of one host: with its first bytes a caller hands over an arena
+for each direction, first the one that it fills.
+
+A server listens at a name in the abstract namespace that says its address; who dials that address tries the name first.
+The namespace is that of the network namespace: who reaches the name is on this host, and elsewhere there is no such
+name. Nothing of it is left when its process ends.
+
+Invariants: both sides have checked that the other runs as the same user, else they do without; a caller that cannot
+have this has lost nothing, it goes on over TCP, as one does that was lent a file when it could have no more open.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import struct
+import weakref
+from array import array
+from pathlib import Path
+from typing import Any
+
+from asyncflow.errors import ProtocolError
+from asyncflow.net.arena import memfd
+from asyncflow.net.arena.borrowing import Borrowing
+from asyncflow.net.arena.lending import MOST_FILES, Lending
+from asyncflow.net.arena.loans import Incoming
+from asyncflow.net.arena.stream import ArenaInbox, ArenaOutbox
+from asyncflow.net.handshake import Handshake
+from asyncflow.net.keys import Keys
+from asyncflow.net.stream import Inbox, Outbox
+
+SHARED_MEMORY_ENV = "ASYNCFLOW_SHARED_MEMORY"
+"""Variable that switches shared memory off where it is ``off``."""
+_MAGIC = b"AFm3"
+_LONGEST_NAME = 107
+_BACKLOG = 1024
+_ROOM = socket.CMSG_SPACE(MOST_FILES * array("i").itemsize)
+_CREDENTIALS = struct.Struct("3i")
+_WITHOUT: set[str] = set()
+"""Names that this process dials no more, since it could not have the files that came from there."""
+
+
+class ArenaSocket(socket.socket):
+    """A stream socket to a peer of this host.
+
+    name: of the listening side; arenas: none before they came; answers: it is the listening side; lends: it
+    may lend what lies in the arenas of others.
+    """
+
+    name = ""
+    arenas: tuple[memfd.Outgoing, Incoming] | None = None
+    answers = False
+    lends = False
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        """As of any socket, but the arenas are taken in before the first bytes, and files that are lent with any."""
+        if self.arenas is not None and isinstance(borrowing := self.arenas[1], Borrowing) and not nbytes:
+            return self._received(borrowing, buffer, flags)
+        if self.arenas is None:
+            came, files, _, _ = socket.recv_fds(self, len(_MAGIC), 2, flags | socket.MSG_CMSG_CLOEXEC)
+            if not came:
+                return 0
+            try:
+                if came != _MAGIC or len(files) != 2:
+                    raise ProtocolError("a peer of this host brought no arenas")
+                for file in files:
+                    memfd.check(file)
+            except ProtocolError:
+                for file in files:
+                    os.close(file)
+                raise
+            self._have(outgoing=files[1], incoming=files[0])
+        return super().recv_into(buffer, nbytes, flags)
+
+    def sendmsg(self, buffers: Any, ancdata: Any = (), flags: int = 0, address: Any = None) -> int:
+        """As of any socket, but files that are lent go with the bytes."""
+        lending = self.arenas[0] if self.arenas is not None else None
+        if isinstance(lending, Lending) and lending.files:
+            ancdata = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", lending.files))]
+            went = super().sendmsg(buffers, ancdata, flags)
+            lending.went()
+            return went
+        return super().sendmsg(buffers, ancdata, flags, address)
+
+    def close(self) -> None:
+        """Close it, and the arenas."""
+        super().close()
+        for side in self.arenas or ():
+            side.close()
+
+    def hand_over(self) -> None:
+        """Begin, as the caller, with new arenas. Raises OSError."""
+        filled = memfd.made()
+        try:
+            emptied = memfd.made()
+        except BaseException:
+            os.close(filled)
+            raise
+        self._have(outgoing=filled, incoming=emptied)
+        socket.send_fds(self, [_MAGIC], [filled, emptied])
+
+    def _received(self, borrowing: Borrowing, buffer: Any, flags: int) -> int:
+        """Receive bytes, and the files that come with them."""
+        count, came, found, _ = self.recvmsg_into([buffer], _ROOM, flags | socket.MSG_CMSG_CLOEXEC)
+        if came or found & socket.MSG_CTRUNC:
+            files = array("i")
+            for level, kind, data in came:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    files.frombytes(data[: len(data) - len(data) % files.itemsize])
+            borrowing.come(files.tolist())
+            if found & socket.MSG_CTRUNC:
+                _WITHOUT.add(self.name)
+                raise ProtocolError("files of a peer of this host were lost: may this process have no more open?")
+        return count
+
+    def _have(self, *, outgoing: int, incoming: int) -> None:
+        to = Lending(outgoing) if self.lends else memfd.Outgoing(outgoing)
+        self.arenas = to, Incoming(incoming) if self.answers else Borrowing(incoming)
+        for side in self.arenas:
+            weakref.finalize(self, side.close)
+
+
+def shaking(peer: socket.socket, keys: Keys | None) -> Handshake:
+    """Begin to shake hands.
+
+    On this host the name of the place is part of the secret. So who has taken the name of a server cannot pass on what
+    it is told to that server, or to another one, and be taken for it.
+    """
+    return Handshake(keys, place=peer.name if isinstance(peer, ArenaSocket) else "")
+
+
+def boxes(peer: socket.socket, handshake: Handshake, *, most: int, staging: memoryview) -> tuple[Inbox, Outbox]:
+    """Give what messages come through and go through, now that hands were shaken. most, staging: see ``Inbox``.
+
+    Between peers of one host nothing is sealed: who could read it there could read the memory of both.
+    """
+    if isinstance(peer, ArenaSocket) and peer.arenas is not None:
+        outgoing, incoming = peer.arenas
+        return ArenaInbox(incoming, most=most, staging=staging), ArenaOutbox(outgoing)
+    return Inbox(most=most, seal=handshake.incoming, staging=staging), Outbox(seal=handshake.outgoing)
+
+
+def dialled(address: str) -> ArenaSocket | None:
+    """Connect to whoever listens at ``address`` on this host, without waiting; None where that is nobody."""
+    name = _name(address)
+    if name is None or name.decode() in _WITHOUT:
+        return None
+    made = ArenaSocket(socket.AF_UNIX)
+    made.name = name.decode()
+    try:
+        made.setblocking(False)
+        made.connect(name)
+        if _is_ours(made):
+            made.hand_over()
+            return made
+    except OSError:
+        pass
+    made.close()
+    return None
+
+
+def listening(address: str) -> socket.socket | None:
+    """Listen to callers of this host that dial ``address``; None where that cannot be."""
+    name = _name(address)
+    if name is None:
+        return None
+    made = socket.socket(socket.AF_UNIX)
+    try:
+        made.setblocking(False)
+        made.bind(name)
+        made.listen(_BACKLOG)
+    except OSError:
+        made.close()
+        return None
+    return made
+
+
+def accepted(caller: socket.socket, *, lends: bool = False) -> ArenaSocket | None:
+    """Take in a caller of this host, which is lent parts if ``lends``; None, and the end of it, for another user."""
+    if not _is_ours(caller):
+        caller.close()
+        return None
+    name = caller.getsockname()
+    made = ArenaSocket(fileno=caller.detach())
+    made.name = name.decode()
+    made.answers, made.lends = True, lends
+    return made
+
+
+def _is_ours(peer: socket.socket) -> bool:
+    """Whether the peer runs as this user, and that can be known: users without a number here share one."""
+    found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(found)
+    return bool(user == os.geteuid() and user != _nobody())
+
+
+@functools.cache
+def _nobody() -> int:
+    """Give the number by which users are seen that have none in this namespace."""
+    try:
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return 65534
+
+
+def _name(address: str) -> bytes | None:
+    if os.environ.get(SHARED_MEMORY_ENV) == "off" or not hasattr(os, "memfd_create"):
+        return None
+    name = f"\0asyncflow/{address.partition('://')[2]}".encode()
+    return name if len(name) <= _LONGEST_NAME else None

@@ -1,0 +1,233 @@
+"""The trainer's ranks as one consumer: which rows make which slot of which step, and what a checkpoint has committed.
+
+A step's groups are *bound* to it whole when the first of their rows goes into a slot; rows that did not fit wait in
+``Step.carry`` for the next slot. A slot is decided once and then remembered, so that every rank sees the same one.
+Ranks get about the same weight over the whole step (``flow.selection.balance``); where the task says ``groups``, all
+samples of a prompt go to one rank in one slot.
+
+Invariants: a group is bound to its own step only; no row is in two slots; the slot after which nothing of D_step
+remains is ``last``, and only that one. The steps above ``committed`` can always be begun anew with the same samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+from asyncflow.errors import Fenced, Refused
+from asyncflow.flow.selection import balance
+from asyncflow.queue.ledger.events import Slotted
+from asyncflow.queue.protocol.messages import StepTotals, TaskSpec
+from asyncflow.queue.table.state import Group, Row, State
+
+_AHEAD = 8
+"""Slots that are dealt together, so that the ranks come out even."""
+
+
+class _Asked(NamedTuple):
+    """What slots were dealt for."""
+
+    world: int
+    tokens: int
+    groups: int
+    spec: TaskSpec
+
+
+@dataclass(slots=True)
+class Decision:
+    """A slot: the rows of each rank, by key; totals: of the step so far."""
+
+    ranks: list[list[Row]]
+    last: bool
+    totals: StepTotals
+
+
+@dataclass(slots=True)
+class Step:
+    """D_step on its way through the trainer. groups, size: as it was opened; bound: by serial, in order of binding.
+
+    Volatile: plan, slots that were dealt but not decided, for what was asked as in ``planned``.
+    """
+
+    number: int
+    groups: int | None = None
+    size: int | None = None
+    slots: list[Decision] = field(default_factory=list)
+    bound: dict[int, Group] = field(default_factory=dict)
+    carry: list[Row] = field(default_factory=list)
+    ranks_done: set[int] = field(default_factory=set)
+    plan: list[list[list[Row]]] = field(default_factory=list)
+    planned: _Asked | None = None
+    _loads: list[int] = field(default_factory=list)
+    _counted: int = 0
+
+    @property
+    def exhausted(self) -> bool:
+        """Its last slot was decided."""
+        return bool(self.slots) and self.slots[-1].last
+
+    @property
+    def totals(self) -> StepTotals:
+        """What its slots hold so far."""
+        return self.slots[-1].totals if self.slots else StepTotals()
+
+    def loads(self, world: int) -> list[int]:
+        """Weight of what each rank has had so far."""
+        if self._counted == 0 or len(self._loads) != world:
+            self._loads, self._counted = [0] * world, 0
+        for slot in self.slots[self._counted :]:
+            for rank in range(world):
+                self._loads[rank] += sum(row.weight for row in slot.ranks[rank])
+        self._counted = len(self.slots)
+        return list(self._loads)
+
+    def reset(self) -> list[Group]:
+        """Forget slots, bindings and reports; give the groups that were bound."""
+        groups = list(self.bound.values())
+        self.slots, self.bound, self.carry, self.ranks_done = [], {}, [], set()
+        self._counted, self.plan = 0, []
+        return groups
+
+
+class Gang:
+    """The trainer of one partition.
+
+    attempt: -1 before the first ``begin``; theta: the step of the weights it began with; world: its number of ranks;
+    committed: the newest step that a checkpoint holds.
+    """
+
+    def __init__(self) -> None:
+        self.attempt = -1
+        self.theta = 0
+        self.world = 0
+        self.committed = 0
+        self.steps: dict[int, Step] = {}
+
+    def step(self, number: int) -> Step:
+        """Give D_number, which is known from now on."""
+        if number not in self.steps:
+            self.steps[number] = Step(number)
+        return self.steps[number]
+
+    def staged(self, step: Step) -> bool:
+        """Tell whether all ranks have finished the step."""
+        return step.exhausted and len(step.ranks_done) == self.world
+
+    @property
+    def last_staged(self) -> int:
+        """The newest step that all ranks have finished."""
+        return max((s.number for s in self.steps.values() if self.staged(s)), default=self.committed)
+
+    def check_attempt(self, attempt: int, *, where: str) -> None:
+        """Refuse a trainer that is not the one which began last."""
+        if attempt < self.attempt:
+            hint = "A newer attempt of the trainer runs; this one must end"
+            raise Fenced(f"trainer attempt {attempt} is over, {self.attempt} has begun", where=where, hint=hint)
+        if attempt > self.attempt:
+            raise Refused(f"trainer attempt {attempt} has not begun", where=where, hint="Call begin first")
+
+    def check_contained(self, step: int, *, where: str) -> None:
+        """Refuse weights that hold steps of which the ledger does not know that all their rows were handed out."""
+        for number in range(self.committed + 1, step + 1):
+            known = self.steps.get(number)
+            if known is None or not known.exhausted:
+                raise Refused(
+                    f"weights θ{step} contain step {number}, whose samples were never all handed out",
+                    where=where,
+                    hint="The ledger is older than the checkpoint: resume from an older checkpoint",
+                )
+
+    def check_slot(self, step: int, slot: int, rank: int, *, where: str) -> Decision | None:
+        """Give the slot if it was decided; refuse one that cannot be the next to decide."""
+        self.check_rank(rank, where=where)
+        known = self.steps.get(step)
+        slots = known.slots if known else []
+        if 0 <= slot < len(slots):
+            return slots[slot]
+        before = self.steps.get(step - 1)
+        if step <= self.committed or not (step == self.committed + 1 or (before and before.exhausted)):
+            hint = f"Steps go one after another, and {self.committed} are committed"
+            raise Refused(f"step {step} cannot be trained now", where=where, hint=hint)
+        if slot != len(slots) or (known and known.exhausted):
+            hint = (
+                f"{len(slots)} slots were decided{' and the last was among them' if known and known.exhausted else ''}"
+            )
+            raise Refused(f"there is no slot {slot} in step {step}", where=where, hint=hint)
+        return None
+
+    def check_rank(self, rank: int, *, where: str) -> None:
+        """Refuse a rank that the gang does not have."""
+        if not 0 <= rank < self.world:
+            raise Refused(f"there is no rank {rank} in a gang of {self.world}", where=where)
+
+
+def decide(
+    step: Step, ready: Iterable[Group], *, count: int, world: int, tokens: int, spec: TaskSpec, partition: str
+) -> Slotted | None:
+    """Decide the next slot of ``step``, or give None while there is nothing to decide.
+
+    ready: groups in the order in which they may be taken, read only as far as needed; count: how many there are;
+    tokens: most weight of one rank; spec: of the gang, which may wait for all of D_step, or keep each group together.
+    """
+    if step.groups is None:
+        return None
+    room = step.groups - len(step.bound)
+    if spec.order == "key" and count < room:
+        return None
+    if room > 0 and count == 0 and not step.carry:
+        return None
+    asked = _Asked(world, tokens, step.groups, spec)
+    if step.planned != asked or not step.plan or not all(_takeable(row) for rank in step.plan[0] for row in rank):
+        step.plan, step.planned = _plan(step, ready, asked, room), asked
+    ranks = step.plan.pop(0) if step.plan else [[] for _ in range(world)]
+    given = [row for rank in ranks for row in rank]
+    begun = {row.group.serial: row.group for row in given if row.group.serial not in step.bound}
+    bound = sorted(begun)
+    opened = sum(not row.state.final for group in begun.values() for row in group.rows)
+    before = step.totals
+    return Slotted(
+        partition=partition,
+        step=step.number,
+        slot=len(step.slots),
+        bound=bound,
+        ranks=[[row.row for row in rank] for rank in ranks],
+        last=len(given) == len(step.carry) + opened and len(bound) >= room,
+        groups=before.groups + len(bound),
+        samples=before.samples + len(given),
+        response_tokens=before.response_tokens + sum(row.response_tokens for row in given),
+    )
+
+
+def _plan(step: Step, ready: Iterable[Group], asked: _Asked, room: int) -> list[list[list[Row]]]:
+    """Deal what is left over and what is ready to the next slots; give the rows of each rank for those that stand.
+
+    As long as more may come, later slots are dealt anew with it.
+    """
+    items = [[row] for row in step.carry]
+    load = sum(row.weight for row in step.carry)
+    whole = asked.spec.order == "key"
+    for group in islice(ready, max(0, room)):
+        if load >= _AHEAD * asked.world * asked.tokens:
+            whole = False
+            break
+        fresh = [row for row in group.rows if not row.state.final]
+        items += [fresh] if asked.spec.groups else [[row] for row in fresh]
+        load += sum(row.weight for row in fresh)
+    if not items:
+        return []
+    weights = [sum(row.weight for row in item) for item in items]
+    slots = balance(weights, ranks=asked.world, budget=asked.tokens, before=step.loads(asked.world))
+    return [
+        [sorted((row for index in indices for row in items[index]), key=lambda row: row.key) for indices in slot]
+        for slot in (slots if whole else slots[: max(1, len(slots) // 2)])
+    ]
+
+
+def _takeable(row: Row) -> bool:
+    """Tell whether a row that was dealt can still be given: it was not made again since, and its group is whole."""
+    rows = row.group.rows
+    if rows[row.sample] is not row or row.state.final:
+        return False
+    return row.state is State.BOUND or all(other.state is State.LIVE or other.state.final for other in rows)

@@ -1,0 +1,127 @@
+"""What is ready for one task.
+
+A row is ready for a task when it lives, has every column that the task needs, and the task neither holds it nor has
+completed it. A group is ready when at least one of its rows is and none stands in the way: every other one is done or
+final.
+
+Invariant: after ``refresh(group)`` the index agrees with the rows of that group. What changes often has a shorter way
+to the same end: ``created``, ``freed`` and ``taken``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from asyncflow.flow.ready import ReadyIndex
+from asyncflow.flow.schedule import Window
+from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.queue.table.state import IDLE, Group, Row, Shape, State
+
+
+class TaskQueue:
+    """The rows or groups that are ready for one task.
+
+    by_group: whole groups only; leased: rows that it holds; busy: living rows that it holds or has completed.
+    """
+
+    def __init__(self, spec: TaskSpec) -> None:
+        self.spec = spec
+        self.index: ReadyIndex[Row | Group] = ReadyIndex()
+        self.by_group = spec.groups or spec.kind == "gang"
+        self.leased = 0
+        self.busy = 0
+        self._name = spec.name
+        self._needs = frozenset(spec.needs)
+        self._suits: dict[Shape, bool] = {}
+        self._keyed = spec.order == "key"
+        self._steps: dict[int, Window] | None = {} if spec.kind == "gang" else None
+
+    def suits(self, shape: Shape) -> bool:
+        """Tell whether rows of ``shape`` have all that the task needs."""
+        suits = self._suits.get(shape)
+        if suits is None:
+            suits = self._suits[shape] = self._needs <= shape.has
+        return suits
+
+    def has_ready(self, row: Row) -> bool:
+        """Tell whether ``row`` is ready on its own."""
+        if row.state is not State.LIVE or not self.suits(row.shape):
+            return False
+        work = row.work.get(self._name)
+        return work is None or not (work.lease or work.done)
+
+    def open_rows(self, group: Group) -> list[Row]:
+        """Give the rows of ``group`` that are ready on their own, by sample."""
+        return [row for row in group.rows if self.has_ready(row)]
+
+    def refresh(self, group: Group) -> None:
+        """Make the index agree with ``group``."""
+        if not self.by_group:
+            for row in group.rows:
+                if self.has_ready(row):
+                    self._add(row)
+                else:
+                    self.index.discard(row)
+            return
+        ready = 0
+        for row in group.rows:
+            if self.has_ready(row):
+                ready += 1
+            elif self._blocks(row):
+                self.index.discard(group)
+                return
+        if ready:
+            self.index.add(group, window=self._window(group), order=self._order(group, 0), weight=ready)
+        else:
+            self.index.discard(group)
+
+    def created(self, rows: Sequence[Row]) -> None:
+        """Take in new rows, which have all that the task needs; their groups differ in nothing but their serials."""
+        if self.by_group or self._keyed:
+            self.freed(rows)
+        elif len(rows) == 1:
+            self._add(rows[0])
+        elif rows:
+            window, order = self._place(rows[0])
+            self.index.extend(rows, window=window, order=order)
+
+    def freed(self, rows: Sequence[Row]) -> None:
+        """Note that ``rows`` or their columns came to be there for this task."""
+        if self.by_group:
+            for group in dict.fromkeys([row.group for row in rows]):
+                self.refresh(group)
+            return
+        ready = [row for row in rows if self.has_ready(row) and row not in self.index]
+        if len(ready) == 1:
+            self._add(ready[0])
+            return
+        for (window, order), alike in groupby(ready, self._place):
+            self.index.extend(list(alike), window=window, order=order)
+
+    def taken(self, rows: Sequence[Row]) -> None:
+        """Note that ``rows`` are not ready any more: they are held or gone, and with them their groups' readiness."""
+        self.index.discard_all({row.group for row in rows} if self.by_group else rows)
+
+    def _add(self, row: Row) -> None:
+        window, order = self._place(row)
+        self.index.add(row, window=window, order=order)
+
+    def _place(self, row: Row) -> tuple[Window, tuple[int, ...]]:
+        return row.group.window, self._order(row.group, row.sample)
+
+    def _blocks(self, row: Row) -> bool:
+        if row.state.final:
+            return False
+        return not (row.state is State.LIVE and row.work.get(self._name, IDLE).done)
+
+    def _window(self, group: Group) -> Window:
+        if self._steps is None:
+            return group.window
+        window = self._steps.get(group.step)
+        if window is None:
+            window = self._steps[group.step] = Window(group.step, group.step)
+        return window
+
+    def _order(self, group: Group, sample: int) -> tuple[int, ...]:
+        return (group.serial, sample) if self._keyed else (group.step,)

@@ -1,0 +1,292 @@
+"""The queue as a pure state machine: rows and units here, claims in ``Claims``, the trainer in ``Training``.
+
+It owns no clock and no socket. Commands check, ``record`` events in the ``Books`` and leave there what is to be
+written, freed and served, which the controller takes after each command.
+
+Invariants: a sample is created once, unless it is wanted; nothing is created by an attempt that another has taken over
+from, however late it comes, so what the newer one has read stays true until it creates; a cell counts as present only
+after it was admitted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from asyncflow.errors import Refused
+from asyncflow.identity import epoch_of
+from asyncflow.queue.ledger import events as ev
+from asyncflow.queue.protocol.messages import KEY_TAG, RowMeta, Tag, TaskSpec, Wanted, check_task
+from asyncflow.queue.protocol.unit_calls import Cells, Held
+from asyncflow.queue.table.cells import by_row
+from asyncflow.queue.table.claims import Claims
+from asyncflow.queue.table.folding import empty_books
+from asyncflow.queue.table.moves import Moves
+from asyncflow.queue.table.partition import Partition
+from asyncflow.queue.table.placing import ends_rows, place
+from asyncflow.queue.table.puts import Puts
+from asyncflow.queue.table.state import Row, Shape, State
+from asyncflow.queue.table.training import Training
+
+_FARTHEST = 1 << 20
+
+
+class Table:
+    """All commands of the queue. Callers pass ``now``, seconds on any steady clock. controller: its epoch.
+
+    index: of the controller among all ``controllers``.
+    """
+
+    def __init__(self, *, index: int = 0, controllers: int = 1) -> None:
+        self.books = empty_books()
+        self.books.index = index
+        self.controllers = controllers
+        self.claims = Claims(self.books)
+        self.training = Training(self.books)
+        self.puts = Puts(self.books)
+        self.moves = Moves(self.books)
+        self.controller = 0
+
+    def start(self, now: float) -> None:
+        """Begin to serve after ``books`` was folded from the ledger: a new epoch, and a full lease for every holder.
+
+        A worker whose lease was in force when the controller stopped is so never fenced sooner than it would have been.
+        """
+        self.books.frees.clear()
+        self.puts.start()
+        self.books.record(ev.Started(self.books.epoch + 1))
+        self.controller = self.books.epoch
+        self.claims.start(now)
+        self.moves.start()
+
+    def declare(self, specs: Sequence[TaskSpec]) -> None:
+        """Make tasks known, each at one controller for ever; the same ones again change nothing."""
+        for spec in specs:
+            check_task(spec)
+            partition = self.books.partition(spec.partition)
+            gang = partition.gang_queue
+            if spec.kind == "gang" and gang is not None and gang.spec.name != spec.name:
+                hint = "The training transaction is that of one gang"
+                raise Refused(f"{spec.partition} has the gang {gang.spec.name} already", where=spec.name, hint=hint)
+            known = partition.queues.get(spec.name)
+            there = partition.elsewhere.get(spec.name)
+            if there is not None and ends_rows(spec):
+                hint = "Declare it under another name"
+                what = f"controller {there.controller} has the task, and only the home ends rows"
+                raise Refused(what, where=spec.name, hint=hint)
+            before = there.spec if there is not None else known.spec if known is not None else None
+            if before is None:
+                self.books.record(ev.Declared(spec, place(self.books, spec, self.controllers)))
+            elif before != spec:
+                self.books.record(ev.Declared(spec, there.controller if there is not None else 0))
+
+    def join_unit(self, unit: int, incarnation: str) -> int:
+        """Give the epoch of a unit's rows: the one it has, or a new one for a new incarnation (the old is lost)."""
+        known = self.books.units.get(unit)
+        if known is not None and known.incarnation == incarnation:
+            return known.epoch
+        self.lose_unit(unit)
+        self.books.record(ev.UnitJoined(self.books.epoch + 1, unit, incarnation))
+        return self.books.epoch
+
+    def lose_unit(self, unit: int) -> None:
+        """Give up what a unit held: its rows are wanted again where they were not committed."""
+        if (known := self.books.units.get(unit)) is not None:
+            self.books.record(ev.UnitLost(known.epoch, unit))
+            self.puts.heard(known.epoch)
+
+    def hold(self, home: int, held: Iterable[Held]) -> list[int]:
+        """Take note of rows that the unit at ``home`` says it has; give those that it must free, as they are not its.
+
+        Nobody needs them any more, or they have moved to another.
+        """
+        strangers: list[int] = []
+        for told in held:
+            row = self.books.rows.get(told.row)
+            if row is None or row.home != home:
+                strangers.append(told.row)
+                continue
+            partition = self.books.partition(row.group.partition)
+            row.absent(partition.bare)
+            row.present(tuple(told.columns), tuple(told.columns.values()))
+            row.partial, row.tokens, row.tags = dict(told.partial), told.tokens, told.tags
+            partition.name_rows([row])
+            partition.refresh(row.group)
+        return strangers
+
+    def miss(self, home: int) -> int:
+        """Give up the rows of a unit that has now told all it has and did not name them; give their number."""
+        unnamed = [number for number, row in self.books.rows.items() if not row.here and row.home == home]
+        self.puts.heard(epoch_of(home))
+        return self.lose_rows(unnamed)
+
+    def lose_rows(self, numbers: Iterable[int]) -> int:
+        """Give up rows whose bytes are gone; give their number. Those that nobody needs any more are passed over.
+
+        Those of a step go with their whole group: it is judged as one, and made again as one.
+        """
+        missing: dict[str, dict[int, Row]] = {}
+        asked = dict.fromkeys(numbers)
+        for number in asked:
+            if (row := self.books.rows.get(number)) is not None:
+                group = row.group
+                whole = [row] if group.purpose == "open" else group.rows
+                here = {each.row: each for each in whole if each.row in self.books.rows}
+                missing.setdefault(group.partition, {}).update(here)
+        for partition, rows in missing.items():
+            self.books.record(ev.RowsLost(partition, list(rows)))
+            self.books.frees += [row for number, row in rows.items() if number not in asked]
+        return sum(map(len, missing.values()))
+
+    def take_over(self, partition: str, attempt: int) -> None:
+        """Let an attempt of the partition's creator begin: older ones are fenced. Raises Fenced for an older one."""
+        held = self.books.partition(partition)
+        held.check_creator(attempt)
+        if attempt > held.creator:
+            self.books.record(ev.TakenOver(partition, attempt))
+
+    def create(
+        self, metas: Sequence[RowMeta], rows: Sequence[int], size: int, cells: Cells, *, attempt: int = 0
+    ) -> list[bool]:
+        """Admit new samples at ``rows``; False where a sample exists already or its group is not whole.
+
+        attempt: of their creator; Fenced if a newer one has taken over.
+        """
+        admitted = [False] * len(metas)
+        by_group: dict[tuple[str, int], list[int]] = {}
+        for index, meta in enumerate(metas):
+            by_group.setdefault((meta.partition, meta.serial), []).append(index)
+        partitions = {name: self.books.partition(name) for name, _ in by_group}
+        for partition in partitions.values():
+            partition.check_creator(attempt)
+        for partition in partitions.values():
+            self.books.check_schema(partition, cells.dtypes)
+        names, sizes = by_row(cells, len(metas))
+        for (name, serial), indices in by_group.items():
+            partition = partitions[name]
+            self._create_group(partition, {metas[i].sample: (metas[i], rows[i]) for i in indices}, size)
+            group = partition.groups.get(serial)
+            if group is None:
+                continue
+            for index in indices:
+                meta = metas[index]
+                row = group.rows[meta.sample] if meta.sample < len(group.rows) else None
+                if row is not None and row.row == rows[index] and row.state is State.LIVE:
+                    admitted[index] = True
+                    row.tokens, row.tags = meta.tokens, meta.tags
+                    row.present(names, sizes[index])
+            partition.refresh(group)
+        return admitted
+
+    def _create_group(self, partition: Partition, offered: Mapping[int, tuple[RowMeta, int]], size: int) -> None:
+        first = next(iter(offered.values()))[0]
+        group = partition.groups.get(first.serial)
+        if group is not None:
+            needed = {row.sample for row in group.rows if row.state is State.WANTED}
+        elif first.serial in partition.finished or (
+            first.purpose == "train" and first.serial > partition.next_serial + _FARTHEST
+        ):
+            needed = set()
+        else:
+            needed = set(range(size)) if size == len(offered) else set()
+        alike = all(
+            m.step == first.step
+            and m.min_version == first.min_version
+            and m.max_version == first.max_version
+            and m.purpose == first.purpose
+            for m, _ in offered.values()
+        )
+        fits = alike and partition.purpose in (None, first.purpose) and (group is None or group.step == first.step)
+        if needed and fits and needed <= offered.keys() and (group is not None or needed == offered.keys()):
+            oldest, newest = (first.min_version, first.max_version)
+            cells = [(sample, offered[sample][1]) for sample in sorted(needed)]
+            self.books.record(
+                ev.Created(partition.name, first.purpose, first.serial, size, first.step, oldest, newest, cells)
+            )
+
+    def clear_rows(self, partition: str, rows: Sequence[int]) -> list[bool]:
+        """Forget rows of an open partition, wanted ones too, and free their bytes; False for what is not there."""
+        held = self.books.partition(partition)
+        held.check_purpose("open")
+        lost = {row.row for row in held.wanted}
+        known = [
+            number in lost or ((row := self.books.rows.get(number)) is not None and row.group.partition == partition)
+            for number in rows
+        ]
+        if mine := list(dict.fromkeys(number for number, ok in zip(rows, known, strict=True) if ok)):
+            self.books.record(ev.RowsCleared(partition, mine))
+        return known
+
+    def complete(
+        self, lease: str, rows: Sequence[int], cells: Cells, tags: Sequence[dict[str, Tag]] | None
+    ) -> list[bool]:
+        """Admit the outputs of rows whose lease is in force, which completes them; False where it is not.
+
+        A completion that comes again because its answer was lost is admitted again.
+        """
+        held = self.claims.holder(lease)
+        if held is not None:
+            partition = self.books.partitions[held.partition]
+            queue = partition.queues[held.task]
+            if missing := set(queue.spec.writes) - cells.dtypes.keys():
+                raise Refused(f"task {held.task} writes {sorted(missing)} too", where=f"lease {lease}")
+            self.books.check_schema(partition, cells.dtypes)
+            if queue.spec.clears and cells.sizes:
+                raise Refused("the task clears what it completes, so it writes nothing", where=f"lease {lease}")
+            if tags and any(KEY_TAG in of for of in tags) and partition.purpose == "open":
+                hint = "Put the row under the other key, and clear this one"
+                raise Refused(f"the tag {KEY_TAG!r} is the row's key and stays", where=f"lease {lease}", hint=hint)
+        whole = held is not None and held.rows.keys() >= set(rows)
+        repeated = None if whole else self.claims.completed(lease, rows)
+        names, sizes = by_row(cells, len(rows))
+        admitted = self.claims.complete(lease, rows)
+        changed: list[tuple[Row, Shape]] = []
+        for index, number in enumerate(rows):
+            row = self.books.rows.get(number) if admitted[index] else None
+            if row is None or (repeated and repeated[index] and row.shape.has.issuperset(names)):
+                continue
+            if tags and tags[index]:
+                row.tags = {**row.tags, **tags[index]}
+            changed.append((row, row.shape))
+            row.present(names, sizes[index])
+        if changed:
+            self.books.partitions[changed[0][0].group.partition].gained(changed)
+        return admitted
+
+    def give_back(self, lease: str, rows: Sequence[int], reason: str, cells: Cells | None = None) -> list[bool]:
+        """Let rows be ready again with attempt + 1, keeping what was written so far for the next holder."""
+        names, sizes = by_row(cells, len(rows)) if cells is not None else ((), [])
+        returned = self.claims.give_back(lease, rows, reason)
+        for index, number in enumerate(rows):
+            if returned[index] and cells is not None:
+                row = self.books.rows[number]
+                fresh = {
+                    name: size for name, size in zip(names, sizes[index], strict=True) if name not in row.shape.has
+                }
+                row.partial = {**row.partial, **fresh}
+        return returned
+
+    def wanted(self, partition: str) -> Wanted:
+        """Give the samples to be created again. The revision changes with them and with the controller."""
+        held = self.books.partition(partition)
+        metas = [_bare(row) for row in sorted(held.wanted, key=lambda row: row.key)]
+        return Wanted(revision=self.books.epoch << 32 | held.revision, keys=metas)
+
+    def clear(self, partition: str, attempt: int = 0) -> None:
+        """Forget all rows of a partition; its tasks stay declared. attempt: of its creator, as for ``create``."""
+        held = self.books.partition(partition)
+        held.check_creator(attempt)
+        if held.counts.total() or held.cleared > held.forgotten or held.expected is not None:
+            self.books.record(ev.Cleared(partition))
+
+    def close(self, partition: str, step: int) -> None:
+        """Mark the run complete: nothing of steps up to ``step`` should be unfinished."""
+        if self.books.partition(partition).closed != step:
+            self.books.record(ev.Closed(partition, step))
+
+
+def _bare(row: Row) -> RowMeta:
+    """Describe a wanted row: its creator knows the rest, but for one of an open partition only its tags tell it."""
+    meta = row.meta
+    return meta if meta.purpose == "open" else msgspec.structs.replace(meta, tokens=0, tags={})

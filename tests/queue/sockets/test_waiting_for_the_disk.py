@@ -1,0 +1,110 @@
+"""With ``sync: always``: what is done, and what is not said yet, while the disk is waited for."""
+
+import asyncio
+import threading
+
+import pytest
+
+from asyncflow.net.frames import Jagged
+from asyncflow.queue.ledger import ledger
+from asyncflow.queue.protocol.messages import TaskSpec
+
+P = "open"
+
+
+class Disk:
+    """Holds up the disk between ``stop`` and ``go_on``, which may fail."""
+
+    def __init__(self, monkeypatch):
+        self._free, self._sync, self._error = threading.Event(), ledger._sync, None
+        self._free.set()
+        monkeypatch.setattr(ledger, "_sync", self._wait)
+
+    def _wait(self, fd):
+        self._free.wait(30)
+        self._sync(fd)
+        if self._error is not None:
+            raise self._error
+
+    def stop(self):
+        self._free.clear()
+
+    def go_on(self, *, error=None):
+        self._error = error
+        self._free.set()
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    disk = Disk(monkeypatch)
+    yield disk
+    disk.go_on()
+
+
+async def until(true):
+    async with asyncio.timeout(20):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+VALUES = {"x": Jagged.from_rows([[1] * 1000], "int64")}
+
+
+def waiting(controller):
+    """Whether anybody waits for rows."""
+    return P in controller._parking._waiters
+
+
+async def clear_all(cluster):
+    """Clear what there is while the disk hangs; give the call when the unit has asked for orders once more."""
+    controller = cluster.controller
+    asked, rows = controller.server.counters.calls["units.watch"], list(controller.table.books.rows)
+    clearing = asyncio.create_task(cluster.connect("other").clear_rows(P, rows, timeout=20))
+    await until(lambda: not controller.table.books.rows)
+    await until(lambda: controller.server.counters.calls["units.watch"] > asked)
+    return clearing
+
+
+async def test_a_row_that_is_freed_before_its_verdict_is_safe_leaves_nothing_behind(cluster, disk):
+    async with cluster(units=1, sync="always") as made:
+        unit = made.units[0]
+        disk.stop()
+        putting = asyncio.create_task(made.client.put(P, VALUES, timeout=20))
+        await until(lambda: made.controller.table.books.rows)
+        clearing = await clear_all(made)
+        assert unit.holdings.budget.used == 8000
+        disk.go_on()
+        (number,) = (await putting).rows
+        assert await clearing == 1
+        await until(lambda: not unit.holdings.budget.used)
+        assert number not in unit.holdings
+
+
+async def test_nothing_is_freed_of_which_the_ledger_does_not_know_why(cluster, disk):
+    async with cluster(units=1, sync="always") as made:
+        (number,) = (await made.client.put(P, VALUES, timeout=20)).rows
+        disk.stop()
+        clearing = await clear_all(made)
+        disk.go_on(error=OSError(28, "no space left on device"))
+        await until(made.controller.failed.done)
+        assert number in made.units[0].holdings
+        clearing.cancel()
+        await asyncio.wait([clearing])
+        assert isinstance(made.controller.failed.exception(), OSError)
+
+
+async def test_a_claim_whose_time_is_over_confirms_nothing_that_is_not_safe(cluster, disk):
+    async with cluster(units=1, sync="always") as made:
+        controller = made.controller
+        await made.client.declare([TaskSpec(partition=P, name="count", needs=["x"])], timeout=10)
+        await made.client.put(P, VALUES, timeout=20)
+        lot = (await made.client.claim_lot(partition=P, task="count", max_rows=1, timeout=10)).lot
+        disk.stop()
+        claim = made.client.claim_lot(partition=P, task="count", max_rows=1, done=[lot.lease], timeout=0.5)
+        claiming = asyncio.create_task(claim)
+        await until(lambda: waiting(controller))
+        await until(lambda: not waiting(controller))
+        await asyncio.sleep(0.2)
+        assert not claiming.done()
+        disk.go_on()
+        assert ((await claiming).lot, (await claiming).late) == (None, [])
