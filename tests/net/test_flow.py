@@ -118,7 +118,7 @@ async def test_who_has_another_key_or_none_is_told_so(tmp_path: Path) -> None:
 async def test_garbage_half_greetings_and_thousands_of_connections(keys: Keys | None, monkeypatch: Any) -> None:
     monkeypatch.setattr(answering, "_MAX_PEERS", 300)
     server = await serve(keys)
-    pieces = [b"GET / HTTP/1.1\r\n\r\n".ljust(HELLO_SIZE), b"", b"AFs2", b"AFp2" + bytes(16), b"AFs2" + bytes(64)]
+    pieces = [b"GET / HTTP/1.1\r\n\r\n".ljust(HELLO_SIZE), b"", b"AFs3", b"AFp3" + bytes(16), b"AFs3" + bytes(64)]
     strangers = []
     for number in range(1000):
         try:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from asyncflow.errors import ProtocolError
 from asyncflow.net.handshake import HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE, Handshake
+from asyncflow.net.hosts import ANYBODY
 from asyncflow.net.keys import Keys
 from asyncflow.net.sealed import TAG
 
@@ -14,9 +15,9 @@ OURS, THEIRS = Keys(secret=b"a" * 40), Keys(secret=b"b" * 40)
 SHARE = slice(20, 52)
 
 
-def shake(caller, answerer, *, spoil=lambda name, said: said):
+def shake(caller, answerer, *, spoil=lambda name, said: said, dialled=ANYBODY, answers=ANYBODY):
     """Shake hands, with what goes over the wire in the hands of ``spoil``; give the seals of both."""
-    first, second = Handshake(caller), Handshake(answerer)
+    first, second = Handshake(caller, server=dialled), Handshake(answerer, server=answers)
     hello = spoil("hello", first.hello())
     welcome = spoil("welcome", second.welcome(hello))
     second.proved(spoil("proof", first.welcomed(welcome)))
@@ -57,6 +58,16 @@ def test_without_keys_nothing_is_sealed_and_only_the_magic_counts():
         Handshake(None).welcome(b"GET / HTTP/1.1\r\n".ljust(HELLO_SIZE))
 
 
+@pytest.mark.parametrize("keys", [OURS, None])
+def test_who_dialled_another_server_goes_no_further(keys):
+    one, other = b"1" * 8, b"2" * 8
+    shake(keys, keys, dialled=one, answers=one)
+    shake(keys, keys, dialled=ANYBODY, answers=one)
+    for answers in (other, ANYBODY):
+        with pytest.raises(ProtocolError, match="another server is at this address now"):
+            shake(keys, keys, dialled=one, answers=answers)
+
+
 @given(st.sampled_from([("hello", HELLO_SIZE), ("welcome", WELCOME_SIZE), ("proof", PROOF_SIZE)]), st.data())
 def test_a_handshake_of_which_a_bit_was_changed_fails(which, data):
     name, size = which
@@ -76,7 +87,7 @@ def test_nothing_is_computed_for_who_does_not_hold_the_key(monkeypatch):
     made = []
     monkeypatch.setattr(Handshake, "_greeting", lambda self: made.append(self))
     with pytest.raises(ProtocolError):
-        Handshake(OURS).welcome(b"AFs2".ljust(HELLO_SIZE, b"x"))
+        Handshake(OURS).welcome(b"AFs3".ljust(HELLO_SIZE, b"x"))
     assert not made
 
 
@@ -158,7 +169,7 @@ def test_whatever_bytes_come_the_answer_is_a_protocol_error(came, keys):
         with pytest.raises(ProtocolError):
             take(came)
     with pytest.raises(ProtocolError):
-        Handshake(keys).welcome(b"AFs2" + came if keys is None else b"AFp2" + came)
+        Handshake(keys).welcome(b"AFs3" + came if keys is None else b"AFp3" + came)
 
 
 def test_a_step_out_of_turn_ends_the_handshake():

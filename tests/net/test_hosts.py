@@ -72,6 +72,11 @@ async def port(server: RpcServer) -> int:
 def test_an_address_is_read_and_written(address: str, expected: tuple[str, int]) -> None:
     assert hosts.host_and_port(address) == expected
     assert hosts.address_of(*expected) == address
+    assert hosts.server_of(address) == hosts.ANYBODY
+    named = hosts.address_of(*expected, server=b"8 bytes!")
+    assert named == f"{address}/3820627974657321"
+    assert hosts.host_and_port(named) == expected
+    assert hosts.server_of(named) == b"8 bytes!"
 
 
 def test_a_star_is_any_host_or_any_port() -> None:
@@ -79,9 +84,11 @@ def test_a_star_is_any_host_or_any_port() -> None:
     assert hosts.host_and_port("tcp://127.0.0.1:*") == ("127.0.0.1", 0)
 
 
-@pytest.mark.parametrize(
-    "text", ["10.0.0.7:5571", "http://a:1", "tcp://a", "tcp://a:", "tcp://:1", "tcp://a:b", "tcp://a:65536"]
-)
+NONE = ["10.0.0.7:5571", "http://a:1", "tcp://a", "tcp://a:", "tcp://:1", "tcp://a:b", "tcp://a:65536"]
+NO_SERVER = ["tcp://a:1/", "tcp://a:1/12", "tcp://a:1/0123456789abcdeg", "tcp://a:1/0123456789abcdef/"]
+
+
+@pytest.mark.parametrize("text", NONE + NO_SERVER)
 def test_what_is_no_address_is_refused_at_once(text: str) -> None:
     with pytest.raises(ManifestError, match="is no address"):
         hosts.host_and_port(text)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncflow.net.hosts import host_and_port
 from asyncflow.net.rpc import RpcClient, RpcServer
 from asyncflow.weights.receiver import WeightReceiver
 from asyncflow.weights.sender import WeightSender
@@ -80,10 +81,10 @@ class Relay:
         self._open.set()
 
     async def start(self, address: str) -> str:
-        host, port = address.removeprefix("tcp://").split(":")
+        there = host_and_port(address)
 
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            upstream, downstream = await asyncio.open_connection(host, int(port), limit=1 << 16)
+            upstream, downstream = await asyncio.open_connection(*there, limit=1 << 16)
             for work in (self._pump(reader, downstream, False), self._pump(upstream, writer, True)):
                 task = asyncio.create_task(work)
                 self._tasks.add(task)

@@ -33,9 +33,9 @@ _TIDY_S = 1.0
 class Answering:
     """Listens for streams. deliver: gets each message, and the number of the peer that sent it.
 
-    nearby: listens to callers of this host, if there is such a socket; lends: they may be lent parts that lie in the
-    memory of others; dropped: told why a peer was cut off for good; keys: of the job, None for plain text; most: bytes
-    of one message.
+    nearby: listens to callers of this host, if there is such a socket; server: which one this is; lends: callers of
+    this host may be lent parts that lie in the memory of others; dropped: told why a peer was cut off for good; keys:
+    of the job, None for plain text; most: bytes of one message.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Answering:
         listening: sockets.socket,
         *,
         nearby: sockets.socket | None,
+        server: bytes,
         lends: bool,
         keys: Keys | None,
         most: int,
@@ -51,6 +52,7 @@ class Answering:
     ) -> None:
         self.closed = False
         self._listening = [listening] if nearby is None else [listening, nearby]
+        self._server = server
         self._lends = lends
         self._keys = keys
         self._most = most
@@ -135,7 +137,7 @@ class Answering:
         self._loop.call_later(_SHAKE_S, self._cut_off_stranger, peer)
 
     def _shaking(self, peer: int, socket: sockets.socket) -> Callable[[bytes], tuple[Inbox, Outbox] | int]:
-        handshake = unix.shaking(socket, self._keys)
+        handshake = unix.shaking(socket, self._keys, server=self._server)
         greeted = False
 
         def shake(came: bytes) -> tuple[Inbox, Outbox] | int:

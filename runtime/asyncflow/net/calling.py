@@ -9,12 +9,12 @@ import asyncio
 import socket as sockets
 from collections.abc import Callable, Hashable, Sequence
 
-from asyncflow.errors import AsyncFlowError
+from asyncflow.errors import AsyncFlowError, ProtocolError
 from asyncflow.net.arena import unix
 from asyncflow.net.flow import SILENT, UNSHAKEN, Deliver, Flow, in_words, tune
 from asyncflow.net.frames import Buffer
 from asyncflow.net.handshake import WELCOME_SIZE
-from asyncflow.net.hosts import host_and_port, look_up
+from asyncflow.net.hosts import host_and_port, look_up, server_of
 from asyncflow.net.keys import Keys
 from asyncflow.net.staging import staging
 from asyncflow.net.stream import Inbox, Outbox
@@ -80,10 +80,9 @@ class Calling:
         pause = _FIRST_PAUSE_S
         while True:
             try:
-                if await self._opened(await self._dialled()):
-                    self.state = SILENT
+                self.state = await self._opened(await self._dialled())
+                if self.state == SILENT:
                     return
-                self.state = UNSHAKEN
             except OSError as error:
                 self.state = in_words(error)
             await asyncio.sleep(pause)
@@ -118,9 +117,10 @@ class Calling:
                 return socket
         raise refused or OSError(f"the name {host!r} has no address")
 
-    async def _opened(self, socket: sockets.socket) -> bool:
-        """Shake hands, and say whether it worked."""
-        handshake, shaken = unix.shaking(socket, self._keys), self._loop.create_future()
+    async def _opened(self, socket: sockets.socket) -> str:
+        """Shake hands, and give how the connection is then: ``SILENT`` where it worked."""
+        handshake = unix.shaking(socket, self._keys, server=server_of(self._address))
+        shaken: asyncio.Future[str] = self._loop.create_future()
 
         def shake(welcome: bytes) -> tuple[Inbox, Outbox]:
             socket.send(handshake.welcomed(welcome))
@@ -128,23 +128,23 @@ class Calling:
             for key, parts in self._waiting.items():
                 outbox.push(key, parts)
             self._waiting.clear()
-            shaken.set_result(True)
+            shaken.set_result(SILENT)
             return inbox, outbox
 
         def lost(why: AsyncFlowError) -> None:
             if shaken.done():
                 self._lost(why)
             else:
-                shaken.set_result(False)
+                shaken.set_result(why.what if isinstance(why, ProtocolError) else UNSHAKEN)
 
         flow = self._flow = Flow(socket, size=WELCOME_SIZE, shake=shake, deliver=self._deliver, lost=lost)
         try:
             tune(socket)
             socket.send(handshake.hello())
             async with asyncio.timeout(_SHAKE_S):
-                opened: bool = await shaken
+                state = await shaken
         finally:
             if flow.outbox is None:
                 flow.close()
         flow.flush()
-        return opened
+        return state

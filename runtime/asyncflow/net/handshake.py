@@ -1,9 +1,12 @@
-"""The beginning of a connection: each side learns that the other holds the job's key, and both get new keys.
+"""The beginning of a connection: the caller learns that it is who was dialled, each side that the other holds the
+job's key, and both get new keys.
 
     caller                                                     answerer
     hello = magic, nonce, share, mac                  ->       goes on if the mac is right
-                          <-       welcome = magic, nonce, share, answerer's proof
+                          <-       welcome = magic, nonce, share, server, answerer's proof
     caller's proof                                    ->       listens if it is right
+
+``server`` says which one answers (``hosts.server_of``): who dialled another one goes no further, with a key or without.
 
 ``secret`` is derived from the job's key, within a host from the name of the place too. A nonce is 16 random bytes. A
 share is the public half of a new X25519 key, whose other half never leaves the process and is dropped when the
@@ -28,8 +31,8 @@ is for all to see. A recorded hello may be sent again: it costs the answerer one
 anything. Keys are not changed while a connection lasts. Memory is not wiped. Who can compute discrete logarithms on
 X25519 (a quantum computer) and learns the job's key can read what was recorded.
 
-Without the job's key (on loopback) hello, welcome and proof are a magic and zeros, nothing is sealed, and anybody who
-knows the magic may speak. A side with a key and one without refuse each other.
+Without the job's key (on loopback) hello, welcome and proof are a magic and zeros, ``server`` apart, nothing is sealed,
+and anybody who knows the magic may speak. A side with a key and one without refuse each other.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ import os
 from typing import TYPE_CHECKING
 
 from asyncflow.errors import ProtocolError
+from asyncflow.net.hosts import ANYBODY
 from asyncflow.net.sealed import KEY, Seal
 
 if TYPE_CHECKING:
@@ -47,26 +51,29 @@ if TYPE_CHECKING:
 
     from asyncflow.net.keys import Keys
 
-_SEALED, _PLAIN = b"AFs2", b"AFp2"
+_SEALED, _PLAIN = b"AFs3", b"AFp3"
 _NONCE, _SHARE = 16, 32
 PROOF_SIZE = 16
-_SAID = len(_SEALED) + _NONCE + _SHARE
-HELLO_SIZE = WELCOME_SIZE = _SAID + PROOF_SIZE
+_GREETING = len(_SEALED) + _NONCE + _SHARE
+_SAID = _GREETING + len(ANYBODY)
+HELLO_SIZE, WELCOME_SIZE = _GREETING + PROOF_SIZE, _SAID + PROOF_SIZE
 _NOTHING = bytes(PROOF_SIZE)
 _PURPOSES = (b"answerer proves", b"caller proves", b"caller seals", b"answerer seals")
 _HINT = "Do both sides hold the key of this job?"
 
 
 class Handshake:
-    """One connection's. keys: of the job, None for plain text; place: where it is, if hands may be shaken only there.
+    """One connection's. keys: of the job, None for plain text; place: where it is, if hands may be shaken only there;
+    server: which one is dialled, or which one answers.
 
     The caller sends ``hello`` and answers the welcome by ``welcomed``; the other answers by ``welcome`` and ``proved``.
     outgoing, incoming: the seals of what is sent and what comes, None in plain text.
     """
 
-    def __init__(self, keys: Keys | None, *, place: str = "") -> None:
+    def __init__(self, keys: Keys | None, *, place: str = "", server: bytes = ANYBODY) -> None:
         self._secret = None if keys is None else keys.derived(f"streams{place}")
         self._magic = _PLAIN if keys is None else _SEALED
+        self._server = server
         self._share: X25519PrivateKey | None = None
         self._said = b""
         self._proof: bytes | None = None
@@ -81,9 +88,9 @@ class Handshake:
     def welcome(self, hello: bytes) -> bytes:
         """Answer a caller. ProtocolError for a stranger."""
         self._check(hello)
-        self._expect(self._mac(hello[:_SAID]), hello[_SAID:])
-        said = self._greeting()
-        mine, self._proof, self.incoming, self.outgoing = self._agreed(hello[:_SAID], said, theirs=hello[:_SAID])
+        self._expect(self._mac(hello[:_GREETING]), hello[_GREETING:])
+        said = self._greeting() + self._server
+        mine, self._proof, self.incoming, self.outgoing = self._agreed(hello[:_GREETING], said, theirs=hello)
         return said + mine
 
     def proved(self, proof: bytes) -> None:
@@ -93,16 +100,21 @@ class Handshake:
         self._expect(self._proof, proof)
 
     def welcomed(self, welcome: bytes) -> bytes:
-        """Take in the welcome, and give the caller's proof. ProtocolError where the answerer does not hold the key."""
+        """Take in the welcome, and give the caller's proof.
+
+        ProtocolError where the answerer does not hold the key, or is not the one that was dialled.
+        """
         self._check(welcome)
-        theirs, mine, self.outgoing, self.incoming = self._agreed(self._said, welcome[:_SAID], theirs=welcome[:_SAID])
+        theirs, mine, self.outgoing, self.incoming = self._agreed(self._said, welcome[:_SAID], theirs=welcome)
         self._expect(theirs, welcome[_SAID:])
+        if self._server not in (ANYBODY, welcome[_GREETING:_SAID]):
+            raise ProtocolError("another server is at this address now", hint="The one that was dialled is gone")
         return mine
 
     def _greeting(self) -> bytes:
         """Give magic, nonce and a new share."""
         if self._secret is None:
-            return self._magic.ljust(_SAID, b"\0")
+            return self._magic.ljust(_GREETING, b"\0")
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
         self._share = X25519PrivateKey.generate()
@@ -132,7 +144,7 @@ class Handshake:
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
 
         try:
-            shared = share.exchange(X25519PublicKey.from_public_bytes(theirs[-_SHARE:]))
+            shared = share.exchange(X25519PublicKey.from_public_bytes(theirs[_GREETING - _SHARE : _GREETING]))
         except ValueError:
             raise ProtocolError("the peer's share is none", hint=_HINT) from None
         root = hmac.digest(self._secret, shared, hashlib.sha256)

@@ -1,5 +1,8 @@
 """Addresses: what they name, where that is now, and which one others dial.
 
+Ports and the addresses of pods are used again, soon, by others. So the address of a server whose port was chosen for it
+says which server that is, ``tcp://HOST:PORT/SERVER``, and is of no use when that one is gone.
+
 Invariants: an address that is given to others never says "all interfaces"; a name is looked up in a thread of its own,
 once at a time however many ask, so that no event loop and no deadline waits for a name server.
 """
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import threading
 from concurrent.futures import Future
@@ -17,8 +21,11 @@ from asyncflow.errors import ManifestError, Refused
 
 SCHEME = "tcp://"
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - compared with, and bound to where the address says so
+ANYBODY = bytes(8)
+"""Stands for whoever serves at an address."""
 _LAST_PORT = 65_535
 _ALL = (EVERYWHERE, "::", "*", "")
+_SERVER = re.compile(f"[0-9a-f]{{{2 * len(ANYBODY)}}}")
 
 Place: TypeAlias = tuple[socket.AddressFamily, tuple[Any, ...]]
 """Where a socket connects to or is bound: its family, and the address as that family writes it."""
@@ -27,20 +34,30 @@ _under_way: dict[tuple[int, str, int], Future[list[Place]]] = {}
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Give what ``address`` names, ``tcp://HOST:PORT``: an IPv6 host in brackets; ``*`` is any host, or any port (0).
+    """Give where ``address`` is, ``tcp://HOST:PORT``: an IPv6 host in brackets; ``*`` is any host, or any port (0).
 
     Raises ManifestError where it is none.
     """
-    host, _, port = address.removeprefix(SCHEME).rpartition(":")
+    where, slash, server = address.removeprefix(SCHEME).partition("/")
+    host, _, port = where.rpartition(":")
     number = "0" if port == "*" else port
     if not (address.startswith(SCHEME) and host and number.isdecimal() and int(number) <= _LAST_PORT):
         raise ManifestError(f"{address!r} is no address", hint=f"An address is {SCHEME}HOST:PORT")
+    if slash and not _SERVER.fullmatch(server):
+        hint = f"Behind its port may stand which server it is, as {2 * len(ANYBODY)} hexadecimal digits"
+        raise ManifestError(f"{address!r} is no address", hint=hint)
     return EVERYWHERE if host == "*" else host.strip("[]"), int(number)
 
 
-def address_of(host: str, port: int) -> str:
+def server_of(address: str) -> bytes:
+    """Give which server ``address``, which is one, names; ``ANYBODY`` where it does not say."""
+    return bytes.fromhex(address.removeprefix(SCHEME).partition("/")[2]) or ANYBODY
+
+
+def address_of(host: str, port: int, *, server: bytes = ANYBODY) -> str:
     """Write an address."""
-    return f"{SCHEME}[{host}]:{port}" if ":" in host else f"{SCHEME}{host}:{port}"
+    where = f"{SCHEME}[{host}]:{port}" if ":" in host else f"{SCHEME}{host}:{port}"
+    return where if server == ANYBODY else f"{where}/{server.hex()}"
 
 
 async def dialled(bound: str, advertise: str = "") -> str:

@@ -1,16 +1,18 @@
 """A socket that listens, and the address by which others reach it.
 
-Invariant: an address that a dying predecessor still holds is waited for, but not for long.
+Invariants: an address that a dying predecessor still holds is waited for, but not for long; the address of a server
+whose port was chosen for it says which server it is, so it never leads to another one that gets that port later.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
 
 from asyncflow.errors import Refused
-from asyncflow.net.hosts import Place, address_of, dialled, host_and_port, look_up
+from asyncflow.net.hosts import ANYBODY, Place, address_of, dialled, host_and_port, look_up, server_of
 
 _BIND_S = 3.0
 _PAUSE_S = 0.05
@@ -20,10 +22,12 @@ _BACKLOG = 1024
 async def listen(bind: str, *, name: str, advertise: str) -> tuple[str, socket.socket]:
     """Listen at ``bind``, for whoever has that ``name``; give the address that others dial, and the socket.
 
-    advertise: the host that others dial, where that is another. Raises Refused where it cannot listen there, and
-    ManifestError where that is no address.
+    bind: with which server it is where it takes the place of one; advertise: the host that others dial, where that is
+    another. Raises Refused where it cannot listen there, and ManifestError where that is no address.
     """
-    where = host_and_port(bind)
+    where, server = host_and_port(bind), server_of(bind)
+    if not where[1]:
+        server = os.urandom(len(ANYBODY))
     deadline = asyncio.get_running_loop().time() + _BIND_S
     try:
         async with asyncio.timeout_at(deadline):
@@ -34,7 +38,7 @@ async def listen(bind: str, *, name: str, advertise: str) -> tuple[str, socket.s
         raise Refused(f"cannot listen at {bind}: {error}", where=name, hint=hint) from error
     try:
         host, port = made.getsockname()[:2]
-        return address_of(await dialled(host, advertise), port), made
+        return address_of(await dialled(host, advertise), port, server=server), made
     except BaseException:
         made.close()
         raise

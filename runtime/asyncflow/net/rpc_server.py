@@ -21,6 +21,7 @@ from asyncflow.net.answering import Answering
 from asyncflow.net.arena import unix
 from asyncflow.net.deadlines import Deadlines
 from asyncflow.net.frames import Buffer
+from asyncflow.net.hosts import server_of
 from asyncflow.net.keys import Keys
 from asyncflow.net.later import Later
 from asyncflow.net.listening import listen
@@ -135,6 +136,7 @@ class RpcServer:
         self._streams = Answering(
             socket,
             nearby=unix.listening(self._address),
+            server=server_of(self._address),
             lends=self._lends,
             keys=self._keys,
             most=self._max_message,

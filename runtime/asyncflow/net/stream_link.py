@@ -24,7 +24,7 @@ from asyncflow.net.arena import unix
 from asyncflow.net.flow import SILENT, UNSHAKEN, in_words, tune
 from asyncflow.net.frames import Buffer
 from asyncflow.net.handshake import WELCOME_SIZE
-from asyncflow.net.hosts import host_and_port, look_up
+from asyncflow.net.hosts import host_and_port, look_up, server_of
 from asyncflow.net.keys import Keys
 from asyncflow.net.staging import staging
 from asyncflow.net.stream import Inbox, Outbox
@@ -180,8 +180,8 @@ class StreamLink:
                 except BaseException:
                     socket.close()
                     raise
-            except ProtocolError:
-                self.state = UNSHAKEN
+            except ProtocolError as wrong:
+                self.state = wrong.what
             except OSError as error:
                 self.state = in_words(error)
             else:
@@ -224,7 +224,7 @@ class StreamLink:
 
     def _shake(self, socket: sockets.socket) -> None:
         tune(socket)
-        handshake = unix.shaking(socket, self._keys)
+        handshake = unix.shaking(socket, self._keys, server=server_of(self.address))
         socket.sendall(handshake.hello())
         welcome = b""
         while len(welcome) < WELCOME_SIZE:

@@ -227,7 +227,7 @@ async def test_a_recorded_connection_that_is_played_again_does_nothing(victim):
         tapped.close()
         fooled = await asyncio.start_server(impostor, "127.0.0.1", 0)
         caller = RpcClient(name="caller", resolve=address_of(*fooled.sockets[0].getsockname()), keys=made.keys)
-        with pytest.raises(DeadlineExceeded, match="do both sides hold the key"):
+        with pytest.raises(DeadlineExceeded, match="the peer does not hold the key"):
             await caller.call("queue.stats", calls.Nothing(), calls.Done, timeout=0.5)
         await caller.close()
         fooled.close()

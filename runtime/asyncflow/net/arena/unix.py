@@ -121,13 +121,13 @@ class ArenaSocket(socket.socket):
             weakref.finalize(self, side.close)
 
 
-def shaking(peer: socket.socket, keys: Keys | None) -> Handshake:
-    """Begin to shake hands.
+def shaking(peer: socket.socket, keys: Keys | None, *, server: bytes) -> Handshake:
+    """Begin to shake hands. server: which one is dialled, or which one this is.
 
     On this host the name of the place is part of the secret. So who has taken the name of a server cannot pass on what
     it is told to that server, or to another one, and be taken for it.
     """
-    return Handshake(keys, place=peer.name if isinstance(peer, ArenaSocket) else "")
+    return Handshake(keys, place=peer.name if isinstance(peer, ArenaSocket) else "", server=server)
 
 
 def boxes(peer: socket.socket, handshake: Handshake, *, most: int, staging: memoryview) -> tuple[Inbox, Outbox]:

@@ -1,0 +1,83 @@
+"""The kernel gives a port again when its server has ended: callers of the one are never answered by the other."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import pytest
+from msgspec import Struct
+
+from asyncflow.errors import DeadlineExceeded
+from asyncflow.net.arena.unix import SHARED_MEMORY_ENV
+from asyncflow.net.hosts import ANYBODY, address_of, host_and_port
+from asyncflow.net.keys import Keys
+from asyncflow.net.rpc import RpcClient, RpcServer
+from asyncflow.net.stream_link import StreamLink
+
+KEYS = Keys(secret=b"k" * 40)
+
+
+class Question(Struct, frozen=True):
+    pass
+
+
+class Answer(Struct, frozen=True):
+    server: str
+
+
+async def serve(name: str, bind: str, keys: Keys | None) -> RpcServer:
+    async def answer(_: Question, __: Sequence[memoryview]) -> Answer:
+        return Answer(name)
+
+    server = RpcServer(name=name, bind=bind, keys=keys)
+    server.route("who", Question, answer)
+    await server.start()
+    return server
+
+
+@pytest.fixture(params=["on", "off"])
+def shared_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(SHARED_MEMORY_ENV, request.param)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("server", [ANYBODY, b"a second"], ids=["at-an-address-of-its-own", "at-a-port-chosen-for-it"])
+@pytest.mark.parametrize("keys", [None, KEYS], ids=["plain", "keys"])
+async def test_who_dials_a_server_that_is_gone_is_not_answered_by_the_next_one_at_its_port(
+    shared_memory: str, keys: Keys | None, server: bytes
+) -> None:
+    first = await serve("first", "tcp://127.0.0.1:*", keys)
+    here = first.address
+    await first.close()
+    second = await serve("second", address_of(*host_and_port(here), server=server), keys)
+    caller = RpcClient(name="caller", resolve=lambda: here, keys=keys)
+    with pytest.raises(DeadlineExceeded, match="another server is at this address now"):
+        await caller.call("who", Question(), Answer, timeout=0.3)
+    link = StreamLink(here, keys=keys, max_message=1 << 20)
+    with pytest.raises(DeadlineExceeded, match="another server is at this address now"):
+        await asyncio.to_thread(link.send, 1, "who", Question(), (), deadline=time.monotonic() + 0.3)
+    assert not second.counters.calls
+    asked = asyncio.create_task(caller.call("who", Question(), Answer, timeout=10))
+    here = second.address
+    assert (await asked).server == "second"
+    await caller.close()
+    await second.close()
+
+
+async def test_who_dials_a_port_without_saying_whose_is_answered_by_whoever_is_there() -> None:
+    server = await serve("here", "tcp://127.0.0.1:*", None)
+    caller = RpcClient(name="caller", resolve=address_of(*host_and_port(server.address)))
+    assert (await caller.call("who", Question(), Answer, timeout=10)).server == "here"
+    await caller.close()
+    await server.close()
+
+
+async def test_a_server_in_the_place_of_another_is_found_by_its_callers() -> None:
+    first = await serve("first", "tcp://127.0.0.1:*", None)
+    caller = RpcClient(name="caller", resolve=first.address)
+    assert (await caller.call("who", Question(), Answer, timeout=10)).server == "first"
+    await first.close()
+    second = await serve("second", first.address, None)
+    assert (await caller.call("who", Question(), Answer, timeout=10)).server == "second"
+    await caller.close()
+    await second.close()
