@@ -22,7 +22,7 @@ from pathlib import Path
 from lines import emit
 
 from asyncflow.identity import RowPlace
-from asyncflow.net.wire import decoder_of, encode
+from asyncflow.net.rpc.wire import decoder_of, encode
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.ledger import Ledger, Sync
 from asyncflow.queue.ledger.records import read_ledger

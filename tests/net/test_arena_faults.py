@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from asyncflow.errors import PeerLost
 from asyncflow.net.rpc import RpcClient, RpcServer
-from asyncflow.net.stream_link import StreamLink
+from asyncflow.net.rpc.blocking_link import BlockingLink
 
 pytestmark = pytest.mark.process
 
@@ -91,7 +91,7 @@ async def test_servers_that_are_killed_while_they_move_bytes_leave_nothing_behin
         server = await asyncio.to_thread(spawn, "echo", BIND)
         client = RpcClient(name="client", resolve=server.said)
         await client.call("add", Number(value=1), Number, timeout=20)
-        link = StreamLink(server.said, keys=None, max_message=1 << 30)
+        link = BlockingLink(server.said, keys=None, max_message=1 << 30)
         await asyncio.to_thread(link.send, 0, "add", Number(value=1), [FRAME], deadline=time.monotonic() + 20)
         assert await asyncio.to_thread(link.receive, 20)
         moving = [
@@ -113,7 +113,7 @@ async def test_servers_that_are_killed_while_they_move_bytes_leave_nothing_behin
 
 async def test_what_came_outlives_a_server_that_is_killed_and_the_connection(spawn: Any) -> None:
     server = await asyncio.to_thread(spawn, "echo", BIND)
-    link = StreamLink(server.said, keys=None, max_message=1 << 30)
+    link = BlockingLink(server.said, keys=None, max_message=1 << 30)
     await asyncio.to_thread(link.send, 0, "add", Number(value=1), [FRAME], deadline=time.monotonic() + 20)
     came = (await asyncio.to_thread(receive, link))[2]
     server.kill()
@@ -161,7 +161,7 @@ async def test_what_callers_brought_outlives_them_and_nothing_else_does(spawn: A
 async def test_what_is_lent_stays_as_it_is_whoever_ends(spawn: Any) -> None:
     lender = await asyncio.to_thread(spawn, "lender", BIND)
     producer = RpcClient(name="producer", resolve=lender.said)
-    consumer = StreamLink(lender.said, keys=None, max_message=1 << 30)
+    consumer = BlockingLink(lender.said, keys=None, max_message=1 << 30)
 
     async def bring(value: int) -> None:
         for _ in range(8):

@@ -21,7 +21,7 @@ from asyncflow.net.arena.loans import Incoming, Mapping, hide, owner_of, show
 from asyncflow.net.arena.memfd import PAGE, SHOWN, Outgoing
 from asyncflow.net.arena.stream import ArenaInbox, ArenaOutbox
 from asyncflow.net.frames import LARGE
-from asyncflow.net.staging import staging
+from asyncflow.net.stream.staging import staging
 
 MOST = 1 << 24
 PAGES = 200

@@ -21,16 +21,15 @@ import pytest
 from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError, ProtocolError
-from asyncflow.net import answering
 from asyncflow.net.arena import memfd, unix
 from asyncflow.net.arena.loans import Mapping, owner_of
 from asyncflow.net.arena.unix import SHARED_MEMORY_ENV
-from asyncflow.net.handshake import HELLO_SIZE, WELCOME_SIZE, Handshake
 from asyncflow.net.hosts import host_and_port
 from asyncflow.net.keys import Keys
-from asyncflow.net.rpc import RpcClient, RpcServer
-from asyncflow.net.stream_link import StreamLink
-from asyncflow.net.wire import read_answer
+from asyncflow.net.rpc import RpcClient, RpcServer, answering
+from asyncflow.net.rpc.blocking_link import BlockingLink
+from asyncflow.net.rpc.wire import read_answer
+from asyncflow.net.stream.handshake import HELLO_SIZE, WELCOME_SIZE, Handshake
 
 LARGE = np.random.default_rng(0).integers(0, 255, 13_000_000, np.uint8).data
 FRAMES = [b"small", LARGE, b"", LARGE[:70_000]]
@@ -59,7 +58,7 @@ async def moves(server: RpcServer, keys: Keys | None = None) -> None:
         assert [bytes(frame) for frame in frames] == [bytes(frame) for frame in FRAMES]
         assert not any(frame.readonly for frame in frames)
     await client.close()
-    link = StreamLink(server.address, keys=keys, max_message=1 << 30)
+    link = BlockingLink(server.address, keys=keys, max_message=1 << 30)
     for call in range(2):
         parts = await asyncio.to_thread(ask, link, call)
         assert [bytes(part) for part in parts[2:]] == [bytes(frame) for frame in FRAMES]
@@ -134,7 +133,7 @@ async def test_it_can_be_switched_off(made: list[int], monkeypatch: pytest.Monke
 async def test_who_holds_another_key_is_refused_here_too(made: list[int], tmp_path: Path) -> None:
     server = await serve(Keys.generate(tmp_path / "ours"))
     for keys in (Keys.generate(tmp_path / "theirs"), None):
-        link = StreamLink(server.address, keys=keys, max_message=1 << 20)
+        link = BlockingLink(server.address, keys=keys, max_message=1 << 20)
         with pytest.raises(Exception, match="key"):
             await asyncio.to_thread(link.send, 1, "add", Number(value=1), [], deadline=time.monotonic() + 0.3)
         link.close()
@@ -361,7 +360,7 @@ async def test_many_connections_leave_no_descriptor_no_mapping_and_no_memory(mad
     server = await serve()
     seen = []
     for number in range(60):
-        link = StreamLink(server.address, keys=None, max_message=1 << 30)
+        link = BlockingLink(server.address, keys=None, max_message=1 << 30)
         until_s = time.monotonic() + 20
         await asyncio.to_thread(link.send, 1, "add", Number(value=1), FRAMES, deadline=until_s)
         if number % 3:
@@ -391,7 +390,7 @@ def shared_kb() -> int:
 
 async def test_two_threads_have_memory_of_their_own(made: list[int]) -> None:
     server = await serve()
-    links = [StreamLink(server.address, keys=None, max_message=1 << 30) for _ in range(2)]
+    links = [BlockingLink(server.address, keys=None, max_message=1 << 30) for _ in range(2)]
     got: list[list[memoryview]] = []
 
     def work(link: Any) -> None:
@@ -418,7 +417,7 @@ async def test_two_threads_have_memory_of_their_own(made: list[int]) -> None:
 
 async def test_calls_that_are_sent_while_answers_come_do_not_block_each_other(made: list[int]) -> None:
     server = await serve()
-    link = StreamLink(server.address, keys=None, max_message=1 << 30)
+    link = BlockingLink(server.address, keys=None, max_message=1 << 30)
 
     def work() -> list[list[memoryview]]:
         for call in range(6):

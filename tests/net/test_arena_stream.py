@@ -14,7 +14,7 @@ from asyncflow.net.arena.loans import Incoming
 from asyncflow.net.arena.memfd import PAGE, Outgoing
 from asyncflow.net.arena.stream import ArenaInbox, ArenaOutbox
 from asyncflow.net.frames import LARGE
-from asyncflow.net.staging import staging
+from asyncflow.net.stream.staging import staging
 
 MOST = 1 << 22
 THERE = 1 << 63

@@ -17,14 +17,13 @@ import pytest
 from msgspec import Struct
 
 from asyncflow.errors import DeadlineExceeded, PeerLost, ProtocolError
-from asyncflow.net import answering, wire
 from asyncflow.net.arena.stream import ArenaOutbox
-from asyncflow.net.handshake import HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE, Handshake
 from asyncflow.net.hosts import host_and_port
 from asyncflow.net.keys import Keys
-from asyncflow.net.rpc import RpcClient, RpcServer
-from asyncflow.net.stream import Outbox
-from asyncflow.net.stream_link import StreamLink
+from asyncflow.net.rpc import RpcClient, RpcServer, answering, wire
+from asyncflow.net.rpc.blocking_link import BlockingLink
+from asyncflow.net.stream.handshake import HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE, Handshake
+from asyncflow.net.stream.messages import Outbox
 
 
 class Number(Struct, frozen=True, kw_only=True):
@@ -105,7 +104,7 @@ async def test_who_has_another_key_or_none_is_told_so(tmp_path: Path) -> None:
         with pytest.raises(DeadlineExceeded, match="do both sides hold the key"):
             await client.call("add", Number(value=1), Number, timeout=0.5)
         await client.close()
-        link = StreamLink(address, keys=keys, max_message=1 << 20)
+        link = BlockingLink(address, keys=keys, max_message=1 << 20)
         with pytest.raises(DeadlineExceeded, match="key"):
             await asyncio.to_thread(link.send, 1, "add", Number(value=1), [], deadline=time.monotonic() + 0.5)
         link.close()
@@ -328,7 +327,7 @@ def ask(link: Any, call: int, value: int, frames: Sequence[Any] = (), *, seconds
 @pytest.mark.usefixtures("way")
 async def test_a_thread_that_blocks_calls_over_a_stream(keys: Keys | None) -> None:
     server = await serve(keys)
-    link = StreamLink(server.address, keys=keys, max_message=1 << 30)
+    link = BlockingLink(server.address, keys=keys, max_message=1 << 30)
     large = np.random.default_rng(0).integers(0, 255, 3_000_000, np.uint8).data
     for call in range(5):
         parts = await asyncio.to_thread(ask, link, call, 1, [b"small", large])
@@ -346,7 +345,7 @@ async def test_a_thread_that_blocks_calls_over_a_stream(keys: Keys | None) -> No
 @pytest.mark.usefixtures("way")
 async def test_answers_that_are_not_read_at_once_wait_and_come_in_order(keys: Keys | None) -> None:
     server = await serve(keys)
-    link = StreamLink(server.address, keys=keys, max_message=1 << 30)
+    link = BlockingLink(server.address, keys=keys, max_message=1 << 30)
     frame = bytes(60_000)
 
     def send_all() -> None:
@@ -394,7 +393,7 @@ async def test_a_link_of_a_thread_ends_with_a_call_that_could_not_be_sent_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = await serve()
-    link = StreamLink(server.address, keys=None, max_message=1 << 30)
+    link = BlockingLink(server.address, keys=None, max_message=1 << 30)
     frames = [np.arange(100_000).data]
     await asyncio.to_thread(ask, link, 1, 1, frames)
     fail_at(monkeypatch, 1)
@@ -410,7 +409,7 @@ async def test_a_link_of_a_thread_ends_with_a_call_that_could_not_be_sent_whole(
 @pytest.mark.usefixtures("way")
 async def test_a_thread_that_blocks_learns_that_its_peer_is_gone() -> None:
     server = await serve()
-    link = StreamLink(server.address, keys=None, max_message=1 << 20)
+    link = BlockingLink(server.address, keys=None, max_message=1 << 20)
     await asyncio.to_thread(ask, link, 1, 1)
     await server.close()
     with pytest.raises(PeerLost, match="broke"):
@@ -421,12 +420,12 @@ async def test_a_thread_that_blocks_learns_that_its_peer_is_gone() -> None:
 def test_a_thread_that_blocks_says_that_nobody_listens() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        link = StreamLink(f"tcp://127.0.0.1:{taken.getsockname()[1]}", keys=None, max_message=1 << 20)
+        link = BlockingLink(f"tcp://127.0.0.1:{taken.getsockname()[1]}", keys=None, max_message=1 << 20)
         with pytest.raises(DeadlineExceeded, match="nobody listens there"):
             link.send(1, "add", Number(value=1), [], deadline=time.monotonic() + 0.2)
 
 
 def test_a_call_that_is_too_large_is_refused_before_it_is_sent() -> None:
-    link = StreamLink("tcp://127.0.0.1:1", keys=None, max_message=1 << 20)
+    link = BlockingLink("tcp://127.0.0.1:1", keys=None, max_message=1 << 20)
     with pytest.raises(ProtocolError, match="Split it"):
         link.send(1, "add", Number(value=1), [bytes(1 << 20)], deadline=time.monotonic() + 1)

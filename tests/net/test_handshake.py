@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.errors import ProtocolError
-from asyncflow.net.handshake import HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE, Handshake
-from asyncflow.net.hosts import ANYBODY
 from asyncflow.net.keys import Keys
-from asyncflow.net.sealed import TAG
+from asyncflow.net.stream.handshake import ANYBODY, HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE, Handshake
+from asyncflow.net.stream.sealed import TAG
 
 OURS, THEIRS = Keys(secret=b"a" * 40), Keys(secret=b"b" * 40)
 SHARE = slice(20, 52)

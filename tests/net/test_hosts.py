@@ -14,7 +14,8 @@ from msgspec import Struct
 from asyncflow.errors import DeadlineExceeded, ManifestError, Refused
 from asyncflow.net import hosts
 from asyncflow.net.rpc import RpcClient, RpcServer
-from asyncflow.net.stream_link import StreamLink
+from asyncflow.net.rpc.blocking_link import BlockingLink
+from asyncflow.net.stream.handshake import ANYBODY
 
 NAME = "queue.team.svc"
 
@@ -72,7 +73,7 @@ async def port(server: RpcServer) -> int:
 def test_an_address_is_read_and_written(address: str, expected: tuple[str, int]) -> None:
     assert hosts.host_and_port(address) == expected
     assert hosts.address_of(*expected) == address
-    assert hosts.server_of(address) == hosts.ANYBODY
+    assert hosts.server_of(address) == ANYBODY
     named = hosts.address_of(*expected, server=b"8 bytes!")
     assert named == f"{address}/3820627974657321"
     assert hosts.host_and_port(named) == expected
@@ -127,7 +128,7 @@ async def test_a_name_server_that_is_silent_keeps_no_loop_and_is_asked_once(name
 
 
 async def test_a_thread_that_blocks_keeps_its_deadline_whatever_the_name_server_does(names: Names, port: int) -> None:
-    link = StreamLink(f"tcp://{NAME}:{port}", keys=None, max_message=1 << 20)
+    link = BlockingLink(f"tcp://{NAME}:{port}", keys=None, max_message=1 << 20)
 
     def send(seconds: float) -> None:
         link.send(1, "add", Number(value=1), [], deadline=time.monotonic() + seconds)
@@ -175,7 +176,7 @@ async def test_ipv6() -> None:
     client = RpcClient(name="client", resolve=await server.start())
     assert server.address.startswith("tcp://[::1]:")
     assert (await client.call("add", Number(value=1), Number, timeout=10)).value == 2
-    link = StreamLink(server.address, keys=None, max_message=1 << 20)
+    link = BlockingLink(server.address, keys=None, max_message=1 << 20)
     await asyncio.to_thread(link.send, 1, "add", Number(value=1), [], deadline=time.monotonic() + 10)
     assert await asyncio.to_thread(link.receive, 10)
     link.close()

@@ -9,10 +9,11 @@ from msgspec import Struct
 
 from asyncflow.errors import DeadlineExceeded
 from asyncflow.net.arena.unix import SHARED_MEMORY_ENV
-from asyncflow.net.hosts import ANYBODY, address_of, host_and_port
+from asyncflow.net.hosts import address_of, host_and_port
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient, RpcServer
-from asyncflow.net.stream_link import StreamLink
+from asyncflow.net.rpc.blocking_link import BlockingLink
+from asyncflow.net.stream.handshake import ANYBODY
 
 KEYS = Keys(secret=b"k" * 40)
 
@@ -53,7 +54,7 @@ async def test_who_dials_a_server_that_is_gone_is_not_answered_by_the_next_one_a
     caller = RpcClient(name="caller", resolve=lambda: here, keys=keys)
     with pytest.raises(DeadlineExceeded, match="another server is at this address now"):
         await caller.call("who", Question(), Answer, timeout=0.3)
-    link = StreamLink(here, keys=keys, max_message=1 << 20)
+    link = BlockingLink(here, keys=keys, max_message=1 << 20)
     with pytest.raises(DeadlineExceeded, match="another server is at this address now"):
         await asyncio.to_thread(link.send, 1, "who", Question(), (), deadline=time.monotonic() + 0.3)
     assert not second.counters.calls

@@ -9,7 +9,7 @@ from msgspec import Struct
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, Refused, RemoteError
 from asyncflow.net.frames import Buffer
 from asyncflow.net.rpc import RpcClient, RpcServer, Then
-from asyncflow.net.wire import Call
+from asyncflow.net.rpc.wire import Call
 
 
 class Number(Struct, frozen=True, kw_only=True):

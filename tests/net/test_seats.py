@@ -9,11 +9,10 @@ import pytest
 from msgspec import Struct
 
 from asyncflow.errors import Refused
-from asyncflow.net import wire
 from asyncflow.net.arena import memfd
-from asyncflow.net.rpc import RpcServer
-from asyncflow.net.seats import Seats
-from asyncflow.net.stream_link import StreamLink
+from asyncflow.net.rpc import RpcServer, wire
+from asyncflow.net.rpc.blocking_link import BlockingLink
+from asyncflow.net.rpc.seats import Seats
 
 BIG = 1 << 20
 
@@ -29,12 +28,12 @@ def fill(request: Size, frames: Sequence[memoryview]) -> tuple[Size, list[bytes]
 
 
 @contextmanager
-def linked(server: RpcServer, seat: int | None) -> Iterator[StreamLink]:
-    with closing(StreamLink(server.address, keys=None, max_message=1 << 30, seat=seat)) as link:
+def linked(server: RpcServer, seat: int | None) -> Iterator[BlockingLink]:
+    with closing(BlockingLink(server.address, keys=None, max_message=1 << 30, seat=seat)) as link:
         yield link
 
 
-async def said(link: StreamLink, call: int, size: int) -> list[memoryview]:
+async def said(link: BlockingLink, call: int, size: int) -> list[memoryview]:
     """Make a call, and give what comes."""
     deadline = time.monotonic() + 10
     await asyncio.to_thread(link.send, call, "fill", Size(size), (), deadline=deadline)

@@ -6,7 +6,7 @@ import sys
 PROGRAM = """
 import sys, threading
 from msgspec import Struct
-from asyncflow.net import wire
+from asyncflow.net.rpc import wire
 
 sys.setswitchinterval(1e-6)
 

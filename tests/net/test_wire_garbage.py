@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from msgspec import Struct
 
 from asyncflow.errors import ProtocolError
-from asyncflow.net import wire
-from asyncflow.net.handshake import PROOF_SIZE, Handshake
 from asyncflow.net.hosts import host_and_port
-from asyncflow.net.rpc import RpcClient, RpcServer
+from asyncflow.net.rpc import RpcClient, RpcServer, wire
+from asyncflow.net.stream.handshake import PROOF_SIZE, Handshake
 
 
 class Number(Struct, frozen=True, kw_only=True):

@@ -18,11 +18,10 @@ from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 from asyncflow.errors import ManifestError, Refused
+from asyncflow.net.stream.handshake import ANYBODY
 
 SCHEME = "tcp://"
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - compared with, and bound to where the address says so
-ANYBODY = bytes(8)
-"""Stands for whoever serves at an address."""
 _LAST_PORT = 65_535
 _ALL = (EVERYWHERE, "::", "*", "")
 _SERVER = re.compile(f"[0-9a-f]{{{2 * len(ANYBODY)}}}")

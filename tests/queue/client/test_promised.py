@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import Refused
-from asyncflow.net.stream_link import LOOK_S
+from asyncflow.net.rpc.blocking_link import LOOK_S
 from asyncflow.queue.client.lane import Lane
 from asyncflow.queue.client.verbs import Ask, Expect, Place, Reserve, Together
 

@@ -10,7 +10,7 @@ from asyncflow.errors import StaleHandle
 from asyncflow.net.arena.unix import SHARED_MEMORY_ENV
 from asyncflow.net.frames import Jagged
 from asyncflow.net.keys import Keys
-from asyncflow.net.stream_link import StreamLink
+from asyncflow.net.rpc.blocking_link import BlockingLink
 from asyncflow.queue.client.fresh import FRESH_S, Fresh
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.protocol.unit_calls import FetchRows
@@ -22,13 +22,13 @@ from test_blocking import P, cluster, column, first_of
 @pytest.fixture
 def asked(monkeypatch):
     """The methods that clients call, in order."""
-    methods, send = [], StreamLink.send
+    methods, send = [], BlockingLink.send
 
     def listen(link, call, method, *words, **options):
         methods.append(method)
         send(link, call, method, *words, **options)
 
-    monkeypatch.setattr(StreamLink, "send", listen)
+    monkeypatch.setattr(BlockingLink, "send", listen)
     return methods
 
 

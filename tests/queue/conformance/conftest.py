@@ -11,10 +11,10 @@ from store_world import WORLDS
 
 from asyncflow.net.directory import Directory
 from asyncflow.net.frames import LARGE
-from asyncflow.net.handshake import WELCOME_SIZE, Handshake
 from asyncflow.net.hosts import host_and_port
 from asyncflow.net.membership import Membership
 from asyncflow.net.roster import Member
+from asyncflow.net.stream.handshake import WELCOME_SIZE, Handshake
 from asyncflow.queue.backends.base import Site
 from asyncflow.queue.client.blocking import BlockingQueue
 from asyncflow.queue.client.client import QueueClient

@@ -16,12 +16,11 @@ import psutil
 import pytest
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ProtocolError, Refused
-from asyncflow.net import wire
 from asyncflow.net.frames import BatchHeader, encode_batch
-from asyncflow.net.handshake import HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE, Handshake
 from asyncflow.net.hosts import address_of, host_and_port
 from asyncflow.net.keys import Keys
-from asyncflow.net.rpc import RpcClient
+from asyncflow.net.rpc import RpcClient, wire
+from asyncflow.net.stream.handshake import HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE, Handshake
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.queue.client.open_partition import OpenPartition
 from asyncflow.queue.client.open_values import encode_columns

@@ -7,7 +7,7 @@ import pytest
 
 from asyncflow.errors import StaleHandle
 from asyncflow.net.frames import Jagged
-from asyncflow.net.stream_link import StreamLink
+from asyncflow.net.rpc.blocking_link import BlockingLink
 from asyncflow.queue.client.blocking import BlockingQueue
 
 pytestmark = pytest.mark.process
@@ -57,13 +57,13 @@ async def restart(crew, name, *words):
 
 @pytest.mark.timeout(100)
 async def test_rows_that_come_unasked_are_those_that_were_claimed(crew, monkeypatch):
-    asked, send, done = [], StreamLink.send, set()
+    asked, send, done = [], BlockingLink.send, set()
 
     def listen(link, call, method, *words, **options):
         asked.append(method)
         send(link, call, method, *words, **options)
 
-    monkeypatch.setattr(StreamLink, "send", listen)
+    monkeypatch.setattr(BlockingLink, "send", listen)
     await crew.start_queue(lease_s=2, units=2)
     taking = asyncio.create_task(asyncio.to_thread(take, crew.folder, done))
     for serial in range(SERIALS):

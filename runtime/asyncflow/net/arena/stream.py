@@ -22,7 +22,7 @@ from asyncflow.net.arena.borrowing import Borrowing
 from asyncflow.net.arena.lending import INODE_BITS, Lending
 from asyncflow.net.arena.loans import Incoming
 from asyncflow.net.arena.memfd import Outgoing
-from asyncflow.net.stream import Inbox, Outbox
+from asyncflow.net.stream.messages import Inbox, Outbox
 
 _LIES_THERE = 1 << 63
 _SIZE_BITS = 40

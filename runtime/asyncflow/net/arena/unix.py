@@ -26,9 +26,9 @@ from asyncflow.net.arena.borrowing import Borrowing
 from asyncflow.net.arena.lending import MOST_FILES, Lending
 from asyncflow.net.arena.loans import Incoming
 from asyncflow.net.arena.stream import ArenaInbox, ArenaOutbox
-from asyncflow.net.handshake import Handshake
 from asyncflow.net.keys import Keys
-from asyncflow.net.stream import Inbox, Outbox
+from asyncflow.net.stream.handshake import Handshake
+from asyncflow.net.stream.messages import Inbox, Outbox
 
 SHARED_MEMORY_ENV = "ASYNCFLOW_SHARED_MEMORY"
 """Variable that switches shared memory off where it is ``off``."""

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from asyncflow.errors import AsyncFlowError
-from asyncflow.net import wire
 from asyncflow.net.keys import Keys
-from asyncflow.net.stream_link import LOOK_S
+from asyncflow.net.rpc import wire
+from asyncflow.net.rpc.blocking_link import LOOK_S
 from asyncflow.queue.client.links import Links, answer_to
 from asyncflow.queue.client.promised import Promised
 from asyncflow.queue.client.strands import Strands

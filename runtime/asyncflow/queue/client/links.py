@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, ProtocolError
-from asyncflow.net import wire
 from asyncflow.net.keys import Keys
-from asyncflow.net.stream_link import StreamLink
+from asyncflow.net.rpc import wire
+from asyncflow.net.rpc.blocking_link import BlockingLink
 from asyncflow.queue.client.verbs import Ask, Peer
 
 _MAX_MESSAGE = 1 << 30
@@ -33,10 +33,10 @@ class Links:
         self.seat = secrets.randbits(63)
         self._resolve = resolve
         self._keys = keys
-        self._links: dict[Peer, StreamLink] = {}
+        self._links: dict[Peer, BlockingLink] = {}
         self._made: dict[Peer, int] = {}
 
-    def to(self, peer: Peer) -> StreamLink | None:
+    def to(self, peer: Peer) -> BlockingLink | None:
         """Give the link to where a peer is now, None while that is nowhere."""
         address, link = self._resolve(peer), self._links.get(peer)
         if link is not None and link.address != address:
@@ -47,13 +47,13 @@ class Links:
             self._made[peer] = next(self.numbers)
         return link
 
-    def since(self, peer: Peer, call: int) -> StreamLink | None:
+    def since(self, peer: Peer, call: int) -> BlockingLink | None:
         """Give the link to a peer if it has been there since before the number ``call`` was taken."""
         link = self._links.get(peer)
         return link if link is not None and self._made[peer] < call else None
 
-    def send(self, call: int, ask: Ask, due: float) -> StreamLink | None:
-        """Send a call; give the link, None while its peer is nowhere. Raises what ``StreamLink.send`` does."""
+    def send(self, call: int, ask: Ask, due: float) -> BlockingLink | None:
+        """Send a call; give the link, None while its peer is nowhere. Raises what ``BlockingLink.send`` does."""
         link = self.to(ask.unit)
         if link is not None:
             try:
@@ -64,13 +64,13 @@ class Links:
         return link
 
     def tell(self, ask: Ask, *, seconds: float) -> None:
-        """Make a call whose answer nobody awaits, where its peer has a link. Raises what ``StreamLink.send`` does."""
+        """Make a call whose answer nobody awaits, where its peer has a link. Raises what ``BlockingLink.send`` does."""
         link = self._links.get(ask.unit)
         if link is not None:
             deadline = time.monotonic() + seconds
             link.send(next(self.numbers), ask.method, ask.request, ask.frames, deadline=deadline)
 
-    def receive(self, link: StreamLink, peer: Peer, seconds: float) -> list[memoryview]:
+    def receive(self, link: BlockingLink, peer: Peer, seconds: float) -> list[memoryview]:
         """Give the next message on a link; nothing if none came. Raises PeerLost or DeadlineExceeded
         where nothing will.
         """
@@ -88,7 +88,7 @@ class Links:
             link.gone = error
             link.close()
 
-    def late(self, ask: Ask, link: StreamLink | None) -> DeadlineExceeded:
+    def late(self, ask: Ask, link: BlockingLink | None) -> DeadlineExceeded:
         """Give the error for an answer that did not come in time; its link, where it has one, is given up."""
         if link is None:
             what = f"{ask.method} was not begun within {ask.timeout:g} s: the peer has no address yet"
@@ -105,8 +105,8 @@ class Links:
         for link in links.values():
             link.close()
 
-    def _linked(self, peer: Peer, address: str) -> StreamLink:
-        return StreamLink(
+    def _linked(self, peer: Peer, address: str) -> BlockingLink:
+        return BlockingLink(
             address,
             keys=self._keys,
             max_message=_MAX_MESSAGE,

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost
-from asyncflow.net import wire
-from asyncflow.net.stream_link import LOOK_S, StreamLink
+from asyncflow.net.rpc import wire
+from asyncflow.net.rpc.blocking_link import LOOK_S, BlockingLink
 from asyncflow.queue.client.links import Links, answer_to
 from asyncflow.queue.client.verbs import Ask, Expect, Place
 
@@ -24,7 +24,7 @@ class Promised:
 
     def __init__(self, links: Links) -> None:
         self._links = links
-        self._promise: tuple[Expect, StreamLink] | None = None
+        self._promise: tuple[Expect, BlockingLink] | None = None
         self._came: Sequence[memoryview] = ()
 
     def reserve(self) -> Place:
@@ -76,7 +76,7 @@ class Promised:
     def _forget(self) -> None:
         self._promise, self._came = None, ()
 
-    def _receive(self, expect: Expect, link: StreamLink, seconds: float) -> None:
+    def _receive(self, expect: Expect, link: BlockingLink, seconds: float) -> None:
         """Read what comes on a link until that is what was promised, or ``seconds`` are over.
 
         A link sleeps for what it is given once more where pieces of a message come, so it may take twice as long.

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, ProtocolError
-from asyncflow.net import wire
-from asyncflow.net.stream_link import LOOK_S, StreamLink
+from asyncflow.net.rpc import wire
+from asyncflow.net.rpc.blocking_link import LOOK_S, BlockingLink
 from asyncflow.queue.client.links import Links, answer_to
 from asyncflow.queue.client.verbs import Ask, Effect, Farewell, Pause, Peer, Together, Verb
 
@@ -32,7 +32,7 @@ class _Strand:
         self.place = place
         self.due = 0.0
         self.ask: Ask | None = None
-        self.link: StreamLink | None = None
+        self.link: BlockingLink | None = None
         self.children: list[_Strand] = []
         self.results: list[Any] = []
         self.left = 0
@@ -141,7 +141,7 @@ class Strands:
     def _wait(self) -> None:
         """Sleep until something came or is due, and let those go on whom it concerns."""
         strands, now = list(self._waiting.values()), time.monotonic()
-        links: dict[StreamLink, Peer] = {}
+        links: dict[BlockingLink, Peer] = {}
         sleep = LOOK_S
         for strand in strands:
             sleep = min(sleep, max(0.0, strand.due - now))
@@ -163,7 +163,7 @@ class Strands:
         if came < len(strands) and not self._outcome:
             self._look(strands)
 
-    def _answer(self, link: StreamLink, parts: Sequence[memoryview]) -> None:
+    def _answer(self, link: BlockingLink, parts: Sequence[memoryview]) -> None:
         call, error = wire.read_answer(parts, where=link.address)
         strand = self._waiting.get(call)
         if strand is None or strand.link is not link or strand.ask is None:
@@ -176,7 +176,7 @@ class Strands:
                 error = wrong
         self._wake(strand, answer, error)
 
-    def _lost(self, link: StreamLink, error: AsyncFlowError) -> None:
+    def _lost(self, link: BlockingLink, error: AsyncFlowError) -> None:
         for strand in [strand for strand in self._waiting.values() if strand.link is link]:
             self._wake(strand, None, error)
 
@@ -210,7 +210,7 @@ def _all(verbs: Sequence[Verb[Any]]) -> Verb[list[Any]]:
     return results
 
 
-def _poll(links: Iterable[StreamLink], seconds: float) -> None:
+def _poll(links: Iterable[BlockingLink], seconds: float) -> None:
     poller = select.poll()
     for link in links:
         if link.ready or link.gone is not None:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from asyncflow.net.wire import CallId, SeatNumber
+from asyncflow.net.rpc.wire import CallId, SeatNumber
 from asyncflow.queue.protocol.lot import Lot
 from asyncflow.queue.protocol.messages import LeasedRow, PartitionSnapshot, Slot, TaskSpec
 

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from asyncflow.identity import home
 from asyncflow.net.frames import BatchHeader
-from asyncflow.net.wire import CallId, SeatNumber
+from asyncflow.net.rpc.wire import CallId, SeatNumber
 from asyncflow.queue.protocol.calls import Attempt, Bytes, Seconds
 from asyncflow.queue.protocol.messages import RowMeta, Tag
 from asyncflow.queue.protocol.runs import expand_equal, shrink_equal

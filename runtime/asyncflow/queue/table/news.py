@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from asyncflow.errors import LedgerCorrupt
 from asyncflow.net.frames import Buffer
-from asyncflow.net.wire import MALFORMED
+from asyncflow.net.rpc.wire import MALFORMED
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.messages import Tag
 from asyncflow.queue.protocol.runs import expand, shrink

@@ -20,11 +20,11 @@ from typing import TypeVar
 from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, ProtocolError
-from asyncflow.net import wire
 from asyncflow.net.deadlines import Deadlines
 from asyncflow.net.frames import Buffer
 from asyncflow.net.keys import Keys
-from asyncflow.net.link import Answered, Link, Told
+from asyncflow.net.rpc import wire
+from asyncflow.net.rpc.link import Answered, Link, Told
 
 log = logging.getLogger(__name__)
 

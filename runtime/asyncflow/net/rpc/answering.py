@@ -15,13 +15,13 @@ from collections.abc import Callable, Hashable, Sequence
 from asyncflow.errors import AsyncFlowError, ProtocolError
 from asyncflow.net.arena import unix
 from asyncflow.net.arena.lending import forget_gone, take_back
-from asyncflow.net.flow import Flow, tune
 from asyncflow.net.frames import Buffer
-from asyncflow.net.handshake import HELLO_SIZE, PROOF_SIZE
 from asyncflow.net.keys import Keys
-from asyncflow.net.seats import Seats
-from asyncflow.net.staging import staging
-from asyncflow.net.stream import Inbox, Outbox
+from asyncflow.net.rpc.flow import Flow, tune
+from asyncflow.net.rpc.seats import Seats
+from asyncflow.net.stream.handshake import HELLO_SIZE, PROOF_SIZE
+from asyncflow.net.stream.messages import Inbox, Outbox
+from asyncflow.net.stream.staging import staging
 
 _MAX_PEERS = 8192
 _MAX_UNREAD = 4096

@@ -11,13 +11,13 @@ from collections.abc import Callable, Hashable, Sequence
 
 from asyncflow.errors import AsyncFlowError, ProtocolError
 from asyncflow.net.arena import unix
-from asyncflow.net.flow import SILENT, UNSHAKEN, Deliver, Flow, in_words, tune
 from asyncflow.net.frames import Buffer
-from asyncflow.net.handshake import WELCOME_SIZE
 from asyncflow.net.hosts import host_and_port, look_up, server_of
 from asyncflow.net.keys import Keys
-from asyncflow.net.staging import staging
-from asyncflow.net.stream import Inbox, Outbox
+from asyncflow.net.rpc.flow import SILENT, UNSHAKEN, Deliver, Flow, in_words, tune
+from asyncflow.net.stream.handshake import WELCOME_SIZE
+from asyncflow.net.stream.messages import Inbox, Outbox
+from asyncflow.net.stream.staging import staging
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _CONNECT_S = 3.0

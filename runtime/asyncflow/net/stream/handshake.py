@@ -43,14 +43,15 @@ import os
 from typing import TYPE_CHECKING
 
 from asyncflow.errors import ProtocolError
-from asyncflow.net.hosts import ANYBODY
-from asyncflow.net.sealed import KEY, Seal
+from asyncflow.net.stream.sealed import KEY, Seal
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
     from asyncflow.net.keys import Keys
 
+ANYBODY = bytes(8)
+"""Stands for whichever server answers."""
 _SEALED, _PLAIN = b"AFs3", b"AFp3"
 _NONCE, _SHARE = 16, 32
 PROOF_SIZE = 16

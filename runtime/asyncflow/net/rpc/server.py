@@ -16,15 +16,15 @@ import msgspec
 from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError, ProtocolError, Refused, RemoteError
-from asyncflow.net import wire
-from asyncflow.net.answering import Answering
 from asyncflow.net.arena import unix
 from asyncflow.net.deadlines import Deadlines
 from asyncflow.net.frames import Buffer
 from asyncflow.net.hosts import server_of
 from asyncflow.net.keys import Keys
 from asyncflow.net.later import Later
-from asyncflow.net.listening import listen
+from asyncflow.net.rpc import wire
+from asyncflow.net.rpc.answering import Answering
+from asyncflow.net.rpc.listening import listen
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class RpcServer:
                 log.warning("%s: %r did not end when it was cancelled", self.name, work)
 
     def answer_unasked(self, seat: int, call: int, method: str, request: Struct) -> None:
-        """Do as if the caller with this seat had just made the call ``call``; see ``StreamLink``.
+        """Do as if the caller with this seat had just made the call ``call``; see ``BlockingLink``.
 
         Where there is none, or it has not read what was sent to it, that is only counted, as dropped ``ahead``: who
         waits in vain must ask.

@@ -21,7 +21,7 @@ import numpy as np
 
 from asyncflow.errors import ProtocolError
 from asyncflow.net.frames import LARGE, Buffer
-from asyncflow.net.sealed import TAG, Seal
+from asyncflow.net.stream.sealed import TAG, Seal
 
 MAX_PARTS = 1 << 17
 _CHUNK = 1 << 20

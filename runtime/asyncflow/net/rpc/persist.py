@@ -1,4 +1,4 @@
-"""Calls between roles, with deadlines: the public face of ``rpc_server`` and ``rpc_client``, and how to persist.
+"""How to persist where a peer is away for a while.
 
 Invariant: an operation that must survive the restart of a peer is repeated only while its own deadline lasts, and only
 after errors that leave open whether it was done (``PeerLost``, ``DeadlineExceeded``): so it must be idempotent.
@@ -12,10 +12,6 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost
-from asyncflow.net.rpc_client import RpcClient
-from asyncflow.net.rpc_server import Handler, NowHandler, Reply, RpcCounters, RpcServer, Then
-
-__all__ = ["Handler", "NowHandler", "Reply", "RpcClient", "RpcCounters", "RpcServer", "Then", "persist"]
 
 T = TypeVar("T")
 _FIRST_PAUSE_S = 0.05

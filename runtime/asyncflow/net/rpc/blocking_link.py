@@ -19,15 +19,15 @@ from typing import TypeVar
 import msgspec
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, ProtocolError
-from asyncflow.net import wire
 from asyncflow.net.arena import unix
-from asyncflow.net.flow import SILENT, UNSHAKEN, in_words, tune
 from asyncflow.net.frames import Buffer
-from asyncflow.net.handshake import WELCOME_SIZE
 from asyncflow.net.hosts import host_and_port, look_up, server_of
 from asyncflow.net.keys import Keys
-from asyncflow.net.staging import staging
-from asyncflow.net.stream import Inbox, Outbox
+from asyncflow.net.rpc import wire
+from asyncflow.net.rpc.flow import SILENT, UNSHAKEN, in_words, tune
+from asyncflow.net.stream.handshake import WELCOME_SIZE
+from asyncflow.net.stream.messages import Inbox, Outbox
+from asyncflow.net.stream.staging import staging
 
 T = TypeVar("T")
 LOOK_S = 0.1
@@ -37,7 +37,7 @@ _CONNECT_S = 3.0
 _SHAKE_S = 10.0
 
 
-class StreamLink:
+class BlockingLink:
     """One stream to ``address``, for whoever holds it.
 
     seat: number by which the server is to know this caller, drawn at random; stays: whether the peer is still to be

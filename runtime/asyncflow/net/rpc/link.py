@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from asyncflow.errors import AsyncFlowError, PeerLost
-from asyncflow.net import wire
-from asyncflow.net.calling import Calling
 from asyncflow.net.frames import Buffer
 from asyncflow.net.keys import Keys
+from asyncflow.net.rpc import wire
+from asyncflow.net.rpc.calling import Calling
 
 Answered: TypeAlias = tuple[memoryview, list[memoryview]]
 """Body and frames of an answer."""

@@ -12,7 +12,8 @@ import os
 import socket
 
 from asyncflow.errors import Refused
-from asyncflow.net.hosts import ANYBODY, Place, address_of, dialled, host_and_port, look_up, server_of
+from asyncflow.net.hosts import Place, address_of, dialled, host_and_port, look_up, server_of
+from asyncflow.net.stream.handshake import ANYBODY
 
 _BIND_S = 3.0
 _PAUSE_S = 0.05
