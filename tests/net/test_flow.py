@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import itertools
 import resource
 import socket
 import struct
@@ -23,7 +24,8 @@ from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient, RpcServer, answering, wire
 from asyncflow.net.rpc.blocking_link import BlockingLink
 from asyncflow.net.stream.handshake import HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE, Handshake
-from asyncflow.net.stream.messages import Outbox
+from asyncflow.net.stream.messages import Inbox, Outbox
+from asyncflow.net.stream.staging import staging
 
 
 class Number(Struct, frozen=True, kw_only=True):
@@ -270,6 +272,146 @@ async def test_who_does_not_read_what_it_asks_for_is_cut_off(monkeypatch: Any) -
     await until(lambda: server.counters.dropped["peer"] == 1)
     greedy.close()
     assert await serves(server)
+    await server.close()
+
+
+BOUND, BLOB = 2 << 20, 1 << 20
+
+
+async def serve_blobs(monkeypatch: pytest.MonkeyPatch, keys: Keys | None = None) -> RpcServer:
+    """Serve ``blob``, answered at once by so many bytes, where few bytes may lie unsent for a peer."""
+    monkeypatch.setattr(answering, "_MOST_UNSENT", BOUND)
+    server = RpcServer(name="server", keys=keys)
+    server.route("add", Number, add)
+    server.route_now("blob", Number, lambda asked, _: (asked, [bytes(asked.value)]))
+    await server.start()
+    return server
+
+
+class Asks:
+    """Asks for blobs, and reads only when it is told to."""
+
+    def __init__(self, server: RpcServer, keys: Keys | None = None) -> None:
+        self.socket = socket.socket()
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        self.socket.settimeout(10)
+        self.socket.connect(host_and_port(server.address))
+        self.socket.setblocking(False)
+        self._shaking = Handshake(keys)
+        self._calls = itertools.count()
+
+    async def greet(self) -> None:
+        self.socket.send(self._shaking.hello())
+        self.socket.send(self._shaking.welcomed(await welcomed(self.socket)))
+        self._outbox = Outbox(seal=self._shaking.outgoing)
+        self._inbox = Inbox(most=1 << 30, seal=self._shaking.incoming, staging=staging())
+
+    def ask(self, count: int, *, size: int = BLOB) -> None:
+        for call in itertools.islice(self._calls, count):
+            self._outbox.push(call, [wire.encode(wire.Call(call, "blob", 60.0, 0)), wire.encode(Number(value=size))])
+        while views := self._outbox.views():
+            self._outbox.sent(self.socket.sendmsg(views))
+
+    async def read(self, count: int) -> list[tuple[int, int]]:
+        """Give call and bytes of each of the next answers."""
+        came: list[list[memoryview]] = []
+        async with asyncio.timeout(30):
+            while len(came) < count:
+                try:
+                    came += self._inbox.took(self.socket.recv_into(self._inbox.room()))
+                except BlockingIOError:
+                    await asyncio.sleep(0.001)
+        return [(wire.read_answer(parts, where="test")[0], len(parts[2])) for parts in came]
+
+
+def lies_unsent(server: RpcServer) -> int:
+    """Give the bytes that lie for the first peer of a server."""
+    assert server._streams is not None
+    outbox = next(iter(server._streams._peers.values())).outbox
+    return 0 if outbox is None else outbox.unsent
+
+
+async def test_who_reads_slowly_is_heard_no_more_until_it_has_read_and_then_gets_every_answer(
+    keys: Keys | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await serve_blobs(monkeypatch, keys)
+    slow = Asks(server, keys)
+    await slow.greet()
+    slow.ask(50)  # in one go: most are here, whole, when the first answers do not go
+    await until(lambda: lies_unsent(server) > BOUND)
+    slow.ask(50)
+    await asyncio.sleep(0.1)
+    assert lies_unsent(server) <= BOUND + BLOB + 1000
+    begun = server.counters.calls["blob"]
+    assert begun < 50
+    assert await serves(server, keys)
+    for read in range(10, 110, 10):
+        assert await slow.read(10) == [(call, BLOB) for call in range(read - 10, read)]
+        assert lies_unsent(server) <= BOUND + BLOB + 1000
+        assert read <= server.counters.calls["blob"] <= read + begun + 10
+    slow.ask(1)
+    assert await slow.read(1) == [(100, BLOB)]
+    assert not server.counters.dropped
+    slow.socket.close()
+    await server.close()
+
+
+async def test_one_answer_may_be_larger_than_what_may_lie_unsent(
+    keys: Keys | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await serve_blobs(monkeypatch, keys)
+    slow = Asks(server, keys)
+    await slow.greet()
+    for sizes in (20 * BOUND, 1, 20 * BOUND):
+        slow.ask(1, size=sizes)
+    await until(lambda: lies_unsent(server) > BOUND)
+    assert server.counters.calls["blob"] == 1
+    assert await slow.read(3) == [(0, 20 * BOUND), (1, 1), (2, 20 * BOUND)]
+    slow.socket.close()
+    await server.close()
+
+
+async def test_a_peer_that_goes_away_while_it_is_not_heard_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = await serve_blobs(monkeypatch)
+    gone = Asks(server)
+    await gone.greet()
+    gone.ask(50)
+    await until(lambda: lies_unsent(server) > BOUND)
+    assert server._streams is not None
+    (flow,) = server._streams._peers.values()
+    kept = [weakref.ref(flow), weakref.ref(flow.outbox), weakref.ref(flow._inbox)]
+    assert flow._unheard
+    begun = server.counters.calls["blob"]
+    gc.disable()
+    try:
+        del flow
+        gone.socket.close()
+        await until(lambda: not any(what() for what in kept))
+    finally:
+        gc.enable()
+    assert not server._streams._peers
+    assert server.counters.calls["blob"] == begun
+    assert await serves(server)
+    await server.close()
+
+
+@pytest.mark.usefixtures("way")
+async def test_a_thread_that_sends_much_before_it_reads_gets_through(
+    keys: Keys | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await serve_blobs(monkeypatch, keys)
+    link = BlockingLink(server.address, keys=keys, max_message=1 << 30)
+    frame = bytes(BLOB)
+
+    def send_all() -> None:
+        for call in range(60):
+            link.send(call, "add", Number(value=call), [frame], deadline=time.monotonic() + 20)
+
+    await asyncio.to_thread(send_all)
+    for call in range(60):
+        parts = await asyncio.to_thread(link.receive, 10)
+        assert (wire.read_answer(parts, where="test"), len(parts[2])) == ((call, None), BLOB)
+    link.close()
     await server.close()
 
 

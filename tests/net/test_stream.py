@@ -166,6 +166,36 @@ def test_a_stream_keeps_nothing_of_a_message_that_it_gave(sealed, step):
     assert kept() is None
 
 
+@settings(max_examples=100, deadline=None)
+@given(message_sizes, st.sets(st.integers(0, 3)), st.lists(st.integers(1, 1 << 20), max_size=30), st.booleans())
+def test_what_lies_unsent_is_counted_whatever_was_taken_back_said_again_or_cut(sizes, back, steps, sealed):
+    outbox = Outbox(seal=seals(sealed)[0])
+    for key, of in enumerate(sizes):
+        outbox.push(key, parts_of(of))
+        outbox.push(key, parts_of(of))
+        if key in back:
+            outbox.withdraw(key)
+    left = [of for key, of in enumerate(sizes) if key not in back]
+    heads = sum(64 + 8 * len(of) + 16 * sum(1 + size // (1 << 20) for size in of) for of in left)
+    lies = sum(map(sum, left))
+    assert outbox.unsent == lies
+    for step in steps:
+        views = outbox.views()
+        went = min(step, sum(map(len, views)))
+        outbox.sent(went)
+        lies -= went
+        assert lies <= outbox.unsent <= lies + heads
+    outbox.push("more", [b"more"])
+    sent(outbox)
+    assert outbox.unsent == 0
+    outbox.keep(b"the rest")
+    assert outbox.unsent == len(b"the rest")
+    outbox.push("large", [bytes(LARGE)] * 9)
+    outbox.views()
+    outbox.close()
+    assert outbox.unsent == 0
+
+
 def test_a_message_can_be_taken_back_until_its_first_byte_was_asked_for():
     outbox = Outbox(seal=None)
     for key in "ab":

@@ -29,6 +29,8 @@ from asyncflow.queue.protocol.messages import RowMeta, TaskSpec
 
 LIMIT = 8 << 20
 ROOM = 48 << 20
+UNREAD = 64 << 20
+"""What may lie for who does not read."""
 GREETED = Handshake(None).hello() + bytes(PROOF_SIZE)
 """All that a peer without a key says before it is listened to: what it answers to the welcome is known before."""
 
@@ -65,10 +67,10 @@ class Victim:
 @pytest.fixture
 def victim(tmp_path):
     @contextlib.asynccontextmanager
-    async def run(*, keyed=False):
+    async def run(*, keyed=False, limit=LIMIT):
         key = tmp_path / "key"
         keys = Keys.generate(key) if keyed else None
-        words = [str(tmp_path), str(LIMIT), *([str(key)] if keyed else [])]
+        words = [str(tmp_path), str(limit), *([str(key)] if keyed else [])]
         process = await asyncio.create_subprocess_exec(
             sys.executable, str(Path(__file__).with_name("serve.py")), *words, stdout=subprocess.PIPE
         )
@@ -291,6 +293,37 @@ async def test_a_message_that_is_replayed_does_nothing_twice(victim, stranger_at
         await play(stranger, range(300, 400))
         await made.serves()
         assert (await made.partition.rows()).rows == []
+
+
+async def test_who_asks_for_much_and_reads_nothing_makes_no_memory_grow_and_gets_it_all_when_it_reads(
+    victim, stranger_at
+):
+    values = np.arange(32 << 16, dtype=np.float64).reshape(32, -1)  # rows of 512 KiB
+    async with victim(limit=32 << 20) as made, stranger_at(made.unit) as greedy:
+        large = OpenPartition(made.client, "large")
+        rows = await large.put({"values": values}, timeout=20)
+        scattered = wire.encode(unit_calls.FetchRows(rows[::2], ["values"]))
+        before = most = made.memory
+        for number in range(100):
+            await greedy.send([wire.encode(wire.Call(number, "unit.fetch", 60.0, 0)), scattered])
+        async with asyncio.timeout(30):
+            while most - before < UNREAD:
+                await asyncio.sleep(0.01)
+                most = max(most, made.memory)
+        for _ in range(20):
+            mine = await made.partition.put({"n": np.arange(5)}, timeout=20)
+            assert (await made.partition.get(mine, ["n"], timeout=20))["n"].tolist() == list(range(5))
+            await made.partition.clear(mine, timeout=20)
+            most = max(most, made.memory)
+        assert most - before < UNREAD + ROOM
+        for number in range(100):
+            async with asyncio.timeout(30):
+                header, _, *frames = await greedy.receive()
+            assert wire.to_client(header).call == number
+            assert b"".join(frames[1:]) == values[::2].tobytes()
+            most = max(most, made.memory)
+        assert most - before < UNREAD + ROOM
+        await large.clear(rows, timeout=20)
 
 
 async def test_calls_of_many_clients_at_once_are_all_answered(victim):

@@ -1,7 +1,8 @@
 """Where streams are answered: one listening socket, one more for callers of this host, and all who connected.
 
-Invariants: a peer that has not shaken hands in time, sends what is no message, or does not read what it asked for is
-cut off, and nobody else notices; where there are too many, those who have not shaken hands make room first.
+Invariants: a peer that has not shaken hands in time, sends what is no message, or leaves too many answers unread is cut
+off; one for which too many bytes lie unread is heard no more until they went; and nobody else notices. Where there are
+too many peers, those who have not shaken hands make room first.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from asyncflow.net.stream.staging import staging
 
 _MAX_PEERS = 8192
 _MAX_UNREAD = 4096
+_MOST_UNSENT = 64 << 20
+"""Bytes of answers from which on a peer is heard no more until it has read them; one answer may have more."""
 _SHAKE_S = 10.0
 _FULL_S = 0.1
 _TIDY_S = 1.0
@@ -130,6 +133,7 @@ class Answering:
             deliver=functools.partial(self._deliver, peer),
             lost=lambda why: self._forget(peer, why),
             most_unread=_MAX_UNREAD,
+            most_unsent=_MOST_UNSENT,
         )
         self._strangers[peer] = None
         if self._lends and not self._tidies:

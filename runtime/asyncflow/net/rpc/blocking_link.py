@@ -91,7 +91,9 @@ class BlockingLink:
                 self._outbox.keep(memoryview(whole)[went:])
             while not self._outbox.idle:
                 self._left(method, deadline)
-                self._outbox.sent(_took(socket.sendmsg, self._outbox.views()))
+                self._outbox.sent(went := _took(socket.sendmsg, self._outbox.views()))
+                while not went and self._hear(socket, sockets.MSG_DONTWAIT):  # until then it may not hear this
+                    self._left(method, deadline)
         except OSError as error:
             raise self._broken(error) from error
         except BaseException as error:

@@ -46,7 +46,8 @@ class Flow:
     """One connected stream.
 
     shake: takes the peer's first bytes, of ``size``, and gives the inbox and the outbox, or how many bytes it takes
-    next; lost: told why it broke; most_unread: messages that may wait for a peer that does not read.
+    next; lost: told why it broke; most_unread: messages that may wait for a peer that does not read; most_unsent: bytes
+    that may, before the peer is heard no more until all went: what came from it, and comes, waits meanwhile.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Flow:
         deliver: Deliver,
         lost: Callable[[AsyncFlowError], None],
         most_unread: int = sys.maxsize,
+        most_unsent: int = sys.maxsize,
     ) -> None:
         self.closed = False
         self.outbox: Outbox | None = None
@@ -69,6 +71,9 @@ class Flow:
         self._deliver = deliver
         self._lost = lost
         self._most_unread = most_unread
+        self._most_unsent = most_unsent
+        self._hears = True
+        self._unheard: list[list[memoryview]] = []
         self._writing = False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(socket, self._read)
@@ -77,6 +82,8 @@ class Flow:
         """Close the stream at once."""
         if not self.closed:
             self.closed = True
+            self._hears = False
+            self._unheard.clear()
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
             self._socket.close()
@@ -123,6 +130,9 @@ class Flow:
             if not self._writing:
                 self._writing = True
                 self._loop.add_writer(self._socket, self.flush)
+            if self._hears and outbox.unsent > self._most_unsent:
+                self._hears = False
+                self._loop.remove_reader(self._socket)
             return
         except OSError as error:
             self._fail(PeerLost(f"the connection to the peer broke: {error}"))
@@ -133,11 +143,25 @@ class Flow:
         if self._writing:
             self._writing = False
             self._loop.remove_writer(self._socket)
+        if not self._hears:  # but not from here: a handler that sends is to end before the next one begins
+            self._loop.call_soon(self._hear_again)
+
+    def _hear_again(self) -> None:
+        """Go on with a peer that was not heard, where all has gone."""
+        if not self.closed and not self._hears and self.outbox is not None and self.outbox.idle:
+            self._hears = True
+            self._loop.add_reader(self._socket, self._read)
+            self._read()
 
     def _read(self) -> None:
         """Deliver what came, but not for ever."""
         try:
+            if self._unheard:
+                unheard, self._unheard = self._unheard, []
+                self._pass_on(unheard)
             for _ in range(_READS):
+                if not self._hears:
+                    break
                 inbox = self._inbox
                 room = self._first[self._came :] if inbox is None else inbox.room()
                 count = self._socket.recv_into(room)
@@ -146,10 +170,8 @@ class Flow:
                 elif inbox is None:
                     self._take_first(count)
                 else:
-                    for parts in inbox.took(count):
-                        if not self.closed:
-                            self._deliver(parts)
-                if count < len(room) or self.closed:
+                    self._pass_on(inbox.took(count))
+                if count < len(room):
                     break
         except BlockingIOError:
             pass
@@ -159,6 +181,14 @@ class Flow:
             self._fail(wrong)
         except MemoryError:
             self._fail(ProtocolError("there is no memory for what a peer wants to send"))
+
+    def _pass_on(self, whole: list[list[memoryview]]) -> None:
+        """Deliver messages as long as the peer is heard; those behind them wait."""
+        for parts in whole:
+            if self._hears:
+                self._deliver(parts)
+            elif not self.closed:
+                self._unheard.append(parts)
 
     def _take_first(self, count: int) -> None:
         """Take in bytes of the handshake."""

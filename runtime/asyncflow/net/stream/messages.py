@@ -184,7 +184,9 @@ class Outbox:
 
     def __init__(self, *, seal: Seal | None) -> None:
         self._seal = seal
-        self._messages: dict[Hashable, Sequence[Buffer]] = {}
+        self._messages: dict[Hashable, tuple[Sequence[Buffer], list[int]]] = {}
+        self._waiting = 0
+        self._under_way = 0
         self._pieces: Iterator[Buffer] | None = None
         self._views: deque[Buffer] = deque()
 
@@ -210,11 +212,17 @@ class Outbox:
 
     def push(self, key: Hashable, parts: Sequence[Buffer]) -> None:
         """Put a message behind the others. Its large parts must not change until they went."""
-        self._messages[key] = parts
+        self.withdraw(key)
+        sizes = _sizes(parts)
+        self._messages[key] = parts, sizes
+        self._waiting += sum(sizes)
 
     def withdraw(self, key: Hashable) -> bool:
         """Take back a message of which nothing went yet, and say whether that was so."""
-        return self._messages.pop(key, None) is not None
+        if (message := self._messages.pop(key, None)) is None:
+            return False
+        self._waiting -= sum(message[1])
+        return True
 
     def views(self) -> list[Buffer]:
         """Give some of the next bytes; nothing when all went."""
@@ -237,11 +245,17 @@ class Outbox:
         self._messages.clear()
         self._views.clear()
         self._pieces = None
+        self._waiting = self._under_way = 0
 
     @property
     def idle(self) -> bool:
         """Whether all went."""
         return not self._messages and not self._views and self._pieces is None
+
+    @property
+    def unsent(self) -> int:
+        """The bytes that lie here, large parts included."""
+        return self._waiting + self._under_way + sum(map(len, self._views))
 
     def _piece(self) -> Buffer | None:
         """Give what goes next; nothing where that is nothing now."""
@@ -249,16 +263,18 @@ class Outbox:
         if self._pieces is not None and (piece := next(self._pieces, None)) is None:
             self._pieces = None
         if piece is None and self._messages:
-            piece, self._pieces = self._cut(self._messages.pop(next(iter(self._messages))))
+            parts, sizes = self._messages.pop(next(iter(self._messages)))
+            self._waiting -= sum(sizes)
+            piece, self._pieces = self._cut(parts, sizes)
         return piece
 
-    def _cut(self, parts: Sequence[Buffer]) -> tuple[Buffer, Iterator[Buffer] | None]:
+    def _cut(self, parts: Sequence[Buffer], sizes: Sequence[int]) -> tuple[Buffer, Iterator[Buffer] | None]:
         """Give the first piece of a message, and those that come after it, if any do."""
         words: list[int] = []
         small: list[Buffer] = []
         large: list[memoryview] = []
         length = 0
-        for part, size in zip(parts, _sizes(parts), strict=True):
+        for part, size in zip(parts, sizes, strict=True):
             said: Sequence[int] = ()
             if size < LARGE:
                 small.append(part)
@@ -266,6 +282,7 @@ class Outbox:
             elif not (said := self._elsewhere(view := memoryview(part).cast("B"))):
                 large.append(view)
             words += said or (size,)
+        self._under_way = sum(map(len, large))
         rest = itertools.chain.from_iterable(map(self._large, large)) if large else None
         return self._block(words, small, length=length), rest
 
@@ -286,10 +303,13 @@ class Outbox:
     def _large(self, view: memoryview) -> Iterator[Buffer]:
         """Give the pieces in which a large part goes."""
         if self._seal is None:
+            self._under_way -= len(view)
             yield view
             return
         for start in range(0, len(view), _CHUNK):
-            yield self._seal.seal(view[start : start + _CHUNK])
+            piece = view[start : start + _CHUNK]
+            self._under_way -= len(piece)
+            yield self._seal.seal(piece)
 
 
 def _sizes(parts: Sequence[Buffer]) -> list[int]:
