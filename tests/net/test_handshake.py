@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from asyncflow.errors import ProtocolError
 from asyncflow.net.keys import Keys
-from asyncflow.net.stream.handshake import ANYBODY, HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE, Handshake
+from asyncflow.net.stream.handshake import HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE, Handshake
 from asyncflow.net.stream.sealed import TAG
+from asyncflow.net.stream.server import ANYBODY
 
 OURS, THEIRS = Keys(secret=b"a" * 40), Keys(secret=b"b" * 40)
 SHARE = slice(20, 52)

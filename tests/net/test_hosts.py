@@ -15,7 +15,7 @@ from asyncflow.errors import DeadlineExceeded, ManifestError, Refused
 from asyncflow.net import hosts
 from asyncflow.net.rpc import RpcClient, RpcServer
 from asyncflow.net.rpc.blocking_link import BlockingLink
-from asyncflow.net.stream.handshake import ANYBODY
+from asyncflow.net.stream.server import ANYBODY
 
 NAME = "queue.team.svc"
 
@@ -86,7 +86,13 @@ def test_a_star_is_any_host_or_any_port() -> None:
 
 
 NONE = ["10.0.0.7:5571", "http://a:1", "tcp://a", "tcp://a:", "tcp://:1", "tcp://a:b", "tcp://a:65536"]
-NO_SERVER = ["tcp://a:1/", "tcp://a:1/12", "tcp://a:1/0123456789abcdeg", "tcp://a:1/0123456789abcdef/"]
+NO_SERVER = [
+    "tcp://a:1/",
+    "tcp://a:1/12",
+    "tcp://a:1/0123456789abcdeg",
+    "tcp://a:1/0123456789abcdef/",
+    "tcp://a:1/0000000000000000",
+]
 
 
 @pytest.mark.parametrize("text", NONE + NO_SERVER)

@@ -13,7 +13,7 @@ from asyncflow.net.hosts import address_of, host_and_port
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient, RpcServer
 from asyncflow.net.rpc.blocking_link import BlockingLink
-from asyncflow.net.stream.handshake import ANYBODY
+from asyncflow.net.stream.server import ANYBODY, new_server
 
 KEYS = Keys(secret=b"k" * 40)
 
@@ -69,6 +69,16 @@ async def test_who_dials_a_port_without_saying_whose_is_answered_by_whoever_is_t
     server = await serve("here", "tcp://127.0.0.1:*", None)
     caller = RpcClient(name="caller", resolve=address_of(*host_and_port(server.address)))
     assert (await caller.call("who", Question(), Answer, timeout=10)).server == "here"
+    await caller.close()
+    await server.close()
+
+
+async def test_a_server_keeps_what_it_was_called_at_a_port_that_is_chosen_for_it() -> None:
+    called = new_server()
+    server = await serve("called", f"tcp://127.0.0.1:*/{called.hex()}", None)
+    assert server.address == address_of(*host_and_port(server.address), server=called)
+    caller = RpcClient(name="caller", resolve=server.address)
+    assert (await caller.call("who", Question(), Answer, timeout=10)).server == "called"
     await caller.close()
     await server.close()
 

@@ -18,13 +18,13 @@ from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 from asyncflow.errors import ManifestError, Refused
-from asyncflow.net.stream.handshake import ANYBODY
+from asyncflow.net.stream.server import ANYBODY, SERVER_SIZE
 
 SCHEME = "tcp://"
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - compared with, and bound to where the address says so
 _LAST_PORT = 65_535
 _ALL = (EVERYWHERE, "::", "*", "")
-_SERVER = re.compile(f"[0-9a-f]{{{2 * len(ANYBODY)}}}")
+_SERVER = re.compile(f"(?!0+$)[0-9a-f]{{{2 * SERVER_SIZE}}}")
 
 Place: TypeAlias = tuple[socket.AddressFamily, tuple[Any, ...]]
 """Where a socket connects to or is bound: its family, and the address as that family writes it."""
@@ -33,17 +33,17 @@ _under_way: dict[tuple[int, str, int], Future[list[Place]]] = {}
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Give where ``address`` is, ``tcp://HOST:PORT``: an IPv6 host in brackets; ``*`` is any host, or any port (0).
+    """Give where ``address`` is, ``tcp://HOST:PORT[/SERVER]``: an IPv6 host in brackets; ``*`` is any host, or any port
+    (0).
 
     Raises ManifestError where it is none.
     """
     where, slash, server = address.removeprefix(SCHEME).partition("/")
     host, _, port = where.rpartition(":")
     number = "0" if port == "*" else port
-    if not (address.startswith(SCHEME) and host and number.isdecimal() and int(number) <= _LAST_PORT):
-        raise ManifestError(f"{address!r} is no address", hint=f"An address is {SCHEME}HOST:PORT")
-    if slash and not _SERVER.fullmatch(server):
-        hint = f"Behind its port may stand which server it is, as {2 * len(ANYBODY)} hexadecimal digits"
+    placed = address.startswith(SCHEME) and host and number.isdecimal() and int(number) <= _LAST_PORT
+    if not placed or (slash and not _SERVER.fullmatch(server)):
+        hint = f"An address is {SCHEME}HOST:PORT[/SERVER], SERVER {2 * SERVER_SIZE} hexadecimal digits, not all 0"
         raise ManifestError(f"{address!r} is no address", hint=hint)
     return EVERYWHERE if host == "*" else host.strip("[]"), int(number)
 

@@ -8,27 +8,35 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import socket
+from typing import NamedTuple
 
 from asyncflow.errors import Refused
 from asyncflow.net.hosts import Place, address_of, dialled, host_and_port, look_up, server_of
-from asyncflow.net.stream.handshake import ANYBODY
+from asyncflow.net.stream.server import ANYBODY, new_server
 
 _BIND_S = 3.0
 _PAUSE_S = 0.05
 _BACKLOG = 1024
 
 
-async def listen(bind: str, *, name: str, advertise: str) -> tuple[str, socket.socket]:
-    """Listen at ``bind``, for whoever has that ``name``; give the address that others dial, and the socket.
+class Listening(NamedTuple):
+    """A socket that listens. address: that others dial; server: which one answers there."""
 
-    bind: with which server it is where it takes the place of one; advertise: the host that others dial, where that is
+    address: str
+    server: bytes
+    socket: socket.socket
+
+
+async def listen(bind: str, *, name: str, advertise: str) -> Listening:
+    """Listen at ``bind``, for whoever has that ``name``.
+
+    bind: with which server it is where that is settled already; advertise: the host that others dial, where that is
     another. Raises Refused where it cannot listen there, and ManifestError where that is no address.
     """
     where, server = host_and_port(bind), server_of(bind)
-    if not where[1]:
-        server = os.urandom(len(ANYBODY))
+    if not where[1] and server == ANYBODY:
+        server = new_server()
     deadline = asyncio.get_running_loop().time() + _BIND_S
     try:
         async with asyncio.timeout_at(deadline):
@@ -39,7 +47,7 @@ async def listen(bind: str, *, name: str, advertise: str) -> tuple[str, socket.s
         raise Refused(f"cannot listen at {bind}: {error}", where=name, hint=hint) from error
     try:
         host, port = made.getsockname()[:2]
-        return address_of(await dialled(host, advertise), port, server=server), made
+        return Listening(address_of(await dialled(host, advertise), port, server=server), server, made)
     except BaseException:
         made.close()
         raise

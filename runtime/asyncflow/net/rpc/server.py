@@ -19,7 +19,6 @@ from asyncflow.errors import AsyncFlowError, ProtocolError, Refused, RemoteError
 from asyncflow.net.arena import unix
 from asyncflow.net.deadlines import Deadlines
 from asyncflow.net.frames import Buffer
-from asyncflow.net.hosts import server_of
 from asyncflow.net.keys import Keys
 from asyncflow.net.later import Later
 from asyncflow.net.rpc import wire
@@ -83,10 +82,11 @@ class _Route(NamedTuple):
 class RpcServer:
     """Answers calls at one address.
 
-    name: of this server, in logs and errors; bind: address, ``*`` for any free port; keys: the job's key, None for
-    plain text; max_message: most bytes of one message, frames included; advertise: host that others dial,
-    by default the bound one, or this machine's own address when bound to all interfaces; lends: frames of replies that
-    came through shared memory are lent as they lie there, to be read only, to callers of this host.
+    name: of this server, in logs and errors; bind: address, ``*`` for any free port, with which server this is
+    (``tcp://HOST:PORT/SERVER``) where callers know that already; keys: the job's key, None for plain text; max_message:
+    most bytes of one message, frames included; advertise: host that others dial, by default the bound one, or this
+    machine's own address when bound to all interfaces; lends: frames of replies that came through shared memory are
+    lent as they lie there, to be read only, to callers of this host.
     """
 
     def __init__(
@@ -132,11 +132,12 @@ class RpcServer:
 
         An address still held by a predecessor that is just dying is waited for; Refused when it does not come free.
         """
-        self._address, socket = await listen(self._bind, name=self.name, advertise=self._advertise)
+        listening = await listen(self._bind, name=self.name, advertise=self._advertise)
+        self._address = listening.address
         self._streams = Answering(
-            socket,
+            listening.socket,
             nearby=unix.listening(self._address),
-            server=server_of(self._address),
+            server=listening.server,
             lends=self._lends,
             keys=self._keys,
             most=self._max_message,

@@ -44,19 +44,18 @@ from typing import TYPE_CHECKING
 
 from asyncflow.errors import ProtocolError
 from asyncflow.net.stream.sealed import KEY, Seal
+from asyncflow.net.stream.server import ANYBODY, SERVER_SIZE
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
     from asyncflow.net.keys import Keys
 
-ANYBODY = bytes(8)
-"""Stands for whichever server answers."""
 _SEALED, _PLAIN = b"AFs3", b"AFp3"
 _NONCE, _SHARE = 16, 32
 PROOF_SIZE = 16
 _GREETING = len(_SEALED) + _NONCE + _SHARE
-_SAID = _GREETING + len(ANYBODY)
+_SAID = _GREETING + SERVER_SIZE
 HELLO_SIZE, WELCOME_SIZE = _GREETING + PROOF_SIZE, _SAID + PROOF_SIZE
 _NOTHING = bytes(PROOF_SIZE)
 _PURPOSES = (b"answerer proves", b"caller proves", b"caller seals", b"answerer seals")
