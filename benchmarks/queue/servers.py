@@ -26,7 +26,9 @@ from asyncflow.api.load import load
 from asyncflow.api.names import HOST_ENV, KEY_FILE_ENV
 from asyncflow.api.queue import TransferQueue
 from asyncflow.net.arena.unix import SHARED_MEMORY_ENV
+from asyncflow.net.hosts import address_of
 from asyncflow.net.keys import Keys
+from asyncflow.net.stream.server import new_server
 from asyncflow.queue.client.blocking import BlockingQueue
 from asyncflow.queue.client.blocking_visitor import visiting
 from asyncflow.queue.ledger.audit import audit_ledger
@@ -143,7 +145,7 @@ def servers(
         key_file = folder / "key"
         if keys:
             Keys.generate(key_file)
-        address = f"tcp://{hosts('controller')}:{_free_port()}"
+        address = address_of(hosts("controller"), _free_port(), server=new_server())
         made = Servers(handle=Handle(address=address, key_file=str(key_file) if keys else ""), folder=folder)
 
         queue = load(manifest)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.net.hosts import host_and_port, server_of
+from asyncflow.net.stream.server import ANYBODY
 from asyncflow.substrates.local.record import load_record
 
 pytestmark = pytest.mark.process
@@ -64,8 +66,17 @@ def test_it_is_said_that_nobody_will_generate(manifest, tmp_path):
 def ports_are_closed(folder):
     record = load_record(folder / "run" / "processes.json")
     listening = Path("/proc/net/tcp").read_text()
-    ports = [int(address.rpartition(":")[2]) for address in (record.driver, record.http)]
+    ports = [host_and_port(record.driver)[1], int(record.http.rpartition(":")[2])]
     return not any(f":{port:04X} 00000000:0000 0A" in listening for port in ports)
+
+
+def test_the_one_address_of_a_run_leads_to_no_other_run(manifest, tmp_path):
+    called = set()
+    for output in ("one", "another"):
+        words = command("run", manifest, "--output", output, steps=1, pause_s=0)
+        subprocess.run(words, cwd=tmp_path, capture_output=True, check=True)
+        called.add(server_of(load_record(tmp_path / output / "run" / "processes.json").driver))
+    assert len(called - {ANYBODY}) == 2
 
 
 def test_again_resume_and_fresh(manifest, tmp_path):

@@ -18,6 +18,8 @@ from asyncflow.api.job import RLJob, RLJobSpec
 from asyncflow.api.load import load_job, to_yaml
 from asyncflow.commands.manifest import resolved_job
 from asyncflow.durable import write_whole
+from asyncflow.net.hosts import address_of
+from asyncflow.net.stream.server import new_server
 from asyncflow.plan.job import plan
 from asyncflow.substrates.local.folder import RunFolder
 from asyncflow.substrates.local.placement import launcher
@@ -58,7 +60,7 @@ def _supervise(job: RLJob, folder: RunFolder) -> tuple[Outcome, bool]:
     folder.write_token()
     with folder.log("supervisor").open("a", encoding="utf-8") as log, PortReservation(2) as (rpc_port, http_port):
         setup_logging("supervisor", 0, stream=log)
-        places, driver = plan(job), f"tcp://127.0.0.1:{rpc_port}"
+        places, driver = plan(job), address_of("127.0.0.1", rpc_port, server=new_server())
         for role in places.roles:
             if role.replicas == 0:
                 click.echo(f"no {role.name} is placed, and none comes later: spec.{role.name}.replicas is 0")
