@@ -52,15 +52,33 @@ async def test_who_dials_a_server_that_is_gone_is_not_answered_by_the_next_one_a
     await first.close()
     second = await serve("second", address_of(*host_and_port(here), server=server), keys)
     caller = RpcClient(name="caller", resolve=lambda: here, keys=keys)
-    with pytest.raises(DeadlineExceeded, match="another server is at this address now"):
+    refused = r"another server is at this address now\. The one that was dialled is gone$"
+    with pytest.raises(DeadlineExceeded, match=refused):
         await caller.call("who", Question(), Answer, timeout=0.3)
     link = BlockingLink(here, keys=keys, max_message=1 << 20)
-    with pytest.raises(DeadlineExceeded, match="another server is at this address now"):
+    with pytest.raises(DeadlineExceeded, match=refused):
         await asyncio.to_thread(link.send, 1, "who", Question(), (), deadline=time.monotonic() + 0.3)
     assert not second.counters.calls
     asked = asyncio.create_task(caller.call("who", Question(), Answer, timeout=10))
     here = second.address
     assert (await asked).server == "second"
+    await caller.close()
+    await second.close()
+
+
+async def test_who_dials_a_server_that_is_gone_shakes_hands_with_the_next_one_more_and_more_seldom(
+    shared_memory: str,
+) -> None:
+    second = await serve("second", "tcp://127.0.0.1:*", KEYS)
+    here = address_of(*host_and_port(second.address), server=new_server())
+    caller = RpcClient(name="caller", resolve=here, keys=KEYS)
+    with pytest.raises(DeadlineExceeded):
+        await caller.call("who", Question(), Answer, timeout=1.2)
+    link = BlockingLink(here, keys=KEYS, max_message=1 << 20)
+    with pytest.raises(DeadlineExceeded):
+        await asyncio.to_thread(link.send, 1, "who", Question(), (), deadline=time.monotonic() + 1.2)
+    assert second._streams is not None
+    assert next(second._streams._numbers) <= 12  # with pauses that do not grow, more than thirty
     await caller.close()
     await second.close()
 

@@ -25,6 +25,7 @@ from asyncflow.net.hosts import host_and_port, look_up, server_of
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import wire
 from asyncflow.net.rpc.flow import SILENT, UNSHAKEN, in_words, tune
+from asyncflow.net.rpc.pauses import pauses
 from asyncflow.net.stream.handshake import WELCOME_SIZE
 from asyncflow.net.stream.messages import Inbox, Outbox
 from asyncflow.net.stream.staging import staging
@@ -32,7 +33,6 @@ from asyncflow.net.stream.staging import staging
 T = TypeVar("T")
 LOOK_S = 0.1
 """How long a thread sleeps at most before it looks whether what it waits for can still come."""
-_PAUSE_S = 0.05
 _CONNECT_S = 3.0
 _SHAKE_S = 10.0
 
@@ -173,6 +173,7 @@ class BlockingLink:
 
     def _connected(self, method: str, deadline: float) -> sockets.socket:
         """Try until the stream is there."""
+        trying = pauses()
         while True:
             try:
                 socket = self._dialled(method, deadline)
@@ -183,7 +184,7 @@ class BlockingLink:
                     socket.close()
                     raise
             except ProtocolError as wrong:
-                self.state = wrong.what
+                self.state = str(wrong)
             except OSError as error:
                 self.state = in_words(error)
             else:
@@ -193,9 +194,17 @@ class BlockingLink:
                 if self._seat is not None:
                     self._outbox.push("seat", [wire.encode(wire.Seat(self._seat))])
                 return socket
+            self._rest(next(trying), method, deadline)
+
+    def _rest(self, seconds: float, method: str, deadline: float) -> None:
+        """Sleep, as long as the peer is still to be found there."""
+        until = time.monotonic() + seconds
+        while True:
             if not self._stays():
                 raise PeerLost("the peer moved before it was told anything", where=self.address)
-            time.sleep(min(_PAUSE_S, self._left(method, deadline)))
+            if (rest := until - time.monotonic()) <= 0:
+                return
+            time.sleep(min(rest, LOOK_S, self._left(method, deadline)))
 
     def _dialled(self, method: str, deadline: float) -> sockets.socket:
         """Connect to the peer on this host, or to the first place of its name that answers."""

@@ -15,11 +15,11 @@ from asyncflow.net.frames import Buffer
 from asyncflow.net.hosts import host_and_port, look_up, server_of
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc.flow import SILENT, UNSHAKEN, Deliver, Flow, in_words, tune
+from asyncflow.net.rpc.pauses import pauses
 from asyncflow.net.stream.handshake import WELCOME_SIZE
 from asyncflow.net.stream.messages import Inbox, Outbox
 from asyncflow.net.stream.staging import staging
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _CONNECT_S = 3.0
 """A Service may still lead to a pod that is gone: nobody answers there, and the kernel would ask for two minutes."""
 _SHAKE_S = 10.0
@@ -77,8 +77,7 @@ class Calling:
 
     async def _connect(self) -> None:
         """Try until the stream is there."""
-        pause = _FIRST_PAUSE_S
-        while True:
+        for pause in pauses():
             try:
                 self.state = await self._opened(await self._dialled())
                 if self.state == SILENT:
@@ -86,7 +85,6 @@ class Calling:
             except OSError as error:
                 self.state = in_words(error)
             await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     async def _dialled(self) -> sockets.socket:
         """Connect to the peer on this host, or to the first place of its name that answers."""
@@ -135,7 +133,7 @@ class Calling:
             if shaken.done():
                 self._lost(why)
             else:
-                shaken.set_result(why.what if isinstance(why, ProtocolError) else UNSHAKEN)
+                shaken.set_result(str(why) if isinstance(why, ProtocolError) else UNSHAKEN)
 
         flow = self._flow = Flow(socket, size=WELCOME_SIZE, shake=shake, deliver=self._deliver, lost=lost)
         try:

@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost
+from asyncflow.net.rpc.pauses import pauses
 
 T = TypeVar("T")
-_FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 
 
@@ -25,7 +25,7 @@ async def persist(attempt: Callable[[], Awaitable[T]], *, what: str, timeout: fl
     Raises DeadlineExceeded that says ``what`` was waited for, and the last error.
     """
     deadline = asyncio.get_running_loop().time() + timeout
-    pause = _FIRST_PAUSE_S
+    trying = pauses(longest=_LONGEST_PAUSE_S)
     last: AsyncFlowError | None = None
     try:
         async with asyncio.timeout_at(deadline) as limit:
@@ -34,8 +34,7 @@ async def persist(attempt: Callable[[], Awaitable[T]], *, what: str, timeout: fl
                     return await attempt()
                 except (PeerLost, DeadlineExceeded) as error:
                     last = error
-                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
+                await asyncio.sleep(next(trying) * random.uniform(0.5, 1.0))
     except TimeoutError:
         if not limit.expired():
             raise
