@@ -1,12 +1,13 @@
-"""The beginning of a connection: the caller learns that it is who was dialled, each side that the other holds the
-job's key, and both get new keys.
+"""The beginning of a connection: each side learns that the other holds the job's key, the caller which server answers,
+and both get new keys.
 
     caller                                                     answerer
     hello = magic, nonce, share, mac                  ->       goes on if the mac is right
                           <-       welcome = magic, nonce, share, server, answerer's proof
     caller's proof                                    ->       listens if it is right
 
-``server`` says which one answers (``hosts.server_of``): who dialled another one goes no further, with a key or without.
+``server`` says which one answers (``hosts.server_of``): who dialled another one goes no further, who named none takes
+whichever answers.
 
 ``secret`` is derived from the job's key, within a host from the name of the place too. A nonce is 16 random bytes. A
 share is the public half of a new X25519 key, whose other half never leaves the process and is dropped when the
@@ -25,14 +26,15 @@ All that either side said goes into the proofs and the keys: changed, replayed o
 the connection. Each connection and each direction has keys that nothing else has. Forward secrecy: who records what is
 said and learns the job's key later cannot read it, since the private halves of the shares are gone.
 
-What it does not give. Holders of the key are not told apart: each may pose as any other, to any other, so who has
-stolen the key can put himself between two peers from then on. That there is a connection, when, and how many bytes go
-is for all to see. A recorded hello may be sent again: it costs the answerer one welcome, with which nobody can do
-anything. Keys are not changed while a connection lasts. Memory is not wiped. Who can compute discrete logarithms on
-X25519 (a quantum computer) and learns the job's key can read what was recorded.
+What it does not give. Holders of the key are not told apart: each may pose as any other, to any other, as any
+``server`` too, so who has stolen the key can put himself between two peers from then on. That there is a connection,
+when, and how many bytes go is for all to see. A recorded hello may be sent again: it costs the answerer one welcome,
+with which nobody can do anything. Keys are not changed while a connection lasts. Memory is not wiped. Who can compute
+discrete logarithms on X25519 (a quantum computer) and learns the job's key can read what was recorded.
 
 Without the job's key (on loopback) hello, welcome and proof are a magic and zeros, ``server`` apart, nothing is sealed,
-and anybody who knows the magic may speak. A side with a key and one without refuse each other.
+and anybody who knows the magic may speak. ``server`` is no more than a claim then: it guards against accidents, such as
+a port that is used again, and not against intent. A side with a key and one without refuse each other.
 """
 
 from __future__ import annotations
