@@ -23,14 +23,14 @@ from asyncflow.errors import LedgerCorrupt, ProtocolError
 from asyncflow.net.arena import memfd
 from asyncflow.net.arena.borrowing import Borrowing
 from asyncflow.net.arena.loans import Incoming
-from asyncflow.net.arena.stream import ArenaInbox
+from asyncflow.net.arena.messages import ArenaInbox
 from asyncflow.net.frames import BatchHeader, decode_batch, encode_batch
 from asyncflow.net.jagged import OBJECT, TEXT, Jagged
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import wire
+from asyncflow.net.rpc.staging import staging
 from asyncflow.net.stream.handshake import Handshake
 from asyncflow.net.stream.messages import Inbox
-from asyncflow.net.stream.staging import staging
 from asyncflow.queue.client.open_values import decode, encode_columns, pack_object, unpack_object
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.records import pack, read_ledger

@@ -23,9 +23,9 @@ from asyncflow.net.arena.unix import SHARED_MEMORY_ENV
 from asyncflow.net.hosts import address_of, host_and_port
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient, RpcServer
+from asyncflow.net.rpc.staging import staging
 from asyncflow.net.stream.handshake import HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE, Handshake
 from asyncflow.net.stream.messages import Inbox, Outbox
-from asyncflow.net.stream.staging import staging
 
 ANY_PORT = "tcp://127.0.0.1:*"
 

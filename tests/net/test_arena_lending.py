@@ -19,9 +19,9 @@ from asyncflow.net.arena.borrowing import Borrowed, Borrowing, mark_of
 from asyncflow.net.arena.lending import MOST_FILES, Lending, forget_gone, inode_of, take_back
 from asyncflow.net.arena.loans import Incoming, Mapping, hide, owner_of, show
 from asyncflow.net.arena.memfd import PAGE, SHOWN, Outgoing
-from asyncflow.net.arena.stream import ArenaInbox, ArenaOutbox
+from asyncflow.net.arena.messages import ArenaInbox, ArenaOutbox
 from asyncflow.net.frames import LARGE
-from asyncflow.net.stream.staging import staging
+from asyncflow.net.rpc.staging import staging
 
 MOST = 1 << 24
 PAGES = 200

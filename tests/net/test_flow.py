@@ -18,14 +18,14 @@ import pytest
 from msgspec import Struct
 
 from asyncflow.errors import DeadlineExceeded, PeerLost, ProtocolError
-from asyncflow.net.arena.stream import ArenaOutbox
+from asyncflow.net.arena.messages import ArenaOutbox
 from asyncflow.net.hosts import host_and_port
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient, RpcServer, answering, wire
 from asyncflow.net.rpc.blocking_link import BlockingLink
+from asyncflow.net.rpc.staging import staging
 from asyncflow.net.stream.handshake import HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE, Handshake
 from asyncflow.net.stream.messages import Inbox, Outbox
-from asyncflow.net.stream.staging import staging
 
 
 class Number(Struct, frozen=True, kw_only=True):

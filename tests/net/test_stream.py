@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from asyncflow.errors import ProtocolError
 from asyncflow.net.frames import LARGE
+from asyncflow.net.rpc.staging import staging
 from asyncflow.net.stream.messages import Inbox, Outbox
 from asyncflow.net.stream.sealed import Seal
-from asyncflow.net.stream.staging import staging
 
 SECRET = bytes(range(32))
 MOST = 1 << 22

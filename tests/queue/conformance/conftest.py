@@ -166,7 +166,7 @@ async def address(two_units):
 
 
 class Stranger:
-    """Says anything to a server of calls: see ``net.stream``."""
+    """Says anything to a server of calls: see ``net.stream.messages``."""
 
     def __init__(self, reader, writer):
         self.reader, self.writer = reader, writer

@@ -25,7 +25,7 @@ from asyncflow.net.arena import memfd
 from asyncflow.net.arena.borrowing import Borrowing
 from asyncflow.net.arena.lending import MOST_FILES, Lending
 from asyncflow.net.arena.loans import Incoming
-from asyncflow.net.arena.stream import ArenaInbox, ArenaOutbox
+from asyncflow.net.arena.messages import ArenaInbox, ArenaOutbox
 from asyncflow.net.keys import Keys
 from asyncflow.net.stream.handshake import Handshake
 from asyncflow.net.stream.messages import Inbox, Outbox

@@ -26,9 +26,9 @@ from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import wire
 from asyncflow.net.rpc.flow import SILENT, UNSHAKEN, in_words, tune
 from asyncflow.net.rpc.pauses import pauses
+from asyncflow.net.rpc.staging import staging
 from asyncflow.net.stream.handshake import WELCOME_SIZE
 from asyncflow.net.stream.messages import Inbox, Outbox
-from asyncflow.net.stream.staging import staging
 
 T = TypeVar("T")
 LOOK_S = 0.1

@@ -16,9 +16,9 @@ from asyncflow.net.hosts import host_and_port, look_up, server_of
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc.flow import SILENT, UNSHAKEN, Deliver, Flow, in_words, tune
 from asyncflow.net.rpc.pauses import pauses
+from asyncflow.net.rpc.staging import staging
 from asyncflow.net.stream.handshake import WELCOME_SIZE
 from asyncflow.net.stream.messages import Inbox, Outbox
-from asyncflow.net.stream.staging import staging
 
 _CONNECT_S = 3.0
 """A Service may still lead to a pod that is gone: nobody answers there, and the kernel would ask for two minutes."""

@@ -12,9 +12,9 @@ from asyncflow.errors import ProtocolError
 from asyncflow.net.arena import memfd
 from asyncflow.net.arena.loans import Incoming
 from asyncflow.net.arena.memfd import PAGE, Outgoing
-from asyncflow.net.arena.stream import ArenaInbox, ArenaOutbox
+from asyncflow.net.arena.messages import ArenaInbox, ArenaOutbox
 from asyncflow.net.frames import LARGE
-from asyncflow.net.stream.staging import staging
+from asyncflow.net.rpc.staging import staging
 
 MOST = 1 << 22
 THERE = 1 << 63

@@ -1,16 +1,17 @@
-"""Messages over a Unix socket whose large parts go through an arena for each direction: as in ``net.stream``, no
-I/O.
+"""Messages over a Unix socket whose large parts go through an arena for each direction: as in
+``net.stream.messages``, no I/O.
 
-A block of ``net.stream`` says how large each part is. Here it may say of a large part where it lies instead: the
-highest bit is set, then come the page and, in the lowest 40 bits, the bytes. Such a part is not sent, but used where it
-lies. A part that finds no room there is sent as any other; nobody waits for room.
+A block says how large each part is. Here it may say of a large part where it lies instead: the highest bit is set,
+then come the page and, in the lowest 40 bits, the bytes. Such a part is not sent, but used where it lies. A part that
+finds no room there is sent as any other; nobody waits for room.
 
 Of a part that lies in the arena of another connection two words say where: both highest bits are set, the next one
 where the file is the next that came with the bytes, then come the low bits of that one's inode, else 0, the number of
 the file in 8 bits and, in the lowest 32, the token; the second word has the offset and the bytes, 32 bits each (see
 ``lending``).
 
-Invariants: as in ``net.stream``, but that a peer may change the bytes of a part that it has sent (see ``loans``).
+Invariants: as in ``net.stream.messages``, but that a peer may change the bytes of a part that it has sent (see
+``loans``).
 """
 
 from __future__ import annotations
