@@ -118,7 +118,7 @@ class ArenaSocket(socket.socket):
         to = Lending(outgoing) if self.lends else memfd.Outgoing(outgoing)
         self.arenas = to, Incoming(incoming) if self.answers else Borrowing(incoming)
         for side in self.arenas:
-            weakref.finalize(self, side.close)
+            weakref.finalize(self, side.close).atexit = False  # what ends with the process needs no closing
 
 
 def shaking(peer: socket.socket, keys: Keys | None, *, server: bytes) -> Handshake:
