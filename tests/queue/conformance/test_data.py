@@ -109,6 +109,14 @@ async def test_05_rows_come_in_the_order_of_the_handles(scores):
     assert (await scores.get([rows[i] for i in order], ["n"]))["n"].tolist() == order
 
 
+async def test_05_a_row_that_is_asked_for_twice_is_given_twice(scores):
+    rows = [row for n in range(6) for row in await scores.put({"n": np.array([n]), "text": [f"t{n}"]}, keys=[f"k{n}"])]
+    order = [4, 1, 4, 4, 0, 1]
+    found = await scores.get([rows[i] for i in order], ["n", "text", "n"])
+    assert (found["n"].tolist(), found["text"]) == (order, [f"t{i}" for i in order])
+    assert (await scores.get([f"k{i}" for i in order], ["n"]))["n"].tolist() == order
+
+
 async def test_06_a_regular_column_becomes_jagged_and_regular_again(scores):
     rows = await scores.put({"it": np.ones((3, 2))})
     odd = await scores.put({"it": np.ones((1, 5))})
