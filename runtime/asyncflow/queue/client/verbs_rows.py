@@ -110,6 +110,7 @@ class RowVerbs(ControlVerbs):
 
         version: step of the weights that the caller has; accept: further steps that it could load. Gives rows of the
         first kind if there are any, else of the second, never both; none when the time is over or nothing will come.
+        Raises DeadlineExceeded where the controller has not answered ``GRACE_S`` after that.
         """
         ticket = self._claimer.ticket()
         request = calls.ClaimRows(
