@@ -43,6 +43,7 @@ async def all_slots(client, **how):
     slots = []
     while not slots or not slots[-1][0].last:
         slots.append([await slot(client, len(slots), rank, **how) for rank in range(WORLD)])
+        assert len({given.last for given in slots[-1]}) == 1
     return [[given.rows for given in ranks] for ranks in slots]
 
 
@@ -118,15 +119,17 @@ async def test_32_a_claim_gives_whole_groups_only(scores):
     assert [row.row for row in await scores.claim("whole", 3, timeout=5)] == rows[9:]
 
 
-async def test_33_ranks_get_equal_work_whole_groups_and_every_row_once(gang):
-    slots = await all_slots(gang)
+@pytest.mark.parametrize("tokens", [20_000, 2_000, 500])
+async def test_33_ranks_get_equal_work_whole_groups_and_every_row_once(gang, tokens):
+    slots = await all_slots(gang, tokens=tokens)
     rows = [row for ranks in slots for given in ranks for row in given]
     assert len({row.row for row in rows}) == len(rows) == GROUPS * SIZE
-    assert all(len(ranks) == WORLD for ranks in slots)
-    for ranks in slots:
-        for given in ranks:
-            serials = [row.meta.serial for row in given]
-            assert all(serials.count(serial) == SIZE for serial in serials)
+    parts = [given for ranks in slots for given in ranks]
+    assert ([] in parts) is (tokens < 20_000)
+    for given in parts:
+        serials = [row.meta.serial for row in given]
+        assert all(serials.count(serial) == SIZE for serial in serials)
+        assert sum(row.meta.tokens for row in given) <= tokens or len(given) == SIZE
     loads = [sum(row.meta.tokens for ranks in slots for row in ranks[rank]) for rank in range(WORLD)]
     assert max(loads) * WORLD <= 1.05 * sum(loads)
 
