@@ -3,10 +3,12 @@
 import sys
 from pathlib import Path
 
-from asyncflow.errors import PeerLost
+import pytest
+
+from asyncflow.errors import DeadlineExceeded, PeerLost
 from asyncflow.queue.client.claiming import Claimer
 from asyncflow.queue.client.verbs import Expect, Farewell, Place, Reserve
-from asyncflow.queue.client.verbs_control import PARK_S, ControlVerbs
+from asyncflow.queue.client.verbs_control import GRACE_S, PARK_S, ControlVerbs
 from asyncflow.queue.protocol.calls import Ahead, Claimed, ClaimRows
 from asyncflow.queue.protocol.lot import Lot
 from asyncflow.queue.protocol.unit_calls import FetchRows
@@ -78,6 +80,23 @@ def test_rows_are_expected_that_are_sent_ahead_from_where_they_lie():
     assert (promise.unit, promise.place) == (3, Place(SEAT, 2))
     assert hand.fresh.take(3, FetchRows([ROW, -99], ["x", "y"])) == promise.place
     assert hand.claimed.lot.rows == list(range(ROW, ROW + 100))
+
+
+def test_no_call_of_a_claim_outlasts_its_time_and_the_grace_whatever_was_lost():
+    now, ends = 0.0, []
+
+    def lost(ask):
+        nonlocal now
+        ends.append(now + ask.timeout)
+        now += 0.9
+        raise PeerLost("it broke")
+
+    claimer = Claimer(ControlVerbs(units=list, worker="w", clock=lambda: now))
+    verb = claimer.claim(ClaimRows("p", "t", "w", "k", 8, None, None, [], 0.0), timeout=1.0)
+    with pytest.raises(DeadlineExceeded, match="it broke"):
+        by_hand.carry_out(verb, lost, lambda _: None)
+    assert len(ends) > 2
+    assert 1.0 < max(ends) < 1.01 + GRACE_S
 
 
 def test_nothing_is_expected_by_who_names_no_columns_or_takes_nothing_unasked():

@@ -3,9 +3,13 @@
 import asyncio
 import itertools
 import struct
+import subprocess
+import sys
 import uuid
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+import psutil
 import pytest
 from store_world import WORLDS
 
@@ -163,6 +167,54 @@ async def address(two_units):
     for member in members:
         await member.close()
     await directory.close()
+
+
+class Served:
+    """A queue in a process of its own. unit: its address."""
+
+    def __init__(self, process, controller, unit):
+        self.process = psutil.Process(process.pid)
+        self.unit = unit
+        self.peers = {"controller": controller, "unit": lambda _: unit, "units": lambda: [0]}
+        self.client = QueueClient(**self.peers, worker="me")
+        self.partition = OpenPartition(self.client, "scores")
+
+    @asynccontextmanager
+    async def growing_by_less_than(self, nbytes):
+        """Look at its memory all the time: it never grows by more."""
+        before = highest = self.process.memory_info().rss
+
+        async def look():
+            nonlocal highest
+            while True:
+                highest = max(highest, self.process.memory_info().rss)
+                await asyncio.sleep(0.002)
+
+        looking = asyncio.create_task(look())
+        try:
+            yield
+        finally:
+            looking.cancel()
+        assert max(highest, self.process.memory_info().rss) - before < nbytes
+
+
+@pytest.fixture
+async def served(tmp_path, world):
+    """A queue for 160 MiB, whose unit takes and gives messages of at most 4 MiB."""
+    server = world.address("master", 0) or world.address("holder", 0) or ""
+    words = [str(tmp_path), str(160 << 20), "", world.name, server, str(4 << 20)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(Path(__file__).with_name("serve.py")), *words, stdout=subprocess.PIPE
+    )
+    made = Served(process, *(await process.stdout.readline()).decode().split())
+    try:
+        yield made
+        assert process.returncode is None
+    finally:
+        await made.client.close()
+        process.kill()
+        await process.wait()
+        process._transport.close()
 
 
 class Stranger:

@@ -1,10 +1,13 @@
 """Behaviours 1 to 7: what is put is what is read."""
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
 
 from asyncflow.errors import Refused
+from asyncflow.queue.torch.column import Column
 
 EVERY_KIND = {
     "float32": np.array([[1.5, 2.5], [3.5, -0.0]], np.float32),
@@ -93,20 +96,66 @@ async def test_03_what_is_not_contiguous_reads_back_as_its_contiguous_form(score
     assert same(await round_trip(scores, torch.arange(6).reshape(2, 3).T, "tensor"), np.arange(6).reshape(2, 3).T)
 
 
-async def test_04_a_reader_may_write_to_what_it_got(scores):
-    put = np.arange(6.0).reshape(2, 3)
+@pytest.mark.parametrize("size", [4, 65_536])
+async def test_04_no_later_read_sees_what_a_reader_changes(two_units, scores, world, size):
+    put = np.arange(2.0 * size).reshape(2, size)
+    expected = put.copy()
     rows = await scores.put({"it": put})
-    first = (await scores.get(rows, ["it"]))["it"]
-    first += 1
     put += 7
-    assert same((await scores.get(rows, ["it"]))["it"], np.arange(6.0).reshape(2, 3))
-    assert same(first, np.arange(6.0).reshape(2, 3) + 1)
+    other, blocking = two_units.partition(worker="other"), two_units.blocking()
+    readers = (
+        lambda: scores.get(rows, ["it"]),
+        lambda: other.get(rows, ["it"]),
+        lambda: asyncio.to_thread(blocking.get, rows, ["it"]),
+    )
+    lent = world.name == "memory" and size > 4
+    for read in readers:
+        mine = (await read())["it"]
+        assert mine.flags.writeable is not lent
+        if lent:
+            with pytest.raises(ValueError, match="read-only"):
+                mine += 1
+            with pytest.raises(ValueError, match="WRITEABLE"):
+                mine.flags.writeable = True
+            mine = mine.copy()
+        mine += 1
+        for again in readers:
+            assert same((await again())["it"], expected)
+        assert same(mine, expected + 1)
+    blocking.queue.close()
+
+
+@pytest.mark.parametrize("size", [4, 65_536])
+async def test_04_tensors_are_writable_and_no_later_read_sees_what_is_changed_in_them(two_units, scores, size):
+    partition = two_units.partition(tensors=True)
+    put = torch.arange(2.0 * size).reshape(2, size)
+    rows = await partition.put({"it": put, "beside": torch.arange(2)})
+    for _ in range(3):
+        found = await partition.get(rows, ["it", "beside"])
+        held = await two_units.client.fetch(rows, list(found), timeout=5)
+        columns = [Column.of(of) for of in held.values()]
+        tensors = [*found.values(), *(tensor for column in columns for tensor in (column.values, column.offsets))]
+        for tensor in tensors:
+            tensor += 1
+        again = await partition.get(rows, ["it", "beside"])
+        assert torch.equal(again["it"], put)
+        assert again["beside"].tolist() == [0, 1]
+        assert torch.equal(found["it"], put + 1)
+        assert [len(column) for column in held.values()] == [2, 2]
 
 
 async def test_05_rows_come_in_the_order_of_the_handles(scores):
     rows = [row for n in range(8) for row in await scores.put({"n": np.array([2 * n, 2 * n + 1])})]
     order = [11, 3, 0, 15, 4, 7, 8, 1]
     assert (await scores.get([rows[i] for i in order], ["n"]))["n"].tolist() == order
+
+
+async def test_05_a_row_that_is_asked_for_twice_is_given_twice(scores):
+    rows = [row for n in range(6) for row in await scores.put({"n": np.array([n]), "text": [f"t{n}"]}, keys=[f"k{n}"])]
+    order = [4, 1, 4, 4, 0, 1]
+    found = await scores.get([rows[i] for i in order], ["n", "text", "n"])
+    assert (found["n"].tolist(), found["text"]) == (order, [f"t{i}" for i in order])
+    assert (await scores.get([f"k{i}" for i in order], ["n"]))["n"].tolist() == order
 
 
 async def test_06_a_regular_column_becomes_jagged_and_regular_again(scores):

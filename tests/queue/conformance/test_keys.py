@@ -38,10 +38,17 @@ async def test_28_tags_alone_are_merged_and_listed(two_units, scores):
     listed = {"x": {"status": "running", "n": 1}, "y": {"status": "pending", "score": 0.5}}
     assert await scores.keys() == listed
     assert await two_units.partition("unknown").keys() == {}
-    await two_units.partition("other").put({"n": np.zeros(3)})
+    await two_units.partition("other").put({"n": np.zeros(3)}, keys=["x", "z", "y"], tags=[{"of": "other"}, {}, {}])
     partitions = await two_units.client.partitions(timeout=5)
     assert partitions == {"other": 3, "scores": 2}
-    await two_units.restart_controller()
+    everything = {"other": {"x": {"of": "other"}, "z": {}, "y": {}}, "scores": listed}
+    blocking = two_units.blocking()
+    for _ in range(2):
+        found = await two_units.client.list_all(timeout=5)
+        assert {name: dict(zip(of.keys, of.tags, strict=True)) for name, of in found.items()} == everything
+        assert await asyncio.to_thread(blocking.queue.list_all, timeout=5) == found
+        await two_units.restart_controller()
+    blocking.queue.close()
     assert await scores.keys() == listed
     await scores.write(["x"], {"text": ["now it has one"]})
     assert (await scores.get(["x"], ["text"]))["text"] == ["now it has one"]

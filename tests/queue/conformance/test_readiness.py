@@ -1,6 +1,7 @@
 """Behaviours 13 to 21: when a row is ready, who gets it, and what has been done."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -68,6 +69,38 @@ async def test_17_a_claim_that_finds_nothing_waits_or_gives_nothing_and_takes_no
     rows = await scores.put({"text": ["a", "b"]}, group_size=2)
     assert (await scores.peek("pairs")).ready == [True, True]
     assert await claimed(scores, "pairs", timeout=0) == rows
+
+
+async def test_17_half_a_group_that_is_ready_is_waited_for_and_not_taken(scores):
+    await scores.declare("pairs", ["text", "score"], groups=True)
+    await scores.declare("each", ["text", "score"])
+    rows = await scores.put({"text": ["a", "b"]}, group_size=2)
+    await scores.write(rows[:1], {"score": np.zeros(1)})
+    for timeout in (0, 0.3):
+        began = time.monotonic()
+        assert await scores.claim("pairs", 2, timeout=timeout) == []
+        assert timeout <= time.monotonic() - began < timeout + 2
+    told = await scores.consumed("pairs")
+    assert (told.leased, told.done) == (0, 0)
+    sight = await scores.peek("pairs")
+    assert (sight.leased, sight.attempts, sight.lacks) == ([False] * 2, [0] * 2, [[], ["score"]])
+    assert await claimed(scores, "each", timeout=0) == rows[:1]
+    await scores.write(rows[1:], {"score": np.zeros(1)})
+    whole = await scores.claim("pairs", 2, timeout=0)
+    assert [(row.row, row.attempt) for row in whole] == [(row, 0) for row in rows]
+
+
+async def test_17_fewer_rows_than_a_claim_wants_at_least_are_waited_for_and_not_taken(two_units, scores):
+    await scores.declare("grade", ["text"])
+    rows = await scores.put({"text": ["a"]})
+    claim = {"partition": "scores", "task": "grade", "max_rows": 4, "min_rows": 2}
+    for timeout in (0, 0.3):
+        began = time.monotonic()
+        assert (await two_units.client.claim_lot(**claim, timeout=timeout)).lot is None
+        assert timeout <= time.monotonic() - began < timeout + 2
+    assert (await scores.consumed("grade")).leased == 0
+    rows += await scores.put({"text": ["b"]})
+    assert sorted((await two_units.client.claim_lot(**claim, timeout=5)).lot.rows) == sorted(rows)
 
 
 async def test_18_all_is_consumed_after_the_last_row_and_never_before(scores):

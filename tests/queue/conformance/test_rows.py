@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from asyncflow.errors import StaleHandle
+from asyncflow.errors import DeadlineExceeded, StaleHandle
 from asyncflow.identity import RowPlace
 
 
@@ -87,8 +87,15 @@ async def test_12_room_counts_bytes_and_a_rewrite_takes_none(queue):
     async with queue(units=1, limit=1 << 20) as made:
         partition = made.partition()
         rows = await partition.put({"blob": [bytes(200_000)] * 2})
-        assert made.held >= 400_000
+        assert made.held == 400_000
         for _ in range(20):
             await partition.write(rows, {"blob": [bytes(200_000)] * 2})
-        many = await partition.put({"n": np.zeros(10_000)})
-        assert len(many) == 10_000
+        await made.until(lambda: made.held == 400_000)
+        left = (made.limit - 400_000) // 64
+        many = await partition.put({"n": np.zeros((left, 8))})
+        assert len(many) == left > 10_000
+        assert made.held == made.limit
+        with pytest.raises(DeadlineExceeded, match="no room for 8 bytes"):
+            await partition.put({"one": np.zeros(1)}, timeout=0.5)
+        await partition.clear(many[:1])
+        assert len(await partition.put({"one": np.zeros(8)})) == 8

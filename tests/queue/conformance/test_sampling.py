@@ -1,4 +1,4 @@
-"""Behaviours 31 to 36: who gets which rows together, and what handles are made of."""
+"""Behaviours 31 to 36: who gets which rows together, and what handles are made of; 20 and 21 of a trainer's rows."""
 
 import asyncio
 import random
@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from asyncflow.errors import Refused
+from asyncflow.errors import Refused, StaleHandle
 from asyncflow.net.frames import Jagged
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta, TaskSpec
 
@@ -34,16 +34,70 @@ async def gang(two_units):
     return client
 
 
-async def slot(client, number, rank, *, tokens=20_000):
-    return await client.slot(partition=P, attempt=0, step=1, slot=number, rank=rank, tokens=tokens, timeout=10)
+async def slot(client, number, rank, *, tokens=20_000, attempt=0):
+    return await client.slot(partition=P, attempt=attempt, step=1, slot=number, rank=rank, tokens=tokens, timeout=10)
 
 
-async def all_slots(client, *, tokens=20_000):
+async def all_slots(client, **how):
     """Give the rows of every slot by rank."""
     slots = []
     while not slots or not slots[-1][0].last:
-        slots.append([await slot(client, len(slots), rank, tokens=tokens) for rank in range(WORLD)])
+        slots.append([await slot(client, len(slots), rank, **how) for rank in range(WORLD)])
+        assert len({given.last for given in slots[-1]}) == 1
     return [[given.rows for given in ranks] for ranks in slots]
+
+
+async def commit(client, *, attempt=0):
+    """Hand out the step, and have a checkpoint hold it."""
+    await all_slots(client, attempt=attempt)
+    for rank in range(WORLD):
+        await client.step_done(partition=P, attempt=attempt, step=1, rank=rank, timeout=10)
+    await client.commit(partition=P, attempt=attempt, step=1, timeout=10)
+
+
+async def grade(client):
+    """Have another task than the trainer's complete all rows; give their ids."""
+    await client.declare([TaskSpec(partition=P, name="grade", needs=["it"])], timeout=10)
+    leased = await client.claim(partition=P, task="grade", max_rows=1000, timeout=10)
+    assert all(await client.complete(leased, {}, timeout=10))
+    return sorted(row.row for row in leased)
+
+
+async def test_20_what_a_step_has_bound_is_not_reset_unless_the_trainer_begins_anew_nor_what_is_committed(gang):
+    rows = await grade(gang)
+    assert await gang.reset(P, task="grade", timeout=10) == len(rows) == GROUPS * SIZE
+    assert await grade(gang) == rows
+    await all_slots(gang)
+    for task in ("grade", None):
+        assert await gang.reset(P, task=task, timeout=10) == 0
+    await gang.begin(partition=P, attempt=1, step=0, world=WORLD, timeout=10)
+    assert await gang.reset(P, task="grade", timeout=10) == len(rows)
+    await commit(gang, attempt=1)
+    assert await gang.reset(P, timeout=10) == 0
+    assert await gang.claim(partition=P, task="grade", max_rows=1000, timeout=0) == []
+    report = await gang.audit(timeout=10)
+    assert (report.ok, report.trained, report.resets) == (True, len(rows), 2 * len(rows))
+
+
+async def test_21_a_look_shows_what_a_step_has_bound_where_it_is_named_and_nothing_that_is_committed(gang):
+    rows = await grade(gang)
+
+    async def seen(*named):
+        sight = await gang.peek(P, task="grade", rows=named, most=1000, timeout=10)
+        assert set(sight.done) <= {True}
+        return sorted(sight.rows)
+
+    assert await seen() == rows
+    await all_slots(gang)
+    assert await seen() == []
+    assert await seen(*rows) == rows
+    await gang.begin(partition=P, attempt=1, step=0, world=WORLD, timeout=10)
+    assert await seen() == rows
+    await commit(gang, attempt=1)
+    assert await seen() == []
+    with pytest.raises(StaleHandle):
+        await seen(*rows)
+    assert (await gang.audit(timeout=10)).peeked == 3 * len(rows)
 
 
 async def test_31_who_asks_for_the_same_slot_gets_the_same_rows_and_other_ranks_get_others(two_units, gang):
@@ -65,15 +119,17 @@ async def test_32_a_claim_gives_whole_groups_only(scores):
     assert [row.row for row in await scores.claim("whole", 3, timeout=5)] == rows[9:]
 
 
-async def test_33_ranks_get_equal_work_whole_groups_and_every_row_once(gang):
-    slots = await all_slots(gang)
+@pytest.mark.parametrize("tokens", [20_000, 2_000, 500])
+async def test_33_ranks_get_equal_work_whole_groups_and_every_row_once(gang, tokens):
+    slots = await all_slots(gang, tokens=tokens)
     rows = [row for ranks in slots for given in ranks for row in given]
     assert len({row.row for row in rows}) == len(rows) == GROUPS * SIZE
-    assert all(len(ranks) == WORLD for ranks in slots)
-    for ranks in slots:
-        for given in ranks:
-            serials = [row.meta.serial for row in given]
-            assert all(serials.count(serial) == SIZE for serial in serials)
+    parts = [given for ranks in slots for given in ranks]
+    assert ([] in parts) is (tokens < 20_000)
+    for given in parts:
+        serials = [row.meta.serial for row in given]
+        assert all(serials.count(serial) == SIZE for serial in serials)
+        assert sum(row.meta.tokens for row in given) <= tokens or len(given) == SIZE
     loads = [sum(row.meta.tokens for ranks in slots for row in ranks[rank]) for rank in range(WORLD)]
     assert max(loads) * WORLD <= 1.05 * sum(loads)
 

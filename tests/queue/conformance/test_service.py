@@ -72,3 +72,4 @@ async def test_39_bytes_that_mean_nothing_get_an_error_or_nothing_and_service_go
     await client.close()
     assert await scores.put({"text": ["and on"]})
     assert sum(server.counters.dropped.values()) == 5
+    assert server.counters.errors == {"protocol": 2}

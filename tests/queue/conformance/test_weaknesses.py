@@ -11,6 +11,8 @@ import pytest
 
 from asyncflow.errors import DeadlineExceeded, Refused, StaleHandle
 from asyncflow.identity import RowPlace
+from asyncflow.queue.client.blocking import BlockingQueue
+from asyncflow.queue.client.open_partition import BlockingPartition
 
 
 async def test_w01_who_waits_delays_nobody(two_units, scores):
@@ -47,6 +49,7 @@ async def test_w02_rows_of_a_dead_consumer_are_handed_out_again(two_units, score
 async def test_w03_calls_to_a_dead_controller_end_in_time_and_handles_still_read(two_units, scores):
     await scores.declare("grade", ["text"])
     rows = await scores.put({"text": ["a", "b"]})
+    leased = await scores.claim("grade", 1, timeout=5)
     await two_units.controller.close()
     two_units.controller = None
     began = time.monotonic()
@@ -57,11 +60,36 @@ async def test_w03_calls_to_a_dead_controller_end_in_time_and_handles_still_read
         lambda: scores.tag(rows, [{}, {}], timeout=0.3),
         lambda: scores.clear(rows, timeout=0.3),
         lambda: two_units.client.renew(["1"], timeout=0.3),
+        lambda: scores.claim("grade", 1, timeout=0.3),
+        lambda: scores.complete(leased, timeout=0.3),
+        lambda: scores.complete(leased, {"score": np.zeros(1)}, timeout=0.3),
     ):
         with pytest.raises(DeadlineExceeded):
             await call()
     assert time.monotonic() - began < 30
     assert (await scores.get(rows, ["text"], timeout=5))["text"] == ["a", "b"]
+
+
+async def test_w03_calls_to_a_stopped_controller_end_soon_after_their_own_time(served):
+    await served.partition.declare("grade", ["text"])
+    await served.partition.put({"text": ["a", "b"]})
+    leased = await served.partition.claim("grade", 1, timeout=5)
+    blocking = BlockingPartition(BlockingQueue(**served.peers, worker="blocking"), "scores")
+    assert len(await asyncio.to_thread(blocking.claim, "grade", 1, timeout=5)) == 1
+    served.process.suspend()
+    for call in (
+        lambda: served.partition.claim("grade", 1, timeout=0.5),
+        lambda: asyncio.to_thread(blocking.claim, "grade", 1, timeout=0.5),
+        lambda: served.partition.complete(leased, timeout=0.5),
+        lambda: served.partition.peek("grade", timeout=0.5),
+    ):
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            await call()
+        assert 0.5 <= time.monotonic() - began < 4.0
+    served.process.resume()
+    assert await served.partition.complete(leased, timeout=20) == [True]
+    blocking.queue.close()
 
 
 async def test_w04_a_dead_unit_costs_its_rows_and_bounded_time(two_units, scores):

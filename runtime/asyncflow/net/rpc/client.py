@@ -56,7 +56,7 @@ class RpcClient:
         name: str,
         resolve: str | Callable[[], str | None],
         keys: Keys | None = None,
-        max_message: int = 1 << 30,
+        max_message: int = wire.MAX_MESSAGE,
     ) -> None:
         self.name = name
         self._resolve = resolve if callable(resolve) else lambda: resolve

@@ -95,7 +95,7 @@ class RpcServer:
         name: str,
         bind: str = "tcp://127.0.0.1:*",
         keys: Keys | None = None,
-        max_message: int = 1 << 30,
+        max_message: int = wire.MAX_MESSAGE,
         advertise: str = "",
         lends: bool = False,
     ) -> None:

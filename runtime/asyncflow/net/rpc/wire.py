@@ -19,6 +19,8 @@ from msgspec import Meta, Struct
 from asyncflow.errors import AsyncFlowError, ProtocolError, from_wire
 from asyncflow.net.frames import Buffer
 
+MAX_MESSAGE = 1 << 30
+"""Most bytes of a message, frames included, where nothing else is said."""
 MAX_FRAMES = 65_536
 MAX_TIMEOUT = 7 * 86_400.0
 _HEADER_ROOM = 1024

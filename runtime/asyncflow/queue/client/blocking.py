@@ -147,6 +147,7 @@ class BlockingQueue:
     tag = _blocking(OpenVerbs.tag)
     put_keyed = _blocking(OpenVerbs.put_keyed)
     list_rows = _blocking(OpenVerbs.list_rows)
+    list_all = _blocking(OpenVerbs.list_all)
     find = _blocking(OpenVerbs.find)
     rows_of = _blocking(OpenVerbs.rows_of)
     peek = _blocking(OpenVerbs.peek)

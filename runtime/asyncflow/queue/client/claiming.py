@@ -74,7 +74,7 @@ class Claimer:
         yield Farewell(Ask(peer, "queue.abandon", goodbye, Done, _GOODBYE_S))
         late: list[str] = []
         if others := [lease for lease in request.done if shard(controller_of(lease)) != peer]:
-            ok = yield from self.acknowledge(others, timeout=left_of(deadline, control.clock) + GRACE_S)
+            ok = yield from self.acknowledge(others, timeout=left_of(deadline + GRACE_S, control.clock))
             late = [lease for lease, done in zip(others, ok, strict=True) if not done]
             request = msgspec.structs.replace(request, done=[of for of in request.done if of not in others])
         while True:

@@ -119,6 +119,7 @@ class QueueClient:
     tag = _awaited(OpenVerbs.tag)
     put_keyed = _awaited(OpenVerbs.put_keyed)
     list_rows = _awaited(OpenVerbs.list_rows)
+    list_all = _awaited(OpenVerbs.list_all)
     find = _awaited(OpenVerbs.find)
     rows_of = _awaited(OpenVerbs.rows_of)
     peek = _awaited(OpenVerbs.peek)

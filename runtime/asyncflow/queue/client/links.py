@@ -18,8 +18,6 @@ from asyncflow.net.rpc import wire
 from asyncflow.net.rpc.blocking_link import BlockingLink
 from asyncflow.queue.client.verbs import Ask, Peer
 
-_MAX_MESSAGE = 1 << 30
-
 
 class Links:
     """The links by peer.
@@ -109,7 +107,7 @@ class Links:
         return BlockingLink(
             address,
             keys=self._keys,
-            max_message=_MAX_MESSAGE,
+            max_message=wire.MAX_MESSAGE,
             seat=self.seat if peer is not None and peer >= 0 else None,
             stays=lambda: self._resolve(peer) == address,
         )

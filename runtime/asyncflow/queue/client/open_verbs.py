@@ -18,7 +18,7 @@ from asyncflow.identity import units_of
 from asyncflow.net.frames import BatchHeader, Jagged, encode_batch
 from asyncflow.queue.client.routing import at_homes
 from asyncflow.queue.client.scatter import part_of, spread_out
-from asyncflow.queue.client.verbs import Verb, left_of, once
+from asyncflow.queue.client.verbs import Verb, left_of, once, together
 from asyncflow.queue.client.verbs_rows import RowVerbs
 from asyncflow.queue.protocol import calls, open_calls, unit_calls
 from asyncflow.queue.protocol.messages import KEY_TAG, Tag
@@ -123,6 +123,14 @@ class OpenVerbs(RowVerbs):
     def list_rows(self, partition: str, *, timeout: float) -> Verb[Listing]:
         """Give the rows of a partition with their keys and tags, in the order in which they were put."""
         return self.ask("open.list", open_calls.ListRows(partition), Listing, timeout=timeout)
+
+    def list_all(self, *, timeout: float) -> Verb[dict[str, Listing]]:
+        """Give those of every partition, by its name, each as it is when its turn comes."""
+        deadline = self.clock() + timeout
+        names = yield from self.partitions(timeout=timeout)
+        left_s = left_of(deadline, self.clock)
+        listings = yield from together(self.list_rows(name, timeout=left_s) for name in names)
+        return dict(zip(names, listings, strict=True))
 
     def find(self, partition: str, keys: Sequence[str], *, timeout: float) -> Verb[list[int]]:
         """Give the rows with these keys, 0 where there is none."""

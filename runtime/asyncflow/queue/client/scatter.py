@@ -47,6 +47,13 @@ def join(parts: Sequence[dict[str, Jagged]], indices: Sequence[Sequence[int]]) -
     return {name: _interleaved([part[name] for part in parts], runs, order) for name in parts[0]}
 
 
+def repeated(columns: Mapping[str, Jagged], names: Sequence[K], asked: Sequence[K]) -> dict[str, Jagged]:
+    """Give the rows that have ``names`` in the order in which they are ``asked`` for, some of them more than once."""
+    places = {name: place for place, name in enumerate(names)}
+    indices = [places[name] for name in asked]
+    return {name: column.take(indices) for name, column in columns.items()}
+
+
 def _interleaved(columns: Sequence[Jagged], runs: Sequence[tuple[int, int, int]], order: Array) -> Jagged:
     """Put the rows of ``columns`` together by ``runs``; order: where each comes from, if they lay one after another."""
     if len(forms := {column.form for column in columns}) > 1:

@@ -26,8 +26,8 @@ R = TypeVar("R", bound=Struct)
 PARK_S = 10.0
 """Longest time that one call parks at the controller before it is made again."""
 
-GRACE_S = 5.0
-"""Time that the controller has to answer beyond the time for which a call parks."""
+GRACE_S = 2.0
+"""Time that the controller has to answer beyond the time for which a verb waits; then the verb ends."""
 
 
 class ControlVerbs:
@@ -196,9 +196,10 @@ class ControlVerbs:
 
         def attempt() -> Verb[R]:
             wait_s = min(PARK_S, max(0.0, deadline - self.clock()))
+            seconds = min(wait_s + GRACE_S, left_of(end, self.clock))
             answer: R
-            answer, _ = yield Ask(peer, method, request(wait_s), reply, wait_s + GRACE_S)
+            answer, _ = yield Ask(peer, method, request(wait_s), reply, seconds)
             return answer
 
-        left = max(0.0, deadline - self.clock())
-        return persist(attempt, what=what, timeout=left + GRACE_S, clock=self.clock)
+        end = deadline + GRACE_S
+        return persist(attempt, what=what, timeout=left_of(end, self.clock), clock=self.clock)

@@ -23,7 +23,7 @@ from asyncflow.queue.client.placement import Placement
 from asyncflow.queue.client.putting import Putter
 from asyncflow.queue.client.remembered import Remembered, cut
 from asyncflow.queue.client.routing import at_homes
-from asyncflow.queue.client.scatter import join, part_of, spread_out
+from asyncflow.queue.client.scatter import join, part_of, repeated, spread_out
 from asyncflow.queue.client.verbs import Ask, Clock, Verb, scatter, shard
 from asyncflow.queue.client.verbs_control import ControlVerbs
 from asyncflow.queue.protocol import calls, unit_calls
@@ -110,6 +110,7 @@ class RowVerbs(ControlVerbs):
 
         version: step of the weights that the caller has; accept: further steps that it could load. Gives rows of the
         first kind if there are any, else of the second, never both; none when the time is over or nothing will come.
+        Raises DeadlineExceeded where the controller has not answered ``GRACE_S`` after that.
         """
         ticket = self._claimer.ticket()
         request = calls.ClaimRows(
@@ -166,9 +167,15 @@ class RowVerbs(ControlVerbs):
         Arrays may be read-only, where they are the unit's own memory or come with it: copy what is to be changed. Rows
         beside others are given without a call as long as the caller looks at all these columns of some of those.
 
-        Raises StaleHandle for a row that was cleared or lost.
+        Raises StaleHandle for a row that was cleared or lost, Refused for more than 1 GiB of one unit.
         """
-        numbers, homes = located(rows)
+        asked, homes = located(rows)
+        if (held := self._remembered.find(asked, columns)) is not None:
+            return held
+        if not asked:
+            return {name: Jagged.from_rows([], "int64") for name in columns}
+        lies = dict(zip(asked, homes, strict=True))
+        numbers = list(lies)
 
         def get(unit: int, indices: Sequence[int], seconds: float) -> Verb[dict[str, Jagged]]:
             mine = numbers if len(indices) == len(numbers) else [numbers[i] for i in indices]
@@ -179,15 +186,12 @@ class RowVerbs(ControlVerbs):
             came = decode_batch(reply.header, frames, max_bytes=_MOST, writable=False)
             return self._got(unit, mine, reply.first, came)
 
-        if (held := self._remembered.find(numbers, columns)) is not None:
-            return held
-        if not numbers:
-            return {name: Jagged.from_rows([], "int64") for name in columns}
-        parts = yield from at_homes(self, numbers, homes, get, what="fetching rows", timeout=timeout)
+        parts = yield from at_homes(self, numbers, list(lies.values()), get, what="fetching rows", timeout=timeout)
         if lost := [numbers[i] for indices, got in parts if got is None for i in indices]:
             hint = "It was cleared, or was lost with its unit; a lost sample will be created again"
             raise StaleHandle(f"row {lost[0]} is not there, with {len(lost) - 1} others", where="fetch", hint=hint)
-        return join([got for _, got in parts if got is not None], [indices for indices, _ in parts])
+        once = join([got for _, got in parts if got is not None], [indices for indices, _ in parts])
+        return once if len(numbers) == len(asked) else repeated(once, numbers, asked)
 
     def _got(self, unit: int, rows: Sequence[int], first: int, columns: dict[str, Jagged]) -> dict[str, Jagged]:
         """Take in what a unit gave; give the rows that were asked for. first: of all rows that came, -1 for those.

@@ -20,31 +20,42 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 
-from asyncflow.errors import AsyncFlowError, PeerLost, ProtocolError, StaleHandle
+from asyncflow.errors import AsyncFlowError, PeerLost, StaleHandle
 from asyncflow.net.eager import begin
 from asyncflow.net.jagged import Jagged
 from asyncflow.net.later import Later
+from asyncflow.net.rpc.wire import MAX_MESSAGE
 from asyncflow.queue.backends.base import Backend, BytesLost, Place
 from asyncflow.queue.protocol.runs import expand
 from asyncflow.queue.protocol.shard_calls import controller_of
 from asyncflow.queue.protocol.sizes import part
 from asyncflow.queue.protocol.unit_calls import Cells, Entry, Held, MovedRows, NewCells, Verdict
-from asyncflow.queue.unit.blocks import Block, Run, stretches, together
+from asyncflow.queue.unit.blocks import Block, stretches
 from asyncflow.queue.unit.budget import Budget
+from asyncflow.queue.unit.finding import Finder
 from asyncflow.queue.unit.pieces import Parcel, Part, Piece, Put
 from asyncflow.queue.unit.shown import Shown
 
 
 class Holdings:
-    """The rows of a unit. lost: told of those whose cells the store has lost."""
+    """The rows of a unit. lost: told of those whose cells the store has lost; most: bytes that a fetch may give."""
 
-    def __init__(self, *, backend: Backend, budget: Budget, where: str, lost: Callable[[list[int]], None]) -> None:
+    def __init__(
+        self,
+        *,
+        backend: Backend,
+        budget: Budget,
+        where: str,
+        lost: Callable[[list[int]], None],
+        most: int = MAX_MESSAGE,
+    ) -> None:
         self.budget = budget
         self.puts: dict[Put, None] = {}
         self._lost = lost
         self._rows: dict[int, Block] = {}
         self._backend = backend
         self._where = where
+        self._finder = Finder(where, most)
         self._numbers = itertools.count(1)
         self.shown = Shown(backend)
         self._freeing: set[asyncio.Task[None]] = set()
@@ -189,13 +200,13 @@ class Holdings:
         return refused, kept
 
     async def fetch(self, rows: Sequence[int], columns: Sequence[str]) -> dict[str, Jagged]:
-        """Give ``columns`` of ``rows``, in that order. Raises StaleHandle for what is not there."""
-        if not rows:
-            raise ProtocolError("a fetch names no row", where=self._where)
+        """Give ``columns`` of ``rows``, in that order. Raises what ``Finder`` does."""
+        self._finder.check(rows)
+        columns = list(dict.fromkeys(columns))
         if self.puts:
             await self._decided(frozenset(rows), columns)
         got: dict[str, Jagged] = {}
-        for places, names in self._found(rows, columns):
+        for places, names in self._finder.find(self._rows, rows, columns, used=self.budget.used):
             try:
                 got |= await self._backend.get(places, names)
             except BytesLost as gone:
@@ -204,6 +215,7 @@ class Holdings:
 
     async def lend(self, rows: Sequence[int], columns: Sequence[str]) -> tuple[dict[str, Jagged], int] | None:
         """Give all rows of the parcel where ``rows`` lie, and the first of them, where they can be lent."""
+        self._finder.check(rows)
         await self._decided(frozenset(rows), columns)
         return await self.shown.parcel(self._rows, rows, columns, self.puts)
 
@@ -212,24 +224,6 @@ class Holdings:
         while pending := [put.verdict for put in self.puts if put.touches(rows, columns)]:
             with contextlib.suppress(AsyncFlowError):
                 await pending[-1]
-
-    def _found(self, rows: Sequence[int], columns: Sequence[str]) -> list[tuple[list[Place], list[str]]]:
-        """Give where the cells lie, columns that lie at the same places together."""
-        blocks = list(map(self._rows.get, rows))
-        runs = []
-        for start, stop in stretches(rows, blocks):
-            block = blocks[start]
-            if block is None:
-                hint = "It was cleared, or lost with the unit's earlier incarnation"
-                raise StaleHandle(f"row {rows[start]} is not here", where=self._where, hint=hint)
-            runs.append(Run(block, rows[start], stop - start))
-        try:
-            return together(runs, columns)
-        except KeyError as missing:
-            (column,) = missing.args
-            row, cells = next((run.first, run.block.cells) for run in runs if column not in run.block.cells)
-            hint = f"It has {', '.join(sorted(cells))}"
-            raise StaleHandle(f"row {row} has no column {column!r}", where=self._where, hint=hint) from None
 
     def _lose(self, gone: BytesLost) -> StaleHandle:
         """Give up the rows whose cells the store has lost, whoever asked for them; give the error for who did."""

@@ -21,7 +21,7 @@ from asyncflow.net.frames import BatchHeader, Buffer, Jagged, decode_batch, enco
 from asyncflow.net.hosts import address_of
 from asyncflow.net.keys import Keys
 from asyncflow.net.later import Later
-from asyncflow.net.rpc import NowHandler, Reply, RpcClient, RpcServer
+from asyncflow.net.rpc import NowHandler, Reply, RpcClient, RpcServer, wire
 from asyncflow.plugins import load_plugin
 from asyncflow.queue.backends.base import BACKENDS, Backend, Site
 from asyncflow.queue.backends.memory import MemoryBackend
@@ -66,7 +66,7 @@ class StorageUnit:
     index: its place among the units; limit_bytes: most bytes of cells; controller: the controller's address, or a
     function that gives it; shard: gives that of a further controller; incarnation: of this process, by default made
     here; host, port: where to listen (0: any); keys: the job's key; backend: where the cells lie, by default this
-    process's memory; peer: gives the address of another unit, by its index.
+    process's memory; peer: gives the address of another unit, by its index; max_message: most bytes of a message.
     ``failed`` is done when it cannot go on; its exception says why. ``leaving`` is set when it is wanted to ``leave``.
     """
 
@@ -85,15 +85,15 @@ class StorageUnit:
         keys: Keys | None = None,
         backend: Backend | None = None,
         peer: Callable[[int], str | None] = lambda _: None,
+        max_message: int = wire.MAX_MESSAGE,
     ) -> None:
         self.index = index
         self.incarnation = incarnation or uuid.uuid4().hex
-        self.put_bytes = 0
-        self.fetched_bytes = 0
+        self.put_bytes = self.fetched_bytes = 0
         name = f"storage unit {index}"
         self._backend = backend or MemoryBackend()
         budget = Budget(limit_bytes, where=name)
-        self.holdings = Holdings(backend=self._backend, budget=budget, where=name, lost=self._lost)
+        self.holdings = Holdings(backend=self._backend, budget=budget, where=name, lost=self._lost, most=max_message)
         self._controller = RpcClient(name=name, resolve=controller, keys=keys)
         self._liaison = Liaison(
             unit=index,
@@ -116,7 +116,7 @@ class StorageUnit:
             peer=peer,
             keys=keys,
         )
-        self.server = RpcServer(name=name, bind=address_of(host, port), keys=keys, lends=True)
+        self.server = RpcServer(name=name, bind=address_of(host, port), keys=keys, max_message=max_message, lends=True)
         self.server.route_now("unit.create", CreateRows, self._now(self._create))
         self.server.route_now("unit.put", PutRows, self._now(self._put))
         self.server.route_now("unit.write", WriteRows, self._now(self._write))
