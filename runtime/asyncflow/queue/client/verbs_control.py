@@ -26,7 +26,7 @@ R = TypeVar("R", bound=Struct)
 PARK_S = 10.0
 """Longest time that one call parks at the controller before it is made again."""
 
-GRACE_S = 2.0
+GRACE_S = 5.0
 """Time that the controller has to answer beyond the time for which a verb waits; then the verb ends."""
 
 
