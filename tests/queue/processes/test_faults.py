@@ -9,6 +9,7 @@ from asyncflow.errors import StaleHandle
 from asyncflow.identity import unit_of
 from asyncflow.net.frames import Jagged
 from asyncflow.queue.ledger.audit import audit_ledger
+from asyncflow.queue.protocol.messages import TaskSpec
 
 pytestmark = pytest.mark.process
 
@@ -190,6 +191,33 @@ async def test_a_stopped_controller_fences_nobody(crew):
     crew.go_on("controller")
     async with within():
         assert await put == [True, True]
+
+
+async def test_claims_of_other_tasks_go_on_while_one_of_three_controllers_is_stopped(crew):
+    places = {"first": 1, "second": 2, "third": 0}
+    await crew.start_queue(lease_s=60, controllers=3)
+    await crew.client.declare([TaskSpec(partition="open", name=task, needs=["x"]) for task in places], timeout=30)
+    await crew.client.put("open", {"x": Jagged.from_rows([[row] for row in range(100)], "int64")}, timeout=30)
+
+    async def claim(task, *, within_s=30):
+        async with asyncio.timeout(within_s):
+            assert len(await crew.client.claim(partition="open", task=task, max_rows=1, timeout=30)) == 1
+
+    for task in places:
+        await claim(task)
+    for victim, name in enumerate(["controller", "controller-1", "controller-2"]):
+        crew.stop(name)
+        for task, place in places.items():
+            if place == victim:
+                with pytest.raises(TimeoutError):
+                    await claim(task, within_s=0.3)
+            else:
+                for _ in range(5):
+                    await claim(task, within_s=1)
+        crew.go_on(name)
+        async with within():
+            for task in places:
+                await claim(task)
 
 
 async def test_two_controllers_cannot_share_a_ledger(crew):
