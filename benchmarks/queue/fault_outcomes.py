@@ -15,10 +15,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fault_clients import CHAIN, Line, diary
+from fault_clients import CHAIN, LEASE_S, Line, diary
 
 HOLDERS = ("unit", "holder", "master")
 """Who has rows to lose."""
+WITHIN_S = LEASE_S + 10.0
+"""Most time to an outcome where nothing else is hit meanwhile: a lease, and what a busy machine takes to go on."""
 _BACK_S = 3.0
 """What it takes until a process that was killed serves again, with some to spare."""
 
@@ -99,6 +101,17 @@ def slowest(outcomes: Sequence[Outcome], count: int = 5) -> list[str]:
         f"{outcome.fault.member} {outcome.fault.action}: {outcome.words} after {outcome.seconds:.2f} s; meanwhile "
         + (", ".join(_in_words(other, outcome.fault) for other in meanwhile(outcome, faults)) or "nothing")
         for outcome in timed[:count]
+    ]
+
+
+def too_late(outcomes: Sequence[Outcome]) -> list[str]:
+    """Name the outcomes that took longer than they may although nothing else was hit meanwhile."""
+    faults = [outcome.fault for outcome in outcomes]
+    return [
+        f"{outcome.fault.member} {outcome.fault.action}: {outcome.words} only after {outcome.seconds:.1f} s, "
+        f"with nothing else hit meanwhile; {WITHIN_S:.1f} s are allowed"
+        for outcome in outcomes
+        if (outcome.seconds or 0.0) > WITHIN_S and not meanwhile(outcome, faults)
     ]
 
 

@@ -10,7 +10,8 @@ Faults (SIGKILL, or SIGSTOP for a while, often longer than a lease) hit all kind
 a process is left alone until it is at work again, and the trainer until it has committed a step since its last fault.
 
 The witness is the array of counts in the surviving checkpoint, which must be 1 everywhere; the ledger's audit must
-agree. Exit status 1 where it is not so, where a client failed by itself, or where anything did not come back.
+agree. Exit status 1 where it is not so, where a client failed by itself, where anything did not come back, or where a
+fault that came alone was got over too late.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from fault_clients import (
     publish,
     total_counts,
 )
-from fault_outcomes import Outcome, by_kind, judge, late_writes, slowest, table
+from fault_outcomes import Outcome, by_kind, judge, late_writes, slowest, table, too_late
 from fault_world import Plan, World, cause_faults, clients_of, look_after
 from lines import emit
 from servers import Servers, servers
@@ -106,7 +107,8 @@ async def run(made: Servers, chosen: argparse.Namespace) -> tuple[list[str], lis
     world.problems += audit.problems
     if not audit.ok or not audit.closed or audit.trained != rows:
         world.problems.append(f"the audit does not agree: {audit}")
-    return world.problems, judge(world.faults, folder), figures
+    outcomes = judge(world.faults, folder)
+    return world.problems + too_late(outcomes), outcomes, figures
 
 
 def count_errors(folder: Path, steps: int) -> list[str]:

@@ -35,6 +35,7 @@ from asyncflow.queue.table.feed import NewsFeed
 from asyncflow.queue.table.folding import empty_books
 from asyncflow.queue.table.news import Recalled, decode
 from asyncflow.queue.table.replica import draft_of, install, take
+from asyncflow.roles.base import resting_collector
 
 P = "p"
 PUT, CLAIM = 256, 16
@@ -62,7 +63,8 @@ def recover(folder: Path) -> tuple[float, Books]:
     """Read a ledger as a controller does; give the seconds."""
     began = time.perf_counter()
     books = empty_books()
-    books.replay(read_ledger(folder))
+    with resting_collector():
+        books.replay(read_ledger(folder))
     return time.perf_counter() - began, books
 
 

@@ -1,6 +1,7 @@
 """Processes that tests of sockets kill, and servers that end with the test."""
 
 import asyncio
+import gc
 import os
 import resource
 import signal
@@ -28,6 +29,7 @@ from asyncflow.net.stream.handshake import HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE,
 from asyncflow.net.stream.messages import Inbox, Outbox
 
 ANY_PORT = "tcp://127.0.0.1:*"
+_MEMFD = "memfd:asyncflow"
 
 
 @dataclass
@@ -156,6 +158,39 @@ async def impostor() -> AsyncIterator[tuple[str, asyncio.Future[Stranger]]]:
     if called.done():
         called.result().close()
     listening.close()
+
+
+class Arenas:
+    """How many arenas a process has open or mapped, but for those that this one had before the test."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self._before = set(_arenas("self"))
+
+    def __call__(self, process: int | str = "self") -> int:
+        gc.collect()
+        return sum(inode not in self._before for inode in _arenas(process))
+
+    async def until_none(self, process: int | str = "self") -> None:
+        async with asyncio.timeout(10):
+            while self(process):
+                await asyncio.sleep(0.01)
+
+
+def _arenas(process: int | str) -> list[int]:
+    """Give the inode of each mapping and descriptor of an arena."""
+    folder = Path(f"/proc/{process}")
+    found = [int(line.split()[4]) for line in (folder / "maps").read_text().splitlines() if _MEMFD in line]
+    for file in (folder / "fd").iterdir():
+        with suppress(OSError):
+            if _MEMFD in str(file.readlink()):
+                found.append(file.stat().st_ino)
+    return found
+
+
+@pytest.fixture
+def arenas() -> Arenas:
+    return Arenas()
 
 
 @pytest.fixture

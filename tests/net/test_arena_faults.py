@@ -27,23 +27,6 @@ class Number(Struct, frozen=True, kw_only=True):
     value: float
 
 
-def arenas(process: int) -> int:
-    gc.collect()
-    folder = Path(f"/proc/{process}/fd")
-    names = [os.readlink(file) for file in folder.iterdir() if file.is_symlink()] if process != os.getpid() else own()
-    return (folder.parent / "maps").read_text().count("memfd:asyncflow") + sum("memfd:asyncflow" in n for n in names)
-
-
-def own() -> list[str]:
-    names = []
-    for file in os.listdir("/proc/self/fd"):
-        try:
-            names.append(os.readlink(f"/proc/self/fd/{file}"))
-        except FileNotFoundError:
-            continue
-    return names
-
-
 def is_left(address: str) -> bool:
     """Tell whether a file of ours lies in /dev/shm, or a server's name is still taken."""
     named = f"@asyncflow/{address.removeprefix('tcp://')}" in Path("/proc/net/unix").read_text()
@@ -55,13 +38,7 @@ def shared_memory(process: int) -> str:
     return next(line for line in status.splitlines() if line.startswith("RssShmem"))
 
 
-async def until_none(process: int) -> None:
-    async with asyncio.timeout(10):
-        while arenas(process):
-            await asyncio.sleep(0.01)
-
-
-async def test_callers_that_are_killed_while_they_move_bytes_leave_nothing_behind(spawn: Any) -> None:
+async def test_callers_that_are_killed_while_they_move_bytes_leave_nothing_behind(spawn: Any, arenas: Any) -> None:
     server = spawn("echo", BIND)
     seed = random.Random(7)
     before = shared_memory(server.process.pid)
@@ -71,7 +48,7 @@ async def test_callers_that_are_killed_while_they_move_bytes_leave_nothing_behin
         assert arenas(server.process.pid) > 0
         await asyncio.sleep(seed.random() * 0.03)
         mover.kill()
-        await until_none(server.process.pid)
+        await arenas.until_none(server.process.pid)
         async with asyncio.timeout(10):
             while shared_memory(server.process.pid) != before:
                 await asyncio.sleep(0.01)
@@ -79,13 +56,13 @@ async def test_callers_that_are_killed_while_they_move_bytes_leave_nothing_behin
     _, frames = await client.call_frames("add", Number(value=1), Number, timeout=20, frames=[FRAME])
     assert frames[0] == FRAME.cast("B")
     await client.close()
-    await until_none(server.process.pid)
+    await arenas.until_none(server.process.pid)
     assert is_left(server.said)
     server.kill()
     assert not is_left(server.said)
 
 
-async def test_servers_that_are_killed_while_they_move_bytes_leave_nothing_behind(spawn: Any) -> None:
+async def test_servers_that_are_killed_while_they_move_bytes_leave_nothing_behind(spawn: Any, arenas: Any) -> None:
     seed = random.Random(8)
     for _ in range(4):
         server = await asyncio.to_thread(spawn, "echo", BIND)
@@ -99,7 +76,7 @@ async def test_servers_that_are_killed_while_they_move_bytes_leave_nothing_behin
             asyncio.create_task(asyncio.to_thread(keep_moving, link)),
         ]
         await asyncio.sleep(0.02 + seed.random() * 0.03)
-        assert arenas(os.getpid()) > 0
+        assert arenas() > 0
         server.kill()
         async with asyncio.timeout(10):
             for task in moving:
@@ -107,11 +84,11 @@ async def test_servers_that_are_killed_while_they_move_bytes_leave_nothing_behin
                     await task
         link.close()
         await client.close()
-        await until_none(os.getpid())
+        await arenas.until_none()
         assert not is_left(server.said)
 
 
-async def test_what_came_outlives_a_server_that_is_killed_and_the_connection(spawn: Any) -> None:
+async def test_what_came_outlives_a_server_that_is_killed_and_the_connection(spawn: Any, arenas: Any) -> None:
     server = await asyncio.to_thread(spawn, "echo", BIND)
     link = BlockingLink(server.said, keys=None, max_message=1 << 30)
     await asyncio.to_thread(link.send, 0, "add", Number(value=1), [FRAME], deadline=time.monotonic() + 20)
@@ -125,13 +102,14 @@ async def test_what_came_outlives_a_server_that_is_killed_and_the_connection(spa
     row = came[8_000_000:8_000_080]
     del came
     assert row == FRAME.cast("B")[8_000_000:8_000_080]
-    assert arenas(os.getpid()) > 0
+    assert arenas() > 0
     del row
-    await until_none(os.getpid())
+    await arenas.until_none()
 
 
-async def test_what_callers_brought_outlives_them_and_nothing_else_does(spawn: Any) -> None:
+async def test_what_callers_brought_outlives_them_and_nothing_else_does(spawn: Any, arenas: Any) -> None:
     kept: list[memoryview] = []
+    before = shared_kb()
 
     async def keep(request: Number, frames: Sequence[memoryview]) -> tuple[Number, Sequence[memoryview]]:
         kept.append(frames[1])
@@ -148,17 +126,17 @@ async def test_what_callers_brought_outlives_them_and_nothing_else_does(spawn: A
         mover.kill()
     expected = np.arange(9_000, dtype=np.float64).tobytes()
     async with asyncio.timeout(10):
-        while shared_kb() > len(kept) * (len(expected) + 2 * 4096) / 1024:
+        while shared_kb() - before > len(kept) * (len(expected) + 2 * 4096) / 1024:
             await asyncio.sleep(0.01)
     assert len(kept) >= 4
     assert all(bytes(frame) == expected for frame in kept)
-    assert arenas(os.getpid()) > 0
+    assert arenas() > 0
     kept.clear()
-    await until_none(os.getpid())
+    await arenas.until_none()
     await server.close()
 
 
-async def test_what_is_lent_stays_as_it_is_whoever_ends(spawn: Any) -> None:
+async def test_what_is_lent_stays_as_it_is_whoever_ends(spawn: Any, arenas: Any) -> None:
     lender = await asyncio.to_thread(spawn, "lender", BIND)
     producer = RpcClient(name="producer", resolve=lender.said)
     consumer = BlockingLink(lender.said, keys=None, max_message=1 << 30)
@@ -185,13 +163,13 @@ async def test_what_is_lent_stays_as_it_is_whoever_ends(spawn: Any) -> None:
         await producer.call_frames("keep", Number(value=1), Number, timeout=20, frames=[FRAME])
     await producer.close()
     assert (looked == 1).all()
-    assert arenas(os.getpid()) > 0
+    assert arenas() > 0
     del looked
-    await until_none(os.getpid())
+    await arenas.until_none()
     assert not is_left(lender.said)
 
 
-async def test_what_was_lent_to_a_process_that_is_killed_is_free_again(spawn: Any) -> None:
+async def test_what_was_lent_to_a_process_that_is_killed_is_free_again(spawn: Any, arenas: Any) -> None:
     lender = await asyncio.to_thread(spawn, "lender", BIND)
     producer = RpcClient(name="producer", resolve=lender.said)
     await producer.call_frames("keep", Number(value=1), Number, timeout=20, frames=[FRAME])
@@ -202,7 +180,7 @@ async def test_what_was_lent_to_a_process_that_is_killed_is_free_again(spawn: An
     for holder in holders:
         assert arenas(lender.process.pid) > 0
         holder.kill()
-    await until_none(lender.process.pid)
+    await arenas.until_none(lender.process.pid)
 
 
 def shared_kb() -> int:

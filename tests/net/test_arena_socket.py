@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import os
 import re
 import select
@@ -73,16 +72,9 @@ def ask(link: Any, call: int) -> list[memoryview]:
     return list(parts)
 
 
-def arenas(process: int | str = "self") -> int:
-    """Count the arenas that a process has open or mapped."""
-    gc.collect()
-    mapped = Path(f"/proc/{process}/maps").read_text().count("memfd:asyncflow")
-    return mapped + sum("memfd:asyncflow" in name for name in files(process))
-
-
-def files(process: int | str = "self") -> list[str]:
+def files() -> list[str]:
     names = []
-    for file in Path(f"/proc/{process}/fd").iterdir():
+    for file in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             names.append(str(file.readlink()))
     return names
@@ -95,7 +87,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def made(monkeypatch: pytest.MonkeyPatch, arenas: Any) -> Iterator[list[int]]:
     """The sizes of all arenas that this process takes from callers, as a server, while the test runs."""
     taken: list[int] = []
     check = memfd.check
@@ -110,11 +102,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("keyed", [False, True])
-async def test_peers_of_one_host_share_memory(made: list[int], keyed: bool, tmp_path: Path) -> None:
+async def test_peers_of_one_host_share_memory(made: list[int], keyed: bool, tmp_path: Path, arenas: Any) -> None:
     keys = Keys.generate(tmp_path / "key") if keyed else None
     server = await serve(keys)
     await moves(server, keys)
-    await until(lambda: len(made) == 4 and not arenas())
+    await arenas.until_none()
+    assert len(made) == 4
     await server.close()
 
 
@@ -130,7 +123,7 @@ async def test_it_can_be_switched_off(made: list[int], monkeypatch: pytest.Monke
     assert made == []
 
 
-async def test_who_holds_another_key_is_refused_here_too(made: list[int], tmp_path: Path) -> None:
+async def test_who_holds_another_key_is_refused_here_too(made: list[int], tmp_path: Path, arenas: Any) -> None:
     server = await serve(Keys.generate(tmp_path / "ours"))
     for keys in (Keys.generate(tmp_path / "theirs"), None):
         link = BlockingLink(server.address, keys=keys, max_message=1 << 20)
@@ -139,7 +132,7 @@ async def test_who_holds_another_key_is_refused_here_too(made: list[int], tmp_pa
         link.close()
     assert server.counters.calls["add"] == 0
     assert len(made) >= 4
-    await until(lambda: not arenas())
+    await arenas.until_none()
     await server.close()
 
 
@@ -356,9 +349,9 @@ async def test_whatever_a_caller_says_after_the_handshake_ends_only_its_own_stre
     await server.close()
 
 
-async def test_many_connections_leave_no_descriptor_no_mapping_and_no_memory(made: list[int]) -> None:
+async def test_many_connections_leave_no_descriptor_no_mapping_and_no_memory(made: list[int], arenas: Any) -> None:
     server = await serve()
-    seen = []
+    seen, filled = [], memfd._ALLOWANCE._taken
     for number in range(60):
         link = BlockingLink(server.address, keys=None, max_message=1 << 30)
         until_s = time.monotonic() + 20
@@ -368,11 +361,11 @@ async def test_many_connections_leave_no_descriptor_no_mapping_and_no_memory(mad
         else:
             await asyncio.to_thread(receive, link)
         del link
-        await until(lambda: not arenas())
+        await arenas.until_none()
         seen.append((len(files()), shared_kb()))
     assert len(made) == 120
     assert max(seen[10:]) <= max(seen[:10])
-    assert memfd._ALLOWANCE._taken == 0
+    assert memfd._ALLOWANCE._taken == filled
     await server.close()
 
 
@@ -388,7 +381,7 @@ def shared_kb() -> int:
     return int(found[1])
 
 
-async def test_two_threads_have_memory_of_their_own(made: list[int]) -> None:
+async def test_two_threads_have_memory_of_their_own(made: list[int], arenas: Any) -> None:
     server = await serve()
     links = [BlockingLink(server.address, keys=None, max_message=1 << 30) for _ in range(2)]
     got: list[list[memoryview]] = []
@@ -411,11 +404,11 @@ async def test_two_threads_have_memory_of_their_own(made: list[int]) -> None:
         link.close()
     assert all(bytes(parts[3][1:]) == bytes(LARGE[1:]) for parts in got)
     got.clear()
-    await until(lambda: not arenas())
+    await arenas.until_none()
     await server.close()
 
 
-async def test_calls_that_are_sent_while_answers_come_do_not_block_each_other(made: list[int]) -> None:
+async def test_calls_that_are_sent_while_answers_come_do_not_block_each_other(made: list[int], arenas: Any) -> None:
     server = await serve()
     link = BlockingLink(server.address, keys=None, max_message=1 << 30)
 
@@ -429,7 +422,7 @@ async def test_calls_that_are_sent_while_answers_come_do_not_block_each_other(ma
     link.close()
     assert arenas() > 0
     del answers
-    await until(lambda: not arenas())
+    await arenas.until_none()
     await server.close()
 
 
@@ -457,7 +450,33 @@ async def test_what_callers_have_let_go_of_goes_back_also_where_nothing_happens(
     await server.close()
 
 
-async def test_a_server_that_comes_later_is_reached_by_shared_memory_too(made: list[int]) -> None:
+async def test_what_is_looked_at_longer_than_its_server_serves_is_let_go_when_nobody_does_any_more(
+    arenas: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answering, "_TIDY_S", 0.01)
+    kept: list[memoryview] = []
+
+    async def keep(request: Number, frames: Sequence[memoryview]) -> tuple[Number, Sequence[memoryview]]:
+        kept[:] = frames or kept
+        return request, kept
+
+    server = RpcServer(name="lender", bind="tcp://127.0.0.1:*", lends=True)
+    server.route("keep", Number, keep)
+    await server.start()
+    client = RpcClient(name="client", resolve=server.address)
+    await client.call("keep", Number(value=1), Number, timeout=20, frames=FRAMES)
+    _, came = await client.call_frames("keep", Number(value=1), Number, timeout=20)
+    await server.close()
+    await client.close()
+    kept.clear()
+    await asyncio.sleep(0.1)
+    assert came[1] == LARGE
+    assert arenas() > 0
+    came.clear()
+    await arenas.until_none()
+
+
+async def test_a_server_that_comes_later_is_reached_by_shared_memory_too(made: list[int], arenas: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     client = RpcClient(name="client", resolve=address)
@@ -469,5 +488,5 @@ async def test_a_server_that_comes_later_is_reached_by_shared_memory_too(made: l
     assert (await early).value == 2
     assert len(made) == 2
     await client.close()
-    await until(lambda: not arenas())
+    await arenas.until_none()
     await server.close()

@@ -103,6 +103,31 @@ def test_what_is_asked_for_is_emitted(expression: str) -> None:
         assert labels <= series[name] | SCRAPED, f"{name} has no {labels - series[name] - SCRAPED}"
 
 
+WAITED_FOR = {
+    "asyncflow_controller_oldest_unready_seconds": {"task", "lacks"},
+    "asyncflow_controller_parked_claims_count": {"task"},
+    "asyncflow_controller_lease_expiries_count": set(),
+    "asyncflow_controller_redeliveries_count": set(),
+    "asyncflow_storage_held_bytes": set(),
+    "asyncflow_storage_put_bytes": set(),
+    "asyncflow_storage_fetched_bytes": set(),
+    "asyncflow_storage_budget_waits_count": set(),
+    "asyncflow_controller_ledger_lag_seconds": set(),
+}
+"""What the queue's dashboard must show, and by which labels."""
+
+
+def test_the_dashboard_of_the_queue_names_what_is_waited_for() -> None:
+    board = json.loads((FILES / "dashboards" / "queue.json").read_text())
+    shown: dict[str, set[str]] = {}
+    for panel in board["panels"]:
+        for target in panel.get("targets", ()):
+            for name, labels in asked(promql.parse(target["expr"])):
+                shown.setdefault(name, set()).update(labels)
+    for name, labels in WAITED_FOR.items():
+        assert labels <= shown[name], name
+
+
 def test_a_legend_names_labels_that_are_left() -> None:
     for dashboard in DASHBOARDS:
         for panel in json.loads(dashboard.read_text())["panels"]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import aiohttp
@@ -20,6 +21,15 @@ from asyncflow.telemetry.metrics import StorageMetrics
 from asyncflow.weights.service import CatalogueService
 
 COUNTING = Path(__file__).parents[2] / "examples" / "counting.yaml"
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Iterator[None]:
+    """The garbage collector is this process's: what roles have asked of it ends with the test."""
+    thresholds = gc.get_threshold()
+    yield
+    gc.set_threshold(*thresholds)
+    gc.unfreeze()
 
 
 def post(role: str, at: str, workdir: Path, *, http_port: int = 0) -> JobPost:

@@ -16,6 +16,7 @@ role never computes, so that heartbeats go on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -60,6 +61,18 @@ def run_role(
             log.error("%s", error)
         status = REFUSED if any(isinstance(error, BEYOND_REPAIR) for error in errors) else 1
     return status
+
+
+@contextlib.contextmanager
+def resting_collector() -> Iterator[None]:
+    """Have the garbage collector rest while what is none is read or made, and pass over that from then on."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def calm_collector() -> None:

@@ -24,7 +24,7 @@ from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.ledger.audits import shard_ledger
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.table.outlook import waits
-from asyncflow.roles.base import calm_collector, run_role
+from asyncflow.roles.base import calm_collector, resting_collector, run_role
 from asyncflow.roles.post import JobPost, Post, QueuePost, RoleOptions
 from asyncflow.telemetry.metrics import ControllerMetrics
 
@@ -45,7 +45,8 @@ async def _serve_member(post: Post, tasks: Sequence[TaskSpec] = ()) -> None:
     """Serve as a member of a directory elsewhere."""
     others = _Others()
     controller, metrics = _controller(post, others), ControllerMetrics()
-    address = await controller.start()
+    with resting_collector():
+        address = await controller.start()
     controller.table.declare(tasks)
     controller.settle()
     metrics.watch_rpc(controller.server.counters)
@@ -68,7 +69,8 @@ async def serve_alone(post: QueuePost) -> None:
         controller.part.expire(member.incarnation)
 
     directory.on_leave.append(gone)
-    address = await controller.start()
+    with resting_collector():
+        address = await controller.start()
     metrics.watch_rpc(controller.server.counters)
     membership = others.membership = await post.join(
         metrics=metrics, address=address, directory=await front.start(), pages=_pages(controller, directory)

@@ -11,6 +11,7 @@ from asyncflow.net.frames import Jagged
 from asyncflow.queue.backends.base import Site
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
+from asyncflow.queue.ledger.audits import shard_ledger
 from asyncflow.queue.protocol.messages import RowMeta
 from asyncflow.queue.unit.unit import StorageUnit, open_backend
 
@@ -35,13 +36,24 @@ def connect(folder: Path, worker: str = "") -> QueueClient:
         controller=address_in(folder / "controller"),
         unit=lambda index: address_in(folder / f"unit-{index}")(),
         units=lambda: [int(path.name[5:]) for path in folder.glob("unit-?")],
+        shard=lambda index: address_in(folder / f"controller-{index}")(),
         worker=worker or uuid.uuid4().hex,
     )
 
 
-async def controller(folder: Path) -> None:
-    serving = Controller(ledger_dir=folder / "ledger")
-    publish(folder / "controller", await serving.start())
+async def controller(folder: Path, index: str = "0", controllers: str = "1") -> None:
+    """Serve as one of so many. The file of the first is ``controller``, of the others ``controller-1`` and so on."""
+
+    def file(other: int) -> Path:
+        return folder / (f"controller-{other}" if other else "controller")
+
+    serving = Controller(
+        ledger_dir=shard_ledger(folder / "ledger", int(index)),
+        index=int(index),
+        controllers=int(controllers),
+        address=lambda other: address_in(file(other))(),
+    )
+    publish(file(int(index)), await serving.start())
     await asyncio.Event().wait()
 
 
@@ -52,6 +64,7 @@ async def unit(folder: Path, index: str, limit: str, backend: str = "memory", st
         index=site.unit,
         limit_bytes=int(limit),
         controller=address_in(folder / "controller"),
+        shard=lambda other: address_in(folder / f"controller-{other}")(),
         incarnation=site.incarnation,
         backend=(made := open_backend(backend, site)),
         peer=lambda other: address_in(folder / f"unit-{other}")(),

@@ -43,8 +43,9 @@ class Crew:
         )
         return process
 
-    async def start_queue(self, *, lease_s, units=1, limit=1 << 20):
-        await self.start("controller", "controller")
+    async def start_queue(self, *, lease_s, units=1, limit=1 << 20, controllers=1):
+        for index in range(controllers):
+            await self.start(f"controller-{index}" if index else "controller", "controller", index, controllers)
         for index in range(units):
             await self.start_unit(index, limit=limit)
         await self.client.declare(tasks(lease_s), timeout=30)

@@ -40,6 +40,12 @@ def test_every_row_counts_once_whichever_controller_dies_or_hangs(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_each_fault_that_comes_alone_is_got_over_in_time(tmp_path):
+    judge(tmp_path, "--faults", 42, "--seed", 1, "--alone", "--pause", 4, 5, within_s=600)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1900)
 @pytest.mark.parametrize("backend", ["memory", "mooncake", "redis"])
 def test_every_row_counts_once_after_200_faults(tmp_path, stores, backend):

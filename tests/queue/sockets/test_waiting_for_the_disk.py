@@ -8,6 +8,8 @@ import pytest
 from asyncflow.net.frames import Jagged
 from asyncflow.queue.ledger import ledger
 from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.roles.controller import _show
+from asyncflow.telemetry.metrics import ControllerMetrics
 
 P = "open"
 
@@ -108,3 +110,21 @@ async def test_a_claim_whose_time_is_over_confirms_nothing_that_is_not_safe(clus
         assert not claiming.done()
         disk.go_on()
         assert ((await claiming).lot, (await claiming).late) == (None, [])
+
+
+async def test_the_metrics_say_for_how_long_the_disk_is_waited_for(cluster, disk):
+    metrics = ControllerMetrics()
+    async with cluster(units=1, sync="always") as made:
+
+        def lag():
+            _show(made.controller, metrics)
+            return metrics.registry.get_sample_value("asyncflow_controller_ledger_lag_seconds")
+
+        await until(lambda: lag() == 0)
+        disk.stop()
+        putting = asyncio.create_task(made.client.put(P, VALUES, timeout=20))
+        await until(lambda: lag() > 0.2)
+        assert not putting.done()
+        disk.go_on()
+        await putting
+        await until(lambda: lag() == 0)

@@ -96,6 +96,8 @@ class Answering:
                 flow.close()
             self._peers.clear()
             self._strangers.clear()
+            if not self._tidies:
+                self._tidy()
 
     def _listen(self) -> None:
         for listening in self._listening:
@@ -180,6 +182,6 @@ class Answering:
         """
         take_back()
         remains = not forget_gone()
-        self._tidies = not self.closed and (remains or (self._lends and bool(self._peers)))
+        self._tidies = remains or (self._lends and bool(self._peers))
         if self._tidies:
             self._loop.call_later(_TIDY_S, self._tidy)

@@ -95,14 +95,15 @@ class Controller:
         """Read the ledger, begin to serve, and give the address. Raises LedgerCorrupt, Refused."""
         loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = loop.create_future()
-        self.table.books.replay(self._ledger.recover())
-        self.table.start(loop.time())
-        self.sessions.start(loop.time())
-        self.table.books.outbox.clear()
         try:
-            self._ledger.begin(dump(self.table.books))
-        except OSError as error:
-            raise self._broken(error) from error
+            self.table.books.replay(self._ledger.recover())
+            self.table.start(loop.time())
+            self.sessions.start(loop.time())
+            self.table.books.outbox.clear()
+            self._begin()
+        except BaseException:
+            self._ledger.let_go()
+            raise
         self.part.start()
         address = await self.server.start()
         self.settle()
@@ -117,7 +118,9 @@ class Controller:
         self.sessions.close()
         if self._alarm is not None:
             self._alarm.cancel()
-        if not self.failed.done():
+        if self.failed.done():
+            self._ledger.let_go()
+        else:
             await self._ledger.close()
 
     def stats(self) -> QueueStats:
@@ -129,6 +132,10 @@ class Controller:
         """Write the ledger anew, because the books were replaced. Raises Refused where it cannot be written."""
         if (pending := self.settle()) is not None:
             await pending
+        self._begin()
+
+    def _begin(self) -> None:
+        """Have the ledger hold what the books do. Raises Refused where it cannot be written."""
         try:
             self._ledger.begin(dump(self.table.books))
         except OSError as error:

@@ -69,13 +69,14 @@ class Ledger:
         Raises LedgerCorrupt, and Refused while another process has it.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.directory / "lock", os.O_WRONLY | os.O_CREAT, 0o644)
+        lock = os.open(self.directory / "lock", os.O_WRONLY | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            os.close(self._lock)
+            os.close(lock)
             hint = "Only one controller may write a ledger; end the other one"
             raise Refused("another process holds the ledger", where=str(self.directory), hint=hint) from error
+        self._lock = lock
         path = newest(self.directory)
         if path is None:
             return
@@ -152,11 +153,16 @@ class Ledger:
             await asyncio.wait([self._syncing])
         if self._fd >= 0:
             os.fsync(self._fd)
-            os.close(self._fd)
-            self._fd = -1
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Close the file as it is: whoever comes next may have the ledger."""
+        if self._late is not None:
+            self._late.cancel()
+        for file in (self._fd, self._lock):
+            if file >= 0:
+                os.close(file)
+        self._fd = self._lock = -1
 
     def _write_out(self) -> None:
         """Write what was appended; compact the file if it has grown too long."""

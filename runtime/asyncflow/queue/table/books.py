@@ -83,14 +83,18 @@ class Books:
             raise LedgerCorrupt(f"{event} does not follow from what went before: {error!r}") from error
 
     def replay(self, events: Iterable[ev.Event]) -> None:
-        """Let ``events`` of a ledger happen; the garbage collector rests meanwhile, as none of it is garbage."""
+        """Let ``events`` of a ledger happen; the garbage collector rests meanwhile, as none of it is garbage.
+
+        Afterwards it is as before: it is the process's, and whoever runs here leaves garbage of his own.
+        """
+        rests = not gc.isenabled()
         gc.disable()
         try:
             for event in events:
                 self.apply(event)
         finally:
-            gc.freeze()
-            gc.enable()
+            if not rests:
+                gc.enable()
 
     def partition(self, name: str) -> Partition:
         """Give the partition, which exists from now on."""

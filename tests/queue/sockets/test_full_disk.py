@@ -1,0 +1,83 @@
+"""A full disk: what was answered is there when there is room again, and a start that finds none changes nothing."""
+
+import asyncio
+import contextlib
+import resource
+
+import pytest
+
+from asyncflow.errors import Refused
+from asyncflow.net.frames import Jagged
+from asyncflow.queue.protocol.messages import TaskSpec
+
+P = "open"
+TASK = TaskSpec(partition=P, name="count", needs=["x"])
+
+
+@contextlib.contextmanager
+def room(size):
+    """Let no file of this process grow beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def put(cluster, number):
+    came = await cluster.client.put(P, {"x": Jagged.from_rows([[number]], "int64")}, timeout=10)
+    return came.rows[0]
+
+
+async def put_for_ever(cluster, rows):
+    while True:
+        rows.append(await put(cluster, len(rows)))
+
+
+async def numbers(cluster, rows):
+    """Give what rows hold, each claimed once."""
+    leased = await cluster.client.claim(partition=P, task=TASK.name, max_rows=len(rows) + 10, timeout=10)
+    assert {row.row for row in leased} >= set(rows)
+    columns = await cluster.client.fetch(rows, ["x"], timeout=10)
+    return [int(row[0]) for row in columns["x"].rows()]
+
+
+@pytest.mark.parametrize("sync", ["process", "interval", "always"])
+async def test_puts_that_fill_the_disk_lose_none_that_was_acknowledged(cluster, sync):
+    async with cluster(units=1, sync=sync) as made:
+        await made.client.declare([TASK], timeout=10)
+        rows = []
+        with room(6000):
+            putting = asyncio.create_task(put_for_ever(made, rows))
+            await asyncio.wait([made.controller.failed], timeout=30)
+            with pytest.raises(Refused, match="the ledger cannot be written") as refused:
+                await made.client.declare([TASK], timeout=10)
+        assert "nothing that was answered is lost" in str(refused.value)
+        assert isinstance(made.controller.failed.exception(), OSError)
+        answered = len(rows)
+        assert answered > 50
+        await made.stop_controller()
+        await made.start_controller()
+        async with asyncio.timeout(30):
+            while len(rows) < answered + 5:
+                await asyncio.sleep(0.01)
+        putting.cancel()
+        await asyncio.wait([putting])
+        assert await numbers(made, rows) == list(range(len(rows)))
+
+
+async def test_a_start_on_a_full_disk_is_refused_and_leaves_the_ledger_as_it_is(cluster):
+    async with cluster(units=1) as made:
+        await made.client.declare([TASK], timeout=10)
+        rows = [await put(made, number) for number in range(20)]
+        await made.stop_controller()
+        ledger = {file.name: file.read_bytes() for file in made.folder.iterdir()}
+        for _ in range(2):
+            with room(100), pytest.raises(Refused, match="the ledger cannot be written"):
+                await made.start_controller()
+            assert isinstance(made.controller.failed.exception(), OSError)
+            made.controller = None
+            assert {file.name: file.read_bytes() for file in made.folder.iterdir()} == ledger
+        await made.start_controller()
+        assert await numbers(made, rows) == list(range(20))
