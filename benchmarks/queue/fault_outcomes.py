@@ -19,7 +19,7 @@ from fault_clients import CHAIN, LEASE_S, Line, diary
 
 HOLDERS = ("unit", "holder", "master")
 """Who has rows to lose."""
-WITHIN_S = LEASE_S + 10.0
+WITHIN_S = LEASE_S + 30.0
 """Most time to an outcome where nothing else is hit meanwhile: a lease, and what a busy machine takes to go on."""
 _BACK_S = 3.0
 """What it takes until a process that was killed serves again, with some to spare."""

@@ -119,7 +119,7 @@ class Controller:
         if self._alarm is not None:
             self._alarm.cancel()
         if self.failed.done():
-            self._ledger.let_go()
+            await self._ledger.abandon()
         else:
             await self._ledger.close()
 

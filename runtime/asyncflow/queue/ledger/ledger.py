@@ -147,18 +147,24 @@ class Ledger:
     async def close(self) -> None:
         """Write what is left, sync it, and close the file."""
         await self.flushed()
-        if self._late is not None:
-            self._late.cancel()
-        if self._syncing is not None:
-            await asyncio.wait([self._syncing])
+        await self._rest()
         if self._fd >= 0:
             os.fsync(self._fd)
         self.let_go()
 
-    def let_go(self) -> None:
-        """Close the file as it is: whoever comes next may have the ledger."""
+    async def abandon(self) -> None:
+        """Close the file as it is, when nobody syncs it any more."""
+        await self._rest()
+        self.let_go()
+
+    async def _rest(self) -> None:
         if self._late is not None:
             self._late.cancel()
+        if self._syncing is not None:
+            await asyncio.wait([self._syncing])
+
+    def let_go(self) -> None:
+        """Close the file as it is, before anything was appended: whoever comes next may have the ledger."""
         for file in (self._fd, self._lock):
             if file >= 0:
                 os.close(file)
