@@ -51,7 +51,7 @@ def take(folder, done):
 
 async def restart(crew, name, *words):
     await crew.kill(name)
-    (crew.folder / name).unlink()
+    (crew.folder / name).unlink(missing_ok=True)  # the one before may not have said yet where it is
     await crew.start(name, *words)
 
 
