@@ -1,5 +1,6 @@
 """What holds for all tests: the same examples each time, no bound on how long one takes on a busy machine."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _rank(item.path))
+
+
+def pytest_collection_finish() -> None:
+    """Have the garbage collector pass over what was imported: it is no garbage, and some tests collect often."""
+    gc.collect()
+    gc.freeze()
 
 
 def _rank(path: Path) -> int:

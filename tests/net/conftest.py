@@ -168,13 +168,21 @@ class Arenas:
         self._before = set(_arenas("self"))
 
     def __call__(self, process: int | str = "self") -> int:
-        gc.collect()
-        return sum(inode not in self._before for inode in _arenas(process))
+        if self._there(process):
+            gc.collect()
+        return self._there(process)
 
     async def until_none(self, process: int | str = "self") -> None:
         async with asyncio.timeout(10):
-            while self(process):
+            for _ in range(20):
+                if not self._there(process):
+                    return
                 await asyncio.sleep(0.01)
+            while self(process):
+                await asyncio.sleep(0.1)
+
+    def _there(self, process: int | str) -> int:
+        return sum(inode not in self._before for inode in _arenas(process))
 
 
 def _arenas(process: int | str) -> list[int]:

@@ -30,6 +30,8 @@ def collector() -> Iterator[None]:
     yield
     gc.set_threshold(*thresholds)
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def post(role: str, at: str, workdir: Path, *, http_port: int = 0) -> JobPost:
