@@ -30,7 +30,7 @@ from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import wire
 from asyncflow.net.rpc.staging import staging
 from asyncflow.net.stream.handshake import Handshake
-from asyncflow.net.stream.messages import Inbox
+from asyncflow.net.stream.inbox import Inbox
 from asyncflow.queue.client.open_values import decode, encode_columns, pack_object, unpack_object
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.records import pack, read_ledger

@@ -26,7 +26,8 @@ from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient, RpcServer
 from asyncflow.net.rpc.staging import staging
 from asyncflow.net.stream.handshake import HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE, Handshake
-from asyncflow.net.stream.messages import Inbox, Outbox
+from asyncflow.net.stream.inbox import Inbox
+from asyncflow.net.stream.outbox import Outbox
 
 ANY_PORT = "tcp://127.0.0.1:*"
 _MEMFD = "memfd:asyncflow"

@@ -25,7 +25,8 @@ from asyncflow.net.rpc import RpcClient, RpcServer, answering, wire
 from asyncflow.net.rpc.blocking_link import BlockingLink
 from asyncflow.net.rpc.staging import staging
 from asyncflow.net.stream.handshake import HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE, Handshake
-from asyncflow.net.stream.messages import Inbox, Outbox
+from asyncflow.net.stream.inbox import Inbox
+from asyncflow.net.stream.outbox import Outbox
 
 
 class Number(Struct, frozen=True, kw_only=True):

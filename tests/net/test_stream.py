@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from asyncflow.errors import ProtocolError
 from asyncflow.net.frames import LARGE
 from asyncflow.net.rpc.staging import staging
-from asyncflow.net.stream.messages import Inbox, Outbox
+from asyncflow.net.stream.inbox import Inbox
+from asyncflow.net.stream.outbox import Outbox
 from asyncflow.net.stream.sealed import Seal
 
 SECRET = bytes(range(32))

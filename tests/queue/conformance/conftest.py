@@ -218,7 +218,7 @@ async def served(tmp_path, world):
 
 
 class Stranger:
-    """Says anything to a server of calls: see ``net.stream.messages``."""
+    """Says anything to a server of calls: see ``net.stream.blocks``."""
 
     def __init__(self, reader, writer):
         self.reader, self.writer = reader, writer

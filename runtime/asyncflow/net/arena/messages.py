@@ -1,5 +1,5 @@
 """Messages over a Unix socket whose large parts go through an arena for each direction: as in
-``net.stream.messages``, no I/O.
+``net.stream``, no I/O.
 
 A block says how large each part is. Here it may say of a large part where it lies instead: the highest bit is set,
 then come the page and, in the lowest 40 bits, the bytes. Such a part is not sent, but used where it lies. A part that
@@ -10,7 +10,7 @@ where the file is the next that came with the bytes, then come the low bits of t
 the file in 8 bits and, in the lowest 32, the token; the second word has the offset and the bytes, 32 bits each (see
 ``lending``).
 
-Invariants: as in ``net.stream.messages``, but that a peer may change the bytes of a part that it has sent (see
+Invariants: as in ``net.stream``, but that a peer may change the bytes of a part that it has sent (see
 ``loans``).
 """
 
@@ -23,7 +23,8 @@ from asyncflow.net.arena.borrowing import Borrowing
 from asyncflow.net.arena.lending import INODE_BITS, Lending
 from asyncflow.net.arena.loans import Incoming
 from asyncflow.net.arena.memfd import Outgoing
-from asyncflow.net.stream.messages import Inbox, Outbox
+from asyncflow.net.stream.inbox import Inbox
+from asyncflow.net.stream.outbox import Outbox
 
 _LIES_THERE = 1 << 63
 _SIZE_BITS = 40

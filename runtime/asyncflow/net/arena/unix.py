@@ -28,7 +28,8 @@ from asyncflow.net.arena.loans import Incoming
 from asyncflow.net.arena.messages import ArenaInbox, ArenaOutbox
 from asyncflow.net.keys import Keys
 from asyncflow.net.stream.handshake import Handshake
-from asyncflow.net.stream.messages import Inbox, Outbox
+from asyncflow.net.stream.inbox import Inbox
+from asyncflow.net.stream.outbox import Outbox
 
 SHARED_MEMORY_ENV = "ASYNCFLOW_SHARED_MEMORY"
 """Variable that switches shared memory off where it is ``off``."""

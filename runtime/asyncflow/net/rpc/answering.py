@@ -22,7 +22,8 @@ from asyncflow.net.rpc.flow import Flow, tune
 from asyncflow.net.rpc.seats import Seats
 from asyncflow.net.rpc.staging import staging
 from asyncflow.net.stream.handshake import HELLO_SIZE, PROOF_SIZE
-from asyncflow.net.stream.messages import Inbox, Outbox
+from asyncflow.net.stream.inbox import Inbox
+from asyncflow.net.stream.outbox import Outbox
 
 _MAX_PEERS = 8192
 _MAX_UNREAD = 4096

@@ -28,7 +28,8 @@ from asyncflow.net.rpc.flow import SILENT, UNSHAKEN, in_words, tune
 from asyncflow.net.rpc.pauses import pauses
 from asyncflow.net.rpc.staging import staging
 from asyncflow.net.stream.handshake import WELCOME_SIZE
-from asyncflow.net.stream.messages import Inbox, Outbox
+from asyncflow.net.stream.inbox import Inbox
+from asyncflow.net.stream.outbox import Outbox
 
 T = TypeVar("T")
 LOOK_S = 0.1

@@ -18,7 +18,8 @@ from asyncflow.net.rpc.flow import SILENT, UNSHAKEN, Deliver, Flow, in_words, tu
 from asyncflow.net.rpc.pauses import pauses
 from asyncflow.net.rpc.staging import staging
 from asyncflow.net.stream.handshake import WELCOME_SIZE
-from asyncflow.net.stream.messages import Inbox, Outbox
+from asyncflow.net.stream.inbox import Inbox
+from asyncflow.net.stream.outbox import Outbox
 
 _CONNECT_S = 3.0
 """A Service may still lead to a pod that is gone: nobody answers there, and the kernel would ask for two minutes."""

@@ -13,7 +13,8 @@ from collections.abc import Callable, Hashable, Sequence
 
 from asyncflow.errors import AsyncFlowError, PeerLost, ProtocolError
 from asyncflow.net.frames import Buffer
-from asyncflow.net.stream.messages import Inbox, Outbox
+from asyncflow.net.stream.inbox import Inbox
+from asyncflow.net.stream.outbox import Outbox
 
 SILENT = "it is connected and silent: stopped, overloaded, or it waits for something itself"
 UNSHAKEN = "the handshake failed: do both sides hold the key of this job?"
