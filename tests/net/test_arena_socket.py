@@ -49,6 +49,19 @@ async def serve(keys: Keys | None = None) -> RpcServer:
     return server
 
 
+async def lender(kept: list[memoryview]) -> RpcServer:
+    """Serve one who keeps what comes in ``kept``, and lends that."""
+
+    async def keep(request: Number, frames: Sequence[memoryview]) -> tuple[Number, Sequence[memoryview]]:
+        kept[:] = frames or kept
+        return request, kept
+
+    server = RpcServer(name="lender", bind="tcp://127.0.0.1:*", lends=True)
+    server.route("keep", Number, keep)
+    await server.start()
+    return server
+
+
 async def moves(server: RpcServer, keys: Keys | None = None) -> None:
     """Move bytes to and fro by both clients."""
     client = RpcClient(name="client", resolve=server.address, keys=keys)
@@ -428,14 +441,7 @@ async def test_calls_that_are_sent_while_answers_come_do_not_block_each_other(ma
 
 async def test_what_callers_have_let_go_of_goes_back_also_where_nothing_happens() -> None:
     kept: list[memoryview] = []
-
-    async def keep(request: Number, frames: Sequence[memoryview]) -> tuple[Number, Sequence[memoryview]]:
-        kept[:] = frames or kept
-        return request, kept
-
-    server = RpcServer(name="lender", bind="tcp://127.0.0.1:*", lends=True)
-    server.route("keep", Number, keep)
-    await server.start()
+    server = await lender(kept)
     producer = RpcClient(name="producer", resolve=server.address)
     consumer = RpcClient(name="consumer", resolve=server.address)
     await producer.call("keep", Number(value=1), Number, timeout=20, frames=FRAMES)
@@ -455,14 +461,7 @@ async def test_what_is_looked_at_longer_than_its_server_serves_is_let_go_when_no
 ) -> None:
     monkeypatch.setattr(answering, "_TIDY_S", 0.01)
     kept: list[memoryview] = []
-
-    async def keep(request: Number, frames: Sequence[memoryview]) -> tuple[Number, Sequence[memoryview]]:
-        kept[:] = frames or kept
-        return request, kept
-
-    server = RpcServer(name="lender", bind="tcp://127.0.0.1:*", lends=True)
-    server.route("keep", Number, keep)
-    await server.start()
+    server = await lender(kept)
     client = RpcClient(name="client", resolve=server.address)
     await client.call("keep", Number(value=1), Number, timeout=20, frames=FRAMES)
     _, came = await client.call_frames("keep", Number(value=1), Number, timeout=20)
