@@ -1,6 +1,7 @@
 """The real operator as a process on a control plane of ``kube``: for tests and benchmarks.
 
-Invariant: it runs as an installed one does, by its command line, and dies with whoever started it.
+Invariant: it runs as an installed one does, by its command line, and dies with whoever started it. Where a plane relies
+on it, it is started again when it ends because it leads no more, as by a kubelet: a machine may stand still awhile.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import Final
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from asyncflow_operator.main import LEADERSHIP_LOST
 from kube.plane import ControlPlane
-from kube.process import PlaneError, Process, wait_until
+from kube.process import PlaneError, Restarted, wait_until
 from kube.servers import LOOPBACK, free_ports
 
 NAMESPACE: Final = "asyncflow-system"
@@ -52,7 +54,7 @@ class OperatorProcess:
         } | {option.replace("_", "-"): value for option, value in options.items()}
         words = [str(word) for option, value in given.items() for word in (f"--{option}", value)]
         command = [sys.executable, "-m", "asyncflow_operator", "run", *words]
-        self.process = Process(name, command, log=plane.folder / "log" / name)
+        self.process = Restarted(name, command, log=plane.folder / "log" / name, status=LEADERSHIP_LOST)
 
     @property
     def log(self) -> str:

@@ -71,6 +71,7 @@ class ControlPlane:
         self._folder: Folder | None = None
         self._site: servers.Site | None = None
         self._processes: dict[str, Process] = {}
+        self._others: list[Process] = []
         self._apis: dict[tuple[str, tuple[str, ...]], Api] = {}
         self._serial = itertools.count()
 
@@ -103,6 +104,7 @@ class ControlPlane:
             self._folder.remove()
         self._folder = self._site = None
         self._processes.clear()
+        self._others.clear()
         self._apis.clear()
 
     @property
@@ -211,9 +213,13 @@ class ControlPlane:
         self._processes[name].start()
         self.wait_until(self._is_ready, "the API server to be ready", timeout_s=timeout_s)
 
+    def rely_on(self, process: Process) -> None:
+        """Have every wait need this process too, until somebody ends it."""
+        self._others.append(process)
+
     def wait_until(self, condition: Callable[[], object], what: str, *, timeout_s: float = 60.0) -> None:
         """Wait until ``condition`` holds. Raises PlaneError, at once when a server died."""
-        wait_until(condition, what, timeout_s=timeout_s, needs=self._processes.values())
+        wait_until(condition, what, timeout_s=timeout_s, needs=[*self._processes.values(), *self._others])
 
     @property
     def _where(self) -> servers.Site:

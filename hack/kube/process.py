@@ -101,6 +101,22 @@ class Process:
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+class Restarted(Process):
+    """A process that whoever waits for what it does starts again where it ended with ``status``, as a kubelet does."""
+
+    def __init__(self, name: str, command: Sequence[str | Path], *, log: Path, status: int) -> None:
+        super().__init__(name, command, log=log)
+        self._status = status
+
+    def died(self) -> str:
+        """Start it again where it ended with ``status``; else say how it ended on its own."""
+        said = super().died()
+        if self._running is None or self._running.returncode != self._status:
+            return said
+        self.start()
+        return ""
+
+
 def wait_until(
     condition: Callable[[], object], what: str, *, timeout_s: float = 60.0, needs: Iterable[Process] = ()
 ) -> None:

@@ -90,6 +90,7 @@ def shared_operator(kwok_plane: ControlPlane, drivers: ScriptedDrivers) -> Itera
     )
     operator.start()
     operator.lead()
+    kwok_plane.rely_on(operator.process)
     yield operator
     operator.process.end()
 

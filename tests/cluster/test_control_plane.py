@@ -13,7 +13,7 @@ import pytest
 from kube import build, servers
 from kube.folder import owner, place_of
 from kube.plane import ControlPlane, KubectlError
-from kube.process import PlaneError
+from kube.process import PlaneError, Restarted, wait_until
 from kube.rest import Refused
 
 HACK = Path(__file__).parents[2] / "hack"
@@ -93,6 +93,20 @@ def test_a_server_that_dies_is_told_with_the_end_of_its_log() -> None:
         plane.start()
     with pytest.raises(PlaneError, match="does not run"):
         _ = plane.folder
+
+
+def test_a_process_that_gave_up_as_expected_is_started_again_by_who_waits(tmp_path: Path) -> None:
+    lives = tmp_path / "lives"
+    life = "import sys; lives = open(sys.argv[1], 'a'); lives.write('x'); lives.close(); sys.exit(int(sys.argv[2]))"
+    gives_up = Restarted("operator", [sys.executable, "-c", life, lives, "3"], log=tmp_path / "log", status=3)
+    gives_up.start()
+    wait_until(lambda: lives.exists() and lives.stat().st_size >= 3, "three lives", needs=[gives_up])
+    gives_up.end()
+    fails = Restarted("operator", [sys.executable, "-c", life, lives, "1"], log=tmp_path / "log", status=3)
+    fails.start()
+    with pytest.raises(PlaneError, match="operator ended with 1"):
+        wait_until(lambda: False, "nothing", needs=[fails])
+    fails.end()
 
 
 def test_a_port_that_was_taken_meanwhile_costs_another_try(monkeypatch: pytest.MonkeyPatch) -> None:
