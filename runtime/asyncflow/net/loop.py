@@ -1,7 +1,8 @@
 """The event loop of roles: readers are called where the poll finds them, as long as nothing else is to be done.
 
-So a message that comes and is answered at once passes neither a handle, a context and a queue, nor the loop's own turn.
-All else is asyncio's, whose own poll is one of the things that are polled here.
+So a message that comes and is answered at once passes neither a handle, a context and a queue, nor the loop's own turn;
+and where messages come soon after one another the loop looks for them before it sleeps (``lookout``). All else is
+asyncio's, whose own poll is one of the things that are polled here.
 
 Invariants: a reader that was removed is not called any more; one that fails is logged and harms no other; callbacks and
 timers are not kept waiting by readers for longer than the readers of one poll take.
@@ -19,6 +20,8 @@ from collections.abc import Callable
 from contextvars import Context
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVarTuple, Unpack
+
+from asyncflow.net.lookout import Lookout
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
@@ -78,6 +81,8 @@ class _Poll(selectors.EpollSelector):
         self._readers: dict[int, Callable[..., object]] = {}
         self._epoll = select.epoll()
         self._epoll.register(self._others, select.EPOLLIN)
+        self._look = functools.partial(self._epoll.poll, 0, _MOST)
+        self._lookout = Lookout()
 
     def watch(self, fd: int, reader: Callable[..., object]) -> None:
         if fd in self._readers:
@@ -97,7 +102,7 @@ class _Poll(selectors.EpollSelector):
         others = self.due = False
         until = monotonic() + timeout if timeout else None
         while True:
-            for fd, _ in self._epoll.poll(timeout, _MOST):
+            for fd, _ in self._found(timeout):
                 if (reader := self._readers.get(fd)) is not None:
                     try:
                         reader()
@@ -111,6 +116,11 @@ class _Poll(selectors.EpollSelector):
                 return super().select(0) if others else []  # not before: a reader may close what asyncio watches
             if until is not None:
                 timeout = max(0, until - monotonic())
+
+    def _found(self, timeout: float | None) -> list[tuple[int, int]]:
+        if timeout == 0:
+            return self._look()
+        return self._lookout.wait(self._look, functools.partial(self._epoll.poll, timeout, _MOST))
 
     def close(self) -> None:
         self._readers.clear()

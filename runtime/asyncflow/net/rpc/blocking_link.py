@@ -1,7 +1,7 @@
 """A stream for one thread at a time that blocks: the messages of ``wire``, no event loop.
 
 The thread sleeps in the socket itself, at most ``LOOK_S`` at once, and then looks whether what it waits for can still
-come. So a call costs one send and one receive.
+come. So a call costs one send and one receive, and a few more looks where answers come soon (``lookout``).
 
 Invariant: a link that broke, on which an answer did not come in time, or that could not be sent whole, is never used
 again.
@@ -14,6 +14,7 @@ import socket as sockets
 import struct
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -23,6 +24,7 @@ from asyncflow.net.arena import unix
 from asyncflow.net.frames import Buffer
 from asyncflow.net.hosts import host_and_port, look_up, server_of
 from asyncflow.net.keys import Keys
+from asyncflow.net.lookout import Lookout
 from asyncflow.net.rpc import wire
 from asyncflow.net.rpc.flow import SILENT, UNSHAKEN, in_words, tune
 from asyncflow.net.rpc.pauses import pauses
@@ -69,6 +71,7 @@ class BlockingLink:
         self._outbox = Outbox(seal=None)
         self._ready: list[list[memoryview]] = []
         self._waits_s = 0.0
+        self._lookout = Lookout()
 
     def send(
         self, call: int, method: str, request: msgspec.Struct, frames: Sequence[Buffer], *, deadline: float
@@ -118,9 +121,10 @@ class BlockingLink:
         if self._socket is None:
             raise PeerLost("the connection was not made", where=self.address)
         until = time.monotonic() + seconds
-        flags = self._patience(seconds)
+        look = partial(self._hear, self._socket, sockets.MSG_DONTWAIT)
+        sleep = partial(self._hear, self._socket, self._patience(seconds))
         try:
-            while self._hear(self._socket, flags):
+            while self._lookout.wait(look, sleep) if seconds > 0 else look():
                 if self._ready:
                     return self._ready.pop(0)
                 if time.monotonic() > until:

@@ -1,0 +1,45 @@
+"""How a process waits for what may come at once: it looks again and again for a moment before it sleeps.
+
+Where a core is idle, to fall asleep and to be woken costs both sides more than a short wait; where none is, whoever
+else can run goes before each further look. So wait MPI's progress engines, and Go's scheduler before it parks a thread.
+
+Invariant: a wait costs ``LOOKS`` looks at most (about 0.2 ms of processor time, only what others leave idle), and one
+look where the last sleep was longer than ``SOON_S``: who is seldom called sleeps at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from time import monotonic
+from typing import Final, TypeVar
+
+from asyncflow.net.processor import may_look_on
+
+T = TypeVar("T")
+
+LOOKS: Final = 100
+SOON_S: Final = 0.0005
+
+
+class Lookout:
+    """A place where a process waits. looks: how often it looks before it sleeps; clock: seconds that only grow."""
+
+    def __init__(self, *, looks: int | None = None, clock: Callable[[], float] = monotonic) -> None:
+        self._looks = looks if looks is not None else LOOKS if may_look_on() else 0
+        self._clock = clock
+        self._soon = False
+
+    def wait(self, look: Callable[[], T], sleep: Callable[[], T]) -> T:
+        """Give what ``look`` finds, or what ``sleep`` waits for; both give something false where there is nothing."""
+        if found := look():
+            return found
+        if self._soon:
+            for _ in range(self._looks):
+                os.sched_yield()
+                if found := look():
+                    return found
+        begun = self._clock()
+        found = sleep()
+        self._soon = self._clock() - begun < SOON_S
+        return found
