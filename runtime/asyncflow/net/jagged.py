@@ -30,7 +30,10 @@ TEXT, BYTES, OBJECT = "text", "bytes", "object"
 
 _PLAIN = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
 DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name).newbyteorder("<") for name in _PLAIN}
-DTYPES |= {"bool": np.dtype(np.bool_), BFLOAT16: np.dtype("<u2")}
+DTYPES["bool"] = np.dtype(np.bool_)
+_NAMES = {stored: name for name, stored in DTYPES.items()}
+"""``dtype.name`` of the most usual ones: numpy makes that of pieces each time."""
+DTYPES[BFLOAT16] = np.dtype("<u2")
 DTYPES |= dict.fromkeys((TEXT, BYTES, OBJECT), np.dtype(np.uint8))
 """The dtypes that may cross a socket, by name, and how their values lie in memory."""
 
@@ -53,7 +56,7 @@ class Jagged:
     __slots__ = ("_lengths", "_offsets", "dtype", "inner", "values")
 
     def __init__(self, values: Array, offsets: Offsets, dtype: str = "", inner: Inner = ()) -> None:
-        self.dtype = dtype or values.dtype.name
+        self.dtype = dtype or name_of(values.dtype)
         self.inner = inner
         self.values = np.ascontiguousarray(values)
         self._offsets: Offsets | None = offsets
@@ -105,7 +108,7 @@ class Jagged:
 
         Arrays are cast to ``dtype``, which is a name or numpy's type.
         """
-        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+        name = dtype if isinstance(dtype, str) else name_of(np.dtype(dtype))
         if name not in DTYPES:
             raise ValueError(f"a column cannot have dtype {name!r}; it may be one of {', '.join(DTYPES)}")
         if name in (TEXT, BYTES, OBJECT):
@@ -138,7 +141,7 @@ class Jagged:
         if not isinstance(first, np.ndarray | np.generic | bool | int | float):
             return cls.from_rows(rows, OBJECT)
         array = np.asarray(first)
-        return cls.from_rows(rows, array.dtype.name, inner=array.shape[1:] if array.ndim else None)
+        return cls.from_rows(rows, name_of(array.dtype), inner=array.shape[1:] if array.ndim else None)
 
     @classmethod
     def gather(cls, runs: Sequence[tuple[Jagged, int, int]]) -> Jagged:
@@ -247,6 +250,11 @@ class Jagged:
 
     def _shaped(self, values: Array) -> Array:
         return values if self.inner == () else values.reshape(() if self.inner is None else (-1, *self.inner))
+
+
+def name_of(dtype: np.dtype[Any]) -> str:
+    """Give ``dtype.name``."""
+    return _NAMES.get(dtype) or dtype.name
 
 
 def _values(column: Jagged, start: int, stop: int) -> Array:
