@@ -152,13 +152,13 @@ class ReadyIndex(Generic[T]):
         while len(taken) < most:
             run = shelf.runs[shelf.start]
             items = run[2]
-            while items and len(taken) < most:
-                item = items.pop()
-                if places.get(item) is run:
-                    del places[item]
-                    taken.append(item)
-                else:
-                    shelf.gone -= 1
+            last = items[: len(taken) - most - 1 : -1]
+            del items[-len(last) :]
+            mine = [item for item in last if places.get(item) is run]
+            for item in mine:
+                del places[item]
+            shelf.gone -= len(last) - len(mine)
+            taken += mine
             shelf.start += not items
         shelf.count -= len(taken)
         self.weight -= sum([self._heavy.pop(item, 1) for item in taken]) if self._heavy else len(taken)

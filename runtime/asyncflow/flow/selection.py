@@ -62,17 +62,19 @@ def _slots(share: Iterable[int], weights: Sequence[int], budget: int) -> list[li
     loads: list[int] = []
     for index in _heaviest_first(share, weights):
         weight = weights[index]
-        place = next((place for place, load in enumerate(loads) if load + weight <= budget), len(slots))
-        if place == len(slots):
-            slots.append([])
-            loads.append(0)
-        slots[place].append(index)
-        loads[place] += weight
+        for place, load in enumerate(loads):
+            if load + weight <= budget:
+                slots[place].append(index)
+                loads[place] += weight
+                break
+        else:
+            slots.append([index])
+            loads.append(weight)
     return slots
 
 
 def _heaviest_first(indices: Iterable[int], weights: Sequence[int]) -> list[int]:
-    return sorted(indices, key=lambda index: (-weights[index], index))
+    return sorted(sorted(indices), key=weights.__getitem__, reverse=True)
 
 
 def _shares(weights: Sequence[int], totals: list[int]) -> tuple[list[list[int]], list[int]]:

@@ -50,7 +50,7 @@ class World:
             if word == "never":
                 await asyncio.sleep(60)
             if word == "slowly":
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(1)
         except asyncio.CancelledError:
             self.cancelled.append(word)
             raise

@@ -11,7 +11,7 @@ remains is ``last``, and only that one. The steps above ``committed`` can always
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -179,7 +179,7 @@ def decide(
     if room > 0 and count == 0 and not step.carry:
         return None
     asked = _Asked(world, tokens, step.groups, spec)
-    if step.planned != asked or not step.plan or not all(_takeable(row) for rank in step.plan[0] for row in rank):
+    if step.planned != asked or not step.plan or not _takeable([row for rank in step.plan[0] for row in rank]):
         step.plan, step.planned = _plan(step, ready, asked, room), asked
     ranks = step.plan.pop(0) if step.plan else [[] for _ in range(world)]
     given = [row for rank in ranks for row in rank]
@@ -206,18 +206,20 @@ def _plan(step: Step, ready: Iterable[Group], asked: _Asked, room: int) -> list[
     As long as more may come, later slots are dealt anew with it.
     """
     items = [[row] for row in step.carry]
-    load = sum(row.weight for row in step.carry)
+    weights = [row.weight for row in step.carry]
+    load = sum(weights)
     whole = asked.spec.order == "key"
     for group in islice(ready, max(0, room)):
         if load >= _AHEAD * asked.world * asked.tokens:
             whole = False
             break
         fresh = [row for row in group.rows if not row.state.final]
+        each = [row.weight for row in fresh]
         items += [fresh] if asked.spec.groups else [[row] for row in fresh]
-        load += sum(row.weight for row in fresh)
+        weights += [sum(each)] if asked.spec.groups else each
+        load += sum(each)
     if not items:
         return []
-    weights = [sum(row.weight for row in item) for item in items]
     slots = balance(weights, ranks=asked.world, budget=asked.tokens, before=step.loads(asked.world))
     return [
         [sorted((row for index in indices for row in items[index]), key=lambda row: row.key) for indices in slot]
@@ -225,9 +227,9 @@ def _plan(step: Step, ready: Iterable[Group], asked: _Asked, room: int) -> list[
     ]
 
 
-def _takeable(row: Row) -> bool:
-    """Tell whether a row that was dealt can still be given: it was not made again since, and its group is whole."""
-    rows = row.group.rows
-    if rows[row.sample] is not row or row.state.final:
+def _takeable(rows: Sequence[Row]) -> bool:
+    """Tell whether rows that were dealt can still be given: none was made again since, and their groups are whole."""
+    if [row for row in rows if row.group.rows[row.sample] is not row or row.state.final]:
         return False
-    return row.state is State.BOUND or all(other.state is State.LIVE or other.state.final for other in rows)
+    groups = {row.group for row in rows if row.state is not State.BOUND}
+    return all(row.state is State.LIVE or row.state.final for group in groups for row in group.rows)

@@ -63,7 +63,7 @@ class Training:
         if decision is None:
             queue, window = held.gang_queue, Window(step, step)
             assert queue is not None
-            if not all(row.here or row.lost for row in held.gang.step(step).carry):
+            if [row for row in held.gang.step(step).carry if not (row.here or row.lost)]:
                 return None
             event = decide(
                 held.gang.step(step),
