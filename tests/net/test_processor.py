@@ -21,6 +21,7 @@ QUOTAS = {
     ),
     "none of the first version": ("3:cpu,cpuacct:/pod\n", {"cpu,cpuacct/pod/cpu.cfs_quota_us": "-1\n"}, False),
     "what cannot be read": ("0::/gone\n", {}, False),
+    "what says nothing": ("nonsense\n0::/\n", {"cpu.max": "\n"}, False),
 }
 
 

@@ -27,13 +27,15 @@ def may_look_on() -> bool:
 
 def has_quota(*, mine: Path = _MINE, cgroups: Path = _CGROUPS) -> bool:
     """Tell whether the processor time of one of this process's cgroups is limited, as far as they can be read."""
-    return any(line.split()[0] not in _NO_QUOTA for file in _quota_files(mine, cgroups) for line in _lines(file)[:1])
+    said = (_lines(file)[:1] for file in _quota_files(mine, cgroups))
+    return any(word not in _NO_QUOTA for lines in said for line in lines for word in line.split()[:1])
 
 
 def _quota_files(mine: Path, cgroups: Path) -> Iterator[Path]:
     """Give the files that would say so: of each cgroup up to the root, which is a container's own."""
     for line in _lines(mine):
-        _, controllers, path = line.split(":", 2)
+        _, _, said = line.partition(":")
+        controllers, _, path = said.partition(":")
         if not controllers:
             folder, name = cgroups, "cpu.max"
         elif "cpu" in controllers.split(","):
