@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from asyncflow.roles import controller, driver, rollout, storage, trainer
 from asyncflow.roles.post import JobPost, RoleOptions
 from asyncflow.telemetry.metrics import StorageMetrics
 from asyncflow.weights.service import CatalogueService
+from kube.servers import free_ports
 
 COUNTING = Path(__file__).parents[2] / "examples" / "counting.yaml"
 
@@ -37,12 +37,6 @@ def collector() -> Iterator[None]:
 def post(role: str, at: str, workdir: Path, *, http_port: int = 0) -> JobPost:
     options = RoleOptions(role=role, job=COUNTING, driver=at, index=0, attempt=0, workdir=workdir, http_port=http_port)
     return JobPost(options=options, job=resolved_job(COUNTING))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @contextlib.asynccontextmanager
@@ -100,8 +94,8 @@ async def test_each_role_is_ready_when_it_can_serve(tmp_path: Path) -> None:
 
 
 async def test_nobody_is_ready_who_is_not_registered(tmp_path: Path) -> None:
-    port = free_port()
-    here = post("storage", f"tcp://127.0.0.1:{free_port()}", tmp_path, http_port=port)
+    nobody, port = free_ports(2)
+    here = post("storage", f"tcp://127.0.0.1:{nobody}", tmp_path, http_port=port)
     joining = asyncio.create_task(here.join(metrics=StorageMetrics()))
     async with asyncio.timeout(10):
         while True:
@@ -116,8 +110,8 @@ async def test_nobody_is_ready_who_is_not_registered(tmp_path: Path) -> None:
 
 
 async def test_a_driver_is_ready_before_anybody_has_joined(tmp_path: Path) -> None:
-    port = free_port()
-    here = post("driver", f"tcp://127.0.0.1:{free_port()}", tmp_path, http_port=port)
+    at, port = free_ports(2)
+    here = post("driver", f"tcp://127.0.0.1:{at}", tmp_path, http_port=port)
     async with serving(driver.serve, here), asyncio.timeout(60):
         while True:
             with contextlib.suppress(aiohttp.ClientConnectionError):

@@ -10,7 +10,6 @@ import json
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,14 +24,9 @@ from asyncflow.api.load import load, to_yaml
 from asyncflow.api.names import HOST_ENV, HTTP_PORT, KEY_FILE_ENV, TOKEN_FILE_ENV
 from asyncflow.net.keys import Keys
 from asyncflow.plan.roles import Role
+from kube.servers import free_ports
 
 TOLD_TO_END = 128 + signal.SIGTERM
-
-
-def free_port() -> int:
-    with socket.create_server(("0.0.0.0", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @dataclass
@@ -69,7 +63,7 @@ class Pods:
     pods: dict[str, Pod] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.port = free_port()
+        (self.port,) = free_ports(1)
         self.config = self.base / "etc"
         self.config.mkdir(parents=True)
         text = to_yaml(load(Path(self.manifest), self.settings))
