@@ -24,8 +24,9 @@ from asyncflow.net.arena import memfd
 from asyncflow.net.arena.borrowing import Borrowing
 from asyncflow.net.arena.loans import Incoming
 from asyncflow.net.arena.messages import ArenaInbox
+from asyncflow.net.dtypes import OBJECT, TEXT
 from asyncflow.net.frames import BatchHeader, decode_batch, encode_batch
-from asyncflow.net.jagged import OBJECT, TEXT, Jagged
+from asyncflow.net.jagged import Jagged
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import wire
 from asyncflow.net.rpc.staging import staging

@@ -1,7 +1,7 @@
 """The real operator as a process on a control plane of ``kube``: for tests and benchmarks.
 
-Invariant: it runs as an installed one does, by its command line, and dies with whoever started it. Where a plane relies
-on it, it is started again when it ends because it leads no more, as by a kubelet: a machine may stand still awhile.
+Invariant: it runs as an installed one does, by its command line, and dies with whoever started it. Who waits for
+it, or for a plane that relies on it, starts it again where it ended because it led no more, as a kubelet does.
 """
 
 from __future__ import annotations

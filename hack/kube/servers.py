@@ -6,10 +6,9 @@ writes only into the plane's folder.
 
 from __future__ import annotations
 
-import secrets
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -26,9 +25,6 @@ LOOPBACK: Final = "127.0.0.1"
 _SERVICES: Final = "10.96.0.0/16"
 _FIRST_SERVICE: Final = "10.96.0.1"
 _MASTERS: Final = ("system:masters",)
-_EPHEMERAL: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_FIRST_PORT: Final = 16_384
-_FEWEST_PORTS: Final = 4096
 _QPS: Final = 300
 """Requests a second that controllers allow themselves; with the defaults (20, 50) those would be what is measured."""
 
@@ -67,16 +63,12 @@ class Site:
 
 
 def free_ports(count: int) -> list[int]:
-    """Give ports that nobody uses on any address, and that the kernel gives no connection, so that they stay free."""
-    ports = max(_FEWEST_PORTS, int(_EPHEMERAL.read_text().split()[0]) - _FIRST_PORT)
-    found: list[int] = []
+    """Give ports that nobody listens on; held until all are found, so that they differ."""
     with ExitStack() as held:
-        while len(found) < count:
-            port = _FIRST_PORT + secrets.randbelow(ports)
-            with suppress(OSError):
-                held.enter_context(socket.socket()).bind(("", port))
-                found.append(port)
-    return found
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((LOOPBACK, 0))
+        return [int(each.getsockname()[1]) for each in sockets]
 
 
 def etcd(site: Site) -> Command:

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from asyncflow.errors import ProtocolError
+from asyncflow.net.dtypes import DTYPES
 from asyncflow.net.frames import (
-    DTYPES,
     LARGE,
     BatchHeader,
     Buffer,

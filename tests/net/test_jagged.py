@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.net.jagged import BFLOAT16, Inner, Jagged
+from asyncflow.net.dtypes import BFLOAT16
+from asyncflow.net.jagged import Inner, Jagged
 
 rows_of_ints = st.lists(st.lists(st.integers(-100, 100), max_size=4), max_size=6)
 

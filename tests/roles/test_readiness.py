@@ -16,9 +16,9 @@ from asyncflow.net.directory import Directory
 from asyncflow.net.rpc import RpcServer
 from asyncflow.roles import controller, driver, rollout, storage, trainer
 from asyncflow.roles.post import JobPost, RoleOptions
+from asyncflow.substrates.local.ports import PortReservation
 from asyncflow.telemetry.metrics import StorageMetrics
 from asyncflow.weights.service import CatalogueService
-from kube.servers import free_ports
 
 COUNTING = Path(__file__).parents[2] / "examples" / "counting.yaml"
 
@@ -94,27 +94,27 @@ async def test_each_role_is_ready_when_it_can_serve(tmp_path: Path) -> None:
 
 
 async def test_nobody_is_ready_who_is_not_registered(tmp_path: Path) -> None:
-    nobody, port = free_ports(2)
-    here = post("storage", f"tcp://127.0.0.1:{nobody}", tmp_path, http_port=port)
-    joining = asyncio.create_task(here.join(metrics=StorageMetrics()))
-    async with asyncio.timeout(10):
-        while True:
-            with contextlib.suppress(aiohttp.ClientConnectionError):
-                said = await answer(f"http://127.0.0.1:{port}")
-                break
-            await asyncio.sleep(0.05)
-    assert said == (503, "the driver has not registered it yet")
-    joining.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await joining
+    with PortReservation(2) as (nobody, port):
+        here = post("storage", f"tcp://127.0.0.1:{nobody}", tmp_path, http_port=port)
+        joining = asyncio.create_task(here.join(metrics=StorageMetrics()))
+        async with asyncio.timeout(10):
+            while True:
+                with contextlib.suppress(aiohttp.ClientConnectionError):
+                    said = await answer(f"http://127.0.0.1:{port}")
+                    break
+                await asyncio.sleep(0.05)
+        assert said == (503, "the driver has not registered it yet")
+        joining.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await joining
 
 
 async def test_a_driver_is_ready_before_anybody_has_joined(tmp_path: Path) -> None:
-    at, port = free_ports(2)
-    here = post("driver", f"tcp://127.0.0.1:{at}", tmp_path, http_port=port)
-    async with serving(driver.serve, here), asyncio.timeout(60):
-        while True:
-            with contextlib.suppress(aiohttp.ClientConnectionError):
-                assert await answer(f"http://127.0.0.1:{port}") == (200, "ready")
-                break
-            await asyncio.sleep(0.05)
+    with PortReservation(2) as (at, port):
+        here = post("driver", f"tcp://127.0.0.1:{at}", tmp_path, http_port=port)
+        async with serving(driver.serve, here), asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(aiohttp.ClientConnectionError):
+                    assert await answer(f"http://127.0.0.1:{port}") == (200, "ready")
+                    break
+                await asyncio.sleep(0.05)

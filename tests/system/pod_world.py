@@ -24,7 +24,7 @@ from asyncflow.api.load import load, to_yaml
 from asyncflow.api.names import HOST_ENV, HTTP_PORT, KEY_FILE_ENV, TOKEN_FILE_ENV
 from asyncflow.net.keys import Keys
 from asyncflow.plan.roles import Role
-from kube.servers import free_ports
+from asyncflow.substrates.local.ports import PortReservation
 
 TOLD_TO_END = 128 + signal.SIGTERM
 
@@ -54,16 +54,16 @@ class Pod:
 
 @dataclass
 class Pods:
-    """All pods of one owner. leader: the role whose process 0 all dial."""
+    """All pods of one owner. leader: the role whose process 0 all dial, at ``port``."""
 
     base: Path
     manifest: str
     settings: list[str]
     leader: str
+    port: int
     pods: dict[str, Pod] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        (self.port,) = free_ports(1)
         self.config = self.base / "etc"
         self.config.mkdir(parents=True)
         text = to_yaml(load(Path(self.manifest), self.settings))
@@ -161,15 +161,16 @@ class Pods:
 @contextmanager
 def pods(base: Path, manifest: Path, settings: list[str], *, leader: str) -> Iterator[Pods]:
     """Give pods that are all gone afterwards."""
-    made = Pods(base, str(manifest), settings, leader)
-    try:
-        yield made
-    finally:
-        for pod in made.pods.values():
-            if pod.process is not None:
-                pod.process.kill()
-                pod.process.wait()
-        made.config.chmod(0o755)
+    with PortReservation(1) as (port,):
+        made = Pods(base, str(manifest), settings, leader, port)
+        try:
+            yield made
+        finally:
+            for pod in made.pods.values():
+                if pod.process is not None:
+                    pod.process.kill()
+                    pod.process.wait()
+            made.config.chmod(0o755)
 
 
 def _try(happened: Callable[[], bool]) -> bool:

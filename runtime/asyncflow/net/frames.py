@@ -18,16 +18,12 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from asyncflow.errors import ProtocolError
-from asyncflow.net.jagged import BFLOAT16, BYTES, DTYPES, OBJECT, TEXT, Array, Inner, Jagged, Offsets
+from asyncflow.net.dtypes import DTYPES
+from asyncflow.net.jagged import Array, Inner, Jagged, Offsets
 
 __all__ = [
-    "BFLOAT16",
-    "BYTES",
-    "DTYPES",
     "LARGE",
     "MAX_COLUMNS",
-    "OBJECT",
-    "TEXT",
     "Array",
     "BatchHeader",
     "Buffer",

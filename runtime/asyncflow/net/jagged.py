@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from asyncflow.errors import ProtocolError
+from asyncflow.net.dtypes import BFLOAT16, BYTES, DTYPES, OBJECT, TEXT, from_bytes, name_of, to_bytes
 
 Array: TypeAlias = npt.NDArray[Any]
 Offsets: TypeAlias = npt.NDArray[np.int64]
@@ -23,23 +22,7 @@ Inner: TypeAlias = tuple[int, ...] | None
 """Shape of a row without its first axis: ``()`` where rows are 1-D, ``(3, 4)`` where they are [n, 3, 4], None where
 they are single values without any axis."""
 
-BFLOAT16 = "bfloat16"
-"""Name of the dtype that numpy lacks: its values travel and lie in memory as their uint16 bits."""
-TEXT, BYTES, OBJECT = "text", "bytes", "object"
-"""Dtypes of Python values, which lie as uint8: UTF-8, the bytes themselves, and msgpack of plain data."""
-
-_PLAIN = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
-DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name).newbyteorder("<") for name in _PLAIN}
-DTYPES["bool"] = np.dtype(np.bool_)
-_NAMES = {stored: name for name, stored in DTYPES.items()}
-"""``dtype.name`` of the most usual ones: numpy makes that of pieces each time."""
-DTYPES[BFLOAT16] = np.dtype("<u2")
-DTYPES |= dict.fromkeys((TEXT, BYTES, OBJECT), np.dtype(np.uint8))
-"""The dtypes that may cross a socket, by name, and how their values lie in memory."""
-
 _OFFSET = 8
-_pack = msgspec.msgpack.Encoder().encode
-_unpack = msgspec.msgpack.Decoder().decode
 
 
 class Jagged:
@@ -112,7 +95,7 @@ class Jagged:
         if name not in DTYPES:
             raise ValueError(f"a column cannot have dtype {name!r}; it may be one of {', '.join(DTYPES)}")
         if name in (TEXT, BYTES, OBJECT):
-            data = [_to_bytes(row, name) for row in rows]
+            data = [to_bytes(row, name) for row in rows]
             values = np.frombuffer(bytearray().join(data), np.uint8)
             lengths = np.fromiter(map(len, data), np.int64, len(data))
             return cls.checked(values, lengths, name, inner)
@@ -202,7 +185,7 @@ class Jagged:
         bounds = [0, self.values.size] if len(self) == 1 else self.offsets.tolist()
         if self.dtype in (TEXT, BYTES, OBJECT):
             data = self.values.tobytes()
-            return [_from_bytes(data[a:b], self.dtype) for a, b in pairwise(bounds)]
+            return [from_bytes(data[a:b], self.dtype) for a, b in pairwise(bounds)]
         views = [self.values[a:b] for a, b in pairwise(bounds)]
         return views if self.inner == () else [self._shaped(view) for view in views]
 
@@ -252,11 +235,6 @@ class Jagged:
         return values if self.inner == () else values.reshape(() if self.inner is None else (-1, *self.inner))
 
 
-def name_of(dtype: np.dtype[Any]) -> str:
-    """Give ``dtype.name``."""
-    return _NAMES.get(dtype) or dtype.name
-
-
 def _values(column: Jagged, start: int, stop: int) -> Array:
     if stop - start == len(column):
         return column.values
@@ -275,29 +253,6 @@ def _as_row(row: Any, dtype: str, inner: Inner) -> Array:
         expected = " by ".join(["n", *map(str, inner)]) if inner else "one dimension"
         raise ValueError(f"a row has {expected}, not the shape {array.shape}")
     return array
-
-
-def _to_bytes(row: Any, dtype: str) -> bytes:
-    if dtype == OBJECT:
-        try:
-            return _pack(row)
-        except (TypeError, OverflowError, RecursionError) as wrong:
-            hint = "numbers up to 64 bits, str, bytes, lists and dicts of them"
-            raise ValueError(f"an object row must be plain data ({hint}): {wrong}") from wrong
-    if dtype == TEXT and isinstance(row, str):
-        return row.encode()
-    if dtype == BYTES and isinstance(row, bytes | bytearray | memoryview):
-        return bytes(row)
-    raise ValueError(f"a row of dtype {dtype} cannot be a {type(row).__name__}")
-
-
-def _from_bytes(data: bytes, dtype: str) -> Any:
-    if dtype == BYTES:
-        return data
-    try:
-        return data.decode() if dtype == TEXT else _unpack(data)
-    except (UnicodeDecodeError, msgspec.MsgspecError, RecursionError) as wrong:
-        raise ProtocolError(f"{len(data)} bytes are no {dtype}: {wrong}", where="column") from wrong
 
 
 def _offsets(lengths: Offsets) -> Offsets:

@@ -6,7 +6,8 @@ import random
 import numpy as np
 import pytest
 
-from asyncflow.net.jagged import DTYPES, Jagged
+from asyncflow.net.dtypes import DTYPES
+from asyncflow.net.jagged import Jagged
 from asyncflow.queue.backends.base import Place
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]

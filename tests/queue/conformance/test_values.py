@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from asyncflow.errors import ProtocolError, Refused
-from asyncflow.net.jagged import BYTES, DTYPES, OBJECT, TEXT, Jagged
+from asyncflow.net.dtypes import BYTES, DTYPES, OBJECT, TEXT
+from asyncflow.net.jagged import Jagged
 from asyncflow.queue.client.open_values import decode, encode, encode_columns, pack_object, unpack_object
 
 NUMBERS = sorted(DTYPES.keys() - {TEXT, BYTES, OBJECT, "bfloat16"})

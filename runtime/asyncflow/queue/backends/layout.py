@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from asyncflow.net.jagged import DTYPES, Array, Inner, Jagged
+from asyncflow.net.dtypes import DTYPES
+from asyncflow.net.jagged import Array, Inner, Jagged
 
 Sizes = npt.NDArray[np.int64]
 

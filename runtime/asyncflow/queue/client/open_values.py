@@ -19,7 +19,8 @@ import msgspec
 import numpy as np
 
 from asyncflow.errors import ProtocolError, Refused
-from asyncflow.net.jagged import BFLOAT16, BYTES, DTYPES, OBJECT, TEXT, Array, Jagged, Offsets
+from asyncflow.net.dtypes import BFLOAT16, BYTES, DTYPES, OBJECT, TEXT, name_of
+from asyncflow.net.jagged import Array, Jagged, Offsets
 
 Values: TypeAlias = Array | list[Any]
 """A column as users read it: an array of all rows where they have one shape, else a list of rows."""
@@ -151,7 +152,7 @@ def _plain_array(values: Any, where: str) -> tuple[Array, str]:
         if tensor.dtype == torch.bfloat16:
             return tensor.contiguous().view(torch.int16).numpy().view(np.uint16), BFLOAT16
         values = tensor.numpy()
-    array, name = np.asarray(values), values.dtype.name
+    array, name = np.asarray(values), name_of(values.dtype)
     if name == BFLOAT16:
         return np.ascontiguousarray(array).view(np.uint16), BFLOAT16
     if name not in DTYPES:

@@ -174,7 +174,7 @@ class Row(Struct, eq=False):
     @property
     def weight(self) -> int:
         """Tokens of prompt and response, at least 1."""
-        return max(1, self.tokens + int(self.tags.get(TOKENS_TAG, 0)))
+        return max(1, self.tokens + self.response_tokens)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncflow.net.frames import BFLOAT16, BYTES, OBJECT, TEXT, Jagged
+from asyncflow.net.dtypes import BFLOAT16, BYTES, OBJECT, TEXT, name_of
+from asyncflow.net.frames import Jagged
 from asyncflow.queue.client.open_values import decode
 
 Kind = Literal["rows", "scalar", "text", "bytes", "object"]
@@ -114,7 +115,7 @@ class Column:
             bits = values.view(torch.uint16).numpy().reshape(-1)
             return Jagged(bits, offsets, BFLOAT16, None if self.kind == "scalar" else inner)
         array = values.numpy().reshape(-1)
-        return Jagged(array, offsets, array.dtype.name, None if self.kind == "scalar" else inner)
+        return Jagged(array, offsets, name_of(array.dtype), None if self.kind == "scalar" else inner)
 
     def _check_tensor(self, form: str) -> None:
         if self.kind in _PYTHON:
