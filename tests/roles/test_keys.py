@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ def test_without_a_key_a_role_off_loopback_warns(
     warned: bool,
 ) -> None:
     monkeypatch.setenv("ASYNCFLOW_HOST", host)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
     if keyed:
         Keys.generate(tmp_path / "key")
         monkeypatch.setenv("ASYNCFLOW_KEY_FILE", str(tmp_path / "key"))

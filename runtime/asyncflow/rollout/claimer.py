@@ -75,29 +75,31 @@ class Claimer:
 
         A quarter of the slots at a time, so that instances that ask together share what there is.
         """
-        settings = self._settings
-        claim = asyncio.create_task(
-            self._queue.claim(
-                partition=settings.train if self._purpose == "train" else settings.eval,
-                task=settings.task,
-                max_rows=min(ask.rows, max(1, self._slots // 4)),
-                version=ask.version,
-                accept=ask.accept,
-                timeout=settings.park_s,
-            )
-        )
+        claim = asyncio.create_task(self._take(ask))
         claim.add_done_callback(lambda _: self.changed.set())
         try:
             await self._outlive(claim, ask)
         finally:
             claim.cancel()
             await asyncio.wait((claim,))
-            if not claim.cancelled() and claim.exception() is None and (rows := claim.result()):
-                self._got(rows)
         if not claim.cancelled():
             claim.result()
 
-    async def _outlive(self, claim: asyncio.Task[list[LeasedRow]], ask: Ask) -> None:
+    async def _take(self, ask: Ask) -> None:
+        """Claim once. Rows are handed on in the step in which they come: no cancellation finds them in between."""
+        settings = self._settings
+        rows = await self._queue.claim(
+            partition=settings.train if self._purpose == "train" else settings.eval,
+            task=settings.task,
+            max_rows=min(ask.rows, max(1, self._slots // 4)),
+            version=ask.version,
+            accept=ask.accept,
+            timeout=settings.park_s,
+        )
+        if rows:
+            self._got(rows)
+
+    async def _outlive(self, claim: asyncio.Task[None], ask: Ask) -> None:
         """Wait until ``claim`` is done or says what is no longer right; tell once that it is parked."""
         patience: float | None = _PARKED_S
         while not claim.done():

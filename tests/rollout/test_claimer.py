@@ -1,0 +1,63 @@
+"""What a claim gives is never forgotten, whenever the claimer is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asyncflow.flow.instance import Instance
+from asyncflow.identity import Version
+from asyncflow.rollout.claimer import Claimer
+from asyncflow.rollout.job import RolloutSettings
+
+SETTINGS = RolloutSettings(temperature=1.0, max_tokens=8, stop_ids=(1,), seed=7)
+
+
+class Till:
+    """A queue that answers one claim, when a test says so. withdrawn: whether that claim heard nothing of it."""
+
+    def __init__(self) -> None:
+        self.rows = [object()]
+        self.answer: asyncio.Future[list[object]] = asyncio.get_running_loop().create_future()
+        self.asked = asyncio.Event()
+        self.withdrawn = False
+
+    async def claim(self, **_: object) -> list[object]:
+        if self.asked.is_set():
+            await asyncio.Event().wait()
+        self.asked.set()
+        try:
+            return await self.answer
+        except asyncio.CancelledError:
+            self.withdrawn = True
+            raise
+
+
+@pytest.mark.parametrize("first", range(6))
+@pytest.mark.parametrize("between", range(1, 4))
+async def test_rows_are_taken_or_their_claim_is_withdrawn(first, between):
+    till, got = Till(), []
+    instance = Instance(swap_at="quota", slots=4)
+    instance.loaded(Version(0, 0))
+    claimer = Claimer(
+        "train",
+        queue=till,
+        instance=instance,
+        settings=SETTINGS,
+        slots=4,
+        got=got.extend,
+        parked=lambda _: None,
+        backlog=lambda: 0,
+    )
+    running = asyncio.create_task(claimer.run())
+    await till.asked.wait()
+    till.answer.set_result(till.rows)
+    for _ in range(first):
+        await asyncio.sleep(0)
+    while not running.done():
+        running.cancel()
+        for _ in range(between):
+            await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert got == ([] if till.withdrawn else till.rows)
