@@ -8,7 +8,7 @@ from asyncflow.errors import ProtocolError
 from asyncflow.flow.schedule import Window
 from asyncflow.identity import NEWEST
 from asyncflow.net.jagged import Jagged
-from asyncflow.queue.protocol.lot import Lot
+from asyncflow.queue.protocol.lot import Lot, Slot
 from asyncflow.queue.protocol.messages import SERIAL_BITS
 from asyncflow.queue.protocol.runs import expand, shrink
 from asyncflow.queue.protocol.sizes import ABSENT, pack, packed
@@ -123,6 +123,15 @@ def test_a_lot_is_what_it_was(rows):
     leased = lot.leased()
     assert [row.bytes for row in leased[:2]] == [{"x": 8, "y": 1}, {"x": 8}]
     assert {row.meta.max_version for row in leased} == {NEWEST}
+
+
+@pytest.mark.parametrize("rows", [0, 2, 100])
+def test_a_slot_is_what_it_was(rows):
+    slot = Slot(step=1, slot=2, lot=a_lot(rows=rows) if rows else None, last=False)
+    assert slot.shrunk().expanded() == slot
+    assert [(row.row, row.meta, row.bytes) for row in slot.rows] == [
+        (row.row, row.meta, row.bytes) for row in (slot.lot.leased() if rows else [])
+    ]
 
 
 def test_a_large_lot_is_sent_in_few_numbers():

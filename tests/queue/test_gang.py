@@ -190,6 +190,21 @@ def test_rows_lost_while_bound_are_wanted_only_when_the_step_is_begun_anew(queue
     assert flat(train(queue, 2, attempt=1)[0]) == [(1, 0), (1, 1)]
 
 
+def test_a_slot_says_what_its_rows_are_also_when_they_are_lost(make_queue):
+    queue = make_queue(WHOLE)
+    queue.table.training.begin(P, 0, 0, 1)
+    queue.table.training.open_step(P, 1, 1, 3)
+    queue.create(7, size=3, oldest=0, newest=4)
+    make(queue, tokens=lambda meta: 1 + meta.sample)
+    slot = ask(queue, 1, 0)
+    rows = [queue.table.books.rows[row.row] for row in slot.rows]
+    assert [(row.meta, row.unit, row.bytes) for row in slot.rows] == [(r.meta, r.unit, r.sizes) for r in rows]
+    assert [row.meta.tags for row in slot.rows] == [{"tokens": 1}, {"tokens": 2}, {"tokens": 3}]
+    queue.replace_unit("unit-b")
+    again = ask(queue, 1, 0)
+    assert [(row.row, row.meta.key, row.bytes) for row in again.rows] == [(r.row, r.meta.key, {}) for r in slot.rows]
+
+
 def test_a_group_that_was_split_over_slots_is_lost_as_a_whole(queue):
     training = queue.table.training
     training.begin(P, 0, 0, 1)

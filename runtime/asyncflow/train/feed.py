@@ -16,7 +16,8 @@ from typing import Protocol
 from asyncflow.identity import SampleKey
 from asyncflow.net.frames import Jagged
 from asyncflow.net.rpc import persist
-from asyncflow.queue.protocol.messages import Slot, StagedRow, StepTotals
+from asyncflow.queue.protocol.lot import Slot
+from asyncflow.queue.protocol.messages import StagedRow, StepTotals
 from asyncflow.telemetry.busy import BusyClock
 from asyncflow.train.batch import COLUMNS, MicroBatch
 from asyncflow.train.settings import TrainerSettings

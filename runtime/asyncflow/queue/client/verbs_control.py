@@ -17,7 +17,8 @@ from asyncflow.queue.client.fresh import Fresh
 from asyncflow.queue.client.scatter import parts_by
 from asyncflow.queue.client.verbs import Ask, Clock, Peer, Verb, left_of, name_of, once, persist, shard, together
 from asyncflow.queue.protocol import calls
-from asyncflow.queue.protocol.messages import AuditReport, PartitionSnapshot, QueueStats, Slot, TaskSpec, Wanted
+from asyncflow.queue.protocol.lot import Slot
+from asyncflow.queue.protocol.messages import AuditReport, PartitionSnapshot, QueueStats, TaskSpec, Wanted
 from asyncflow.queue.protocol.moving_calls import Drain, Units, UnitView
 from asyncflow.queue.protocol.shard_calls import controller_of
 
@@ -96,7 +97,7 @@ class ControlVerbs:
                 what=f"slot {slot} of step {step}",
             )
             if answer.slot is not None or answer.ended or self.clock() >= deadline:
-                return answer.slot
+                return answer.slot.expanded() if answer.slot is not None else None
 
     def step_done(self, *, partition: str, attempt: int, step: int, rank: int, timeout: float) -> Verb[None]:
         """Say that ``rank`` has finished the optimizer step; the step is staged when all have."""

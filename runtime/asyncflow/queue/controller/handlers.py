@@ -137,7 +137,7 @@ class Handlers:
                 tokens=call.tokens,
             )
             if slot is not None:
-                return calls.Slotted(slot)
+                return calls.Slotted(slot.shrunk())
             return calls.Slotted(None, ended=True) if training.over(call.partition, call.step) else None
 
         return self._controller.until(call.partition, attempt, call.wait_s, lambda: calls.Slotted(None))

@@ -11,8 +11,8 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from asyncflow.net.rpc.wire import CallId, SeatNumber
-from asyncflow.queue.protocol.lot import Lot
-from asyncflow.queue.protocol.messages import LeasedRow, PartitionSnapshot, Slot, TaskSpec
+from asyncflow.queue.protocol.lot import Lot, Slot
+from asyncflow.queue.protocol.messages import LeasedRow, PartitionSnapshot, TaskSpec
 
 Seconds = Annotated[float, Meta(ge=0)]
 Bytes = Annotated[int, Meta(ge=0)]

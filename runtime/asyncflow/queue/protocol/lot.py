@@ -1,15 +1,17 @@
-"""The rows of a claim as they cross the socket: column by column, and nothing where all have the default.
+"""The rows of a claim or of a slot as they cross the socket: column by column, nothing where all have the default.
 
 Invariant: ``lot.shrunk().expanded()`` is ``lot``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 from msgspec import Struct, field
 
 from asyncflow.identity import NEWEST, units_of
-from asyncflow.queue.protocol.messages import LeasedRow, Purpose, RowMeta, Tag
+from asyncflow.queue.protocol.messages import LeasedRow, Purpose, RowMeta, StagedRow, StepTotals, Tag
 from asyncflow.queue.protocol.runs import expand, expand_equal, shrink, shrink_equal
 from asyncflow.queue.protocol.sizes import ABSENT, part
 
@@ -17,7 +19,7 @@ _MANY = 32
 
 
 class Lot(Struct, frozen=True, array_like=True, kw_only=True):
-    """The rows of one lease, column by column; ``leased`` gives them one by one.
+    """The rows of one lease, column by column; ``leased`` gives them one by one. Those of a slot have no lease.
 
     rows, serials: one for each row; the other lists too, or empty where all rows have the default (0; for ``newest``
     NEWEST; no tags). sizes: bytes by column (see ``sizes``), ABSENT where a row has not got it; units: where each row
@@ -78,14 +80,25 @@ class Lot(Struct, frozen=True, array_like=True, kw_only=True):
         )
 
     def leased(self) -> list[LeasedRow]:
-        """Give the rows, in the order in which they were granted."""
+        """Give the rows of a lease, in the order in which they were granted."""
+        attempts = self.attempts or [0] * len(self.rows)
+        return [
+            LeasedRow(row=row, meta=meta, attempt=attempt, lease=self.lease, until=self.until, unit=unit, bytes=held)
+            for attempt, (row, meta, unit, held) in zip(attempts, self._described(), strict=True)
+        ]
+
+    def staged(self) -> list[StagedRow]:
+        """Give the rows of a slot, by key."""
+        return [StagedRow(row=row, meta=meta, unit=unit, bytes=held) for row, meta, unit, held in self._described()]
+
+    def _described(self) -> Iterator[tuple[int, RowMeta, int, dict[str, int]]]:
+        """Give of each row its id, its description, its unit and the bytes of its columns."""
         count = len(self.rows)
         zeros = [0] * count
-        samples, attempts, steps = self.samples or zeros, self.attempts or zeros, self.steps or zeros
+        samples, steps = self.samples or zeros, self.steps or zeros
         units = self.homes
         oldest, newest, tokens = self.oldest or zeros, self.newest or [NEWEST] * count, self.tokens or zeros
         sizes = {name: part(of, 0, count) for name, of in self.sizes.items()}
-        made = []
         for index, row in enumerate(self.rows):
             meta = RowMeta(
                 partition=self.partition,
@@ -98,16 +111,31 @@ class Lot(Struct, frozen=True, array_like=True, kw_only=True):
                 tokens=tokens[index],
                 tags=self.tags[index] if self.tags else {},
             )
-            held = {name: of[index] for name, of in sizes.items() if of[index] != ABSENT}
-            made.append(
-                LeasedRow(
-                    row=row,
-                    meta=meta,
-                    attempt=attempts[index],
-                    lease=self.lease,
-                    until=self.until,
-                    unit=units[index],
-                    bytes=held,
-                )
-            )
-        return made
+            yield row, meta, units[index], {name: of[index] for name, of in sizes.items() if of[index] != ABSENT}
+
+
+class Slot(Struct, frozen=True, kw_only=True):
+    """One lockstep micro-batch of one rank. lot: its rows, None where there are none; last: D_step is exhausted,
+    ``totals`` says what it held.
+    """
+
+    step: int
+    slot: int
+    lot: Lot | None
+    last: bool
+    totals: StepTotals | None = None
+
+    @property
+    def rows(self) -> list[StagedRow]:
+        """The rows one by one."""
+        return self.lot.staged() if self.lot is not None else []
+
+    def shrunk(self) -> Slot:
+        """Give the same in few bytes, where there are many rows."""
+        lot = self.lot.shrunk() if self.lot is not None else None
+        return self if lot is self.lot else msgspec.structs.replace(self, lot=lot)
+
+    def expanded(self) -> Slot:
+        """Give what was ``shrunk``."""
+        lot = self.lot.expanded() if self.lot is not None else None
+        return self if lot is self.lot else msgspec.structs.replace(self, lot=lot)

@@ -1,7 +1,7 @@
 """The queue's vocabulary: what callers of ``QueueClient`` give and get.
 
 Rows are samples (``RowMeta`` says which), columns are fields, tasks (``TaskSpec``) are consumers. A claim gives
-``LeasedRow``s, the gang of trainer ranks gets ``Slot``s of ``StagedRow``s.
+``LeasedRow``s, the gang of trainer ranks gets ``StagedRow``s.
 
 Invariant: everything here is plain data that crosses sockets as msgpack. Nothing names an address or a clock; times are
 seconds from now, sizes are bytes.
@@ -109,16 +109,6 @@ class StepTotals(Struct, frozen=True, kw_only=True):
     groups: int = 0
     samples: int = 0
     response_tokens: int = 0
-
-
-class Slot(Struct, frozen=True, kw_only=True):
-    """One lockstep micro-batch of one rank, possibly empty. last: D_step is exhausted, ``totals`` says what it held."""
-
-    step: int
-    slot: int
-    rows: list[StagedRow]
-    last: bool
-    totals: StepTotals | None = None
 
 
 class Wanted(Struct, frozen=True, kw_only=True):

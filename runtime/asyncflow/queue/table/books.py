@@ -144,7 +144,7 @@ class Books:
 
     def advance(self, queue: TaskQueue, rows: Iterable[Row], step: Callable[[Work], Work]) -> None:
         """Replace how far the task of ``queue`` has come with ``rows``, as ``step`` says; equals share the result."""
-        task, live = queue.spec.name, State.LIVE
+        task, live, busy = queue.spec.name, State.LIVE, 0
         made: dict[int, tuple[Mapping[str, Work], Mapping[str, Work], int]] = {}
         known: Mapping[str, Work] | None = None
         for row in rows:
@@ -159,7 +159,8 @@ class Books:
                 _, after, change = found
             row.work = after
             if change and row.state is live:
-                queue.busy += change
+                busy += change
+        queue.busy += busy
 
     def enter(self, partition: Partition, group: Group, sample: int, number: int) -> None:
         """Add a new row to a group, in place of the wanted one if there is one."""

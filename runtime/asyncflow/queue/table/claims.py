@@ -20,7 +20,7 @@ from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.calls import Ahead
 from asyncflow.queue.protocol.lot import Lot
 from asyncflow.queue.table.books import Books
-from asyncflow.queue.table.granted import lot_of
+from asyncflow.queue.table.granted import lot_of_lease
 from asyncflow.queue.table.leases import Lease, lease_id, parse_lease
 from asyncflow.queue.table.readiness import TaskQueue
 from asyncflow.queue.table.state import Group, Row
@@ -141,7 +141,7 @@ class Claims:
         lease = self._books.leases.of_ticket(claim.worker, claim.ticket)
         if lease is not None:
             rows = list(map(self._books.rows.__getitem__, lease.rows))
-            return lot_of(lease, rows, queue.spec.name, now) if all(row.here for row in rows) else None
+            return lot_of_lease(lease, rows, now) if all(row.here for row in rows) else None
         if queue.index.weight < claim.min_rows or not (rows := self._take(queue, claim, exact=exact)):
             return None
         self._granted += 1
@@ -151,7 +151,7 @@ class Claims:
         lease = self._books.leases.get(number)
         assert lease is not None
         self._books.leases.extend(lease, until=now + queue.spec.lease_s)
-        lot = lot_of(lease, rows, claim.task, now)
+        lot = lot_of_lease(lease, rows, now)
         self.counters.redeliveries += len(lot.attempts) - lot.attempts.count(0)
         return lot
 
@@ -171,6 +171,8 @@ class Claims:
         groups: set[int] = set()
         most, left = claim.max_rows, claim.max_tokens or math.inf
         for item in queue.index.each(fits):
+            if len(rows) == most:
+                break
             more = queue.open_rows(item) if isinstance(item, Group) else [item]
             serial = more[0].group.serial
             if claim.max_groups is not None and serial not in groups and len(groups) >= claim.max_groups:

@@ -56,19 +56,14 @@ def _uncommit(books: Books, partition: Partition, theta: int) -> None:
 def _slotted(books: Books, event: ev.Slotted) -> None:
     partition = books.partition(event.partition)
     step = partition.gang.step(event.step)
-    pool = {row.row: row for row in step.carry}
-    for serial in event.bound:
-        group = partition.groups[serial]
-        step.bound[serial] = group
-        for row in group.rows:
-            if row.state is State.LIVE:
-                partition.move(row, State.BOUND)
-                pool[row.row] = row
-        partition.refresh(group)
-    ranks = [[pool.pop(number) for number in rank] for rank in event.ranks]
+    begun = {serial: partition.groups[serial] for serial in event.bound}
+    rows = [row for group in begun.values() for row in group.rows if row.state is State.LIVE]
+    partition.bind(rows)
+    step.bound.update(begun)
+    step.carry.update({row.row: row for row in rows})
+    ranks = [list(map(step.carry.pop, rank)) for rank in event.ranks]
     totals = StepTotals(groups=event.groups, samples=event.samples, response_tokens=event.response_tokens)
     step.slots.append(Decision(ranks, event.last, totals))
-    step.carry = list(pool.values())
 
 
 def _rank_done(books: Books, event: ev.RankDone) -> None:

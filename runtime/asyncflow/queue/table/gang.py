@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Final, NamedTuple
 
 from asyncflow.errors import Fenced, Refused
 from asyncflow.flow.selection import balance
@@ -24,6 +25,9 @@ from asyncflow.queue.table.state import Group, Row, State
 
 _AHEAD = 8
 """Slots that are dealt together, so that the ranks come out even."""
+_FINAL: Final = State.TRAINED
+"""From this state on a row is final."""
+_BY_KEY: Final = attrgetter("group.serial", "sample")
 
 
 class _Asked(NamedTuple):
@@ -46,7 +50,9 @@ class Decision:
 
 @dataclass(slots=True)
 class Step:
-    """D_step on its way through the trainer. groups, size: as it was opened; bound: by serial, in order of binding.
+    """D_step on its way through the trainer.
+
+    groups, size: as it was opened; bound: by serial, in order of binding; carry: by id, what no slot has had.
 
     Volatile: plan, slots that were dealt but not decided, for what was asked as in ``planned``.
     """
@@ -56,7 +62,7 @@ class Step:
     size: int | None = None
     slots: list[Decision] = field(default_factory=list)
     bound: dict[int, Group] = field(default_factory=dict)
-    carry: list[Row] = field(default_factory=list)
+    carry: dict[int, Row] = field(default_factory=dict)
     ranks_done: set[int] = field(default_factory=set)
     plan: list[list[list[Row]]] = field(default_factory=list)
     planned: _Asked | None = None
@@ -86,7 +92,7 @@ class Step:
     def reset(self) -> list[Group]:
         """Forget slots, bindings and reports; give the groups that were bound."""
         groups = list(self.bound.values())
-        self.slots, self.bound, self.carry, self.ranks_done = [], {}, [], set()
+        self.slots, self.bound, self.carry, self.ranks_done = [], {}, {}, set()
         self._counted, self.plan = 0, []
         return groups
 
@@ -183,9 +189,9 @@ def decide(
         step.plan, step.planned = _plan(step, ready, asked, room), asked
     ranks = step.plan.pop(0) if step.plan else [[] for _ in range(world)]
     given = [row for rank in ranks for row in rank]
-    begun = {row.group.serial: row.group for row in given if row.group.serial not in step.bound}
-    bound = sorted(begun)
-    opened = sum(not row.state.final for group in begun.values() for row in group.rows)
+    begun = [group for group in dict.fromkeys([row.group for row in given]) if group.serial not in step.bound]
+    bound = sorted([group.serial for group in begun])
+    opened = len([row for group in begun for row in group.rows if row.state < _FINAL])
     before = step.totals
     return Slotted(
         partition=partition,
@@ -196,7 +202,7 @@ def decide(
         last=len(given) == len(step.carry) + opened and len(bound) >= room,
         groups=before.groups + len(bound),
         samples=before.samples + len(given),
-        response_tokens=before.response_tokens + sum(row.response_tokens for row in given),
+        response_tokens=before.response_tokens + sum([row.response_tokens for row in given]),
     )
 
 
@@ -205,15 +211,15 @@ def _plan(step: Step, ready: Iterable[Group], asked: _Asked, room: int) -> list[
 
     As long as more may come, later slots are dealt anew with it.
     """
-    items = [[row] for row in step.carry]
-    weights = [row.weight for row in step.carry]
+    items = [[row] for row in step.carry.values()]
+    weights = [row.weight for row in step.carry.values()]
     load = sum(weights)
     whole = asked.spec.order == "key"
     for group in islice(ready, max(0, room)):
         if load >= _AHEAD * asked.world * asked.tokens:
             whole = False
             break
-        fresh = [row for row in group.rows if not row.state.final]
+        fresh = [row for row in group.rows if row.state < _FINAL]
         each = [row.weight for row in fresh]
         items += [fresh] if asked.spec.groups else [[row] for row in fresh]
         weights += [sum(each)] if asked.spec.groups else each
@@ -222,14 +228,15 @@ def _plan(step: Step, ready: Iterable[Group], asked: _Asked, room: int) -> list[
         return []
     slots = balance(weights, ranks=asked.world, budget=asked.tokens, before=step.loads(asked.world))
     return [
-        [sorted((row for index in indices for row in items[index]), key=lambda row: row.key) for indices in slot]
+        [sorted([row for index in indices for row in items[index]], key=_BY_KEY) for indices in slot]
         for slot in (slots if whole else slots[: max(1, len(slots) // 2)])
     ]
 
 
 def _takeable(rows: Sequence[Row]) -> bool:
     """Tell whether rows that were dealt can still be given: none was made again since, and their groups are whole."""
-    if [row for row in rows if row.group.rows[row.sample] is not row or row.state.final]:
+    if [row for row in rows if row.group.rows[row.sample] is not row or row.state >= _FINAL]:
         return False
-    groups = {row.group for row in rows if row.state is not State.BOUND}
-    return all(row.state is State.LIVE or row.state.final for group in groups for row in group.rows)
+    live, bound = State.LIVE, State.BOUND
+    groups = {row.group for row in rows if row.state is not bound}
+    return not [row for group in groups for row in group.rows if live is not row.state < _FINAL]

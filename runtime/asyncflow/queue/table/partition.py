@@ -180,6 +180,17 @@ class Partition:
             self.wanted[row] = None
         row.state = state
 
+    def bind(self, rows: Sequence[Row]) -> None:
+        """Let live rows belong to the trainer: no task can have them any more."""
+        self.counts[State.LIVE] -= len(rows)
+        self.counts[State.BOUND] += len(rows)
+        for row in rows:
+            if row.work:
+                self._count_busy(row, -1)
+            row.state = State.BOUND
+        for queue in self.queues.values():
+            queue.taken(rows)
+
     def _count_busy(self, row: Row, change: int) -> None:
         for task, work in row.work.items():
             if work.lease or work.done:

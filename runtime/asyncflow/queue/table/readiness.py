@@ -10,13 +10,20 @@ to the same end: ``created``, ``freed`` and ``taken``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import Final
 
 from asyncflow.flow.ready import ReadyIndex
 from asyncflow.flow.schedule import Window
 from asyncflow.queue.protocol.messages import TaskSpec
-from asyncflow.queue.table.state import IDLE, Group, Row, Shape, State
+from asyncflow.queue.table.state import IDLE, Group, Row, Shape, State, Work
+
+_READY: Final = 1
+_PASSED: Final = 0
+"""It is done or final: nothing more happens to it here."""
+_BLOCKS: Final = -1
+"""Its group has to wait for it."""
 
 
 class TaskQueue:
@@ -46,14 +53,11 @@ class TaskQueue:
 
     def has_ready(self, row: Row) -> bool:
         """Tell whether ``row`` is ready on its own."""
-        if row.state is not State.LIVE or not self.suits(row.shape):
-            return False
-        work = row.work.get(self._name)
-        return work is None or not (work.lease or work.done)
+        return self._stand(row.state, row.shape, row.work) == _READY
 
     def open_rows(self, group: Group) -> list[Row]:
         """Give the rows of ``group`` that are ready on their own, by sample."""
-        return [row for row in group.rows if self.has_ready(row)]
+        return [row for row, stand in self._stands(group.rows) if stand == _READY]
 
     def refresh(self, group: Group) -> None:
         """Make the index agree with ``group``."""
@@ -65,12 +69,11 @@ class TaskQueue:
                     self.index.discard(row)
             return
         ready = 0
-        for row in group.rows:
-            if self.has_ready(row):
-                ready += 1
-            elif self._blocks(row):
+        for _, stand in self._stands(group.rows):
+            if stand == _BLOCKS:
                 self.index.discard(group)
                 return
+            ready += stand
         if ready:
             self.index.add(group, window=self._window(group), order=self._order(group, 0), weight=ready)
         else:
@@ -110,10 +113,21 @@ class TaskQueue:
     def _place(self, row: Row) -> tuple[Window, tuple[int, ...]]:
         return row.group.window, self._order(row.group, row.sample)
 
-    def _blocks(self, row: Row) -> bool:
-        if row.state.final:
-            return False
-        return not (row.state is State.LIVE and row.work.get(self._name, IDLE).done)
+    def _stands(self, rows: Sequence[Row]) -> Iterator[tuple[Row, int]]:
+        """Give how each row stands on its own; those alike, as most of a group are, are looked at once."""
+        known, stand = None, _PASSED
+        for row in rows:
+            if known is None or not (row.work is known.work and row.shape is known.shape and row.state is known.state):
+                known, stand = row, self._stand(row.state, row.shape, row.work)
+            yield row, stand
+
+    def _stand(self, state: State, shape: Shape, works: Mapping[str, Work]) -> int:
+        if state is not State.LIVE:
+            return _PASSED if state.final else _BLOCKS
+        work = works.get(self._name, IDLE)
+        if work.done:
+            return _PASSED
+        return _READY if not work.lease and self.suits(shape) else _BLOCKS
 
     def _window(self, group: Group) -> Window:
         if self._steps is None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from asyncflow.errors import Fenced, Refused
 from asyncflow.flow.schedule import Window
 from asyncflow.queue.ledger import events as ev
-from asyncflow.queue.protocol.messages import Slot, StagedRow
+from asyncflow.queue.protocol.lot import Slot
 from asyncflow.queue.table.books import Books
 from asyncflow.queue.table.gang import Step, decide
+from asyncflow.queue.table.granted import lot_of_slot
 from asyncflow.queue.table.partition import Partition
 from asyncflow.queue.table.state import Group
 
@@ -63,7 +64,7 @@ class Training:
         if decision is None:
             queue, window = held.gang_queue, Window(step, step)
             assert queue is not None
-            if [row for row in held.gang.step(step).carry if not (row.here or row.lost)]:
+            if [row for row in held.gang.step(step).carry.values() if not (row.here or row.lost)]:
                 return None
             event = decide(
                 held.gang.step(step),
@@ -79,11 +80,11 @@ class Training:
             self._books.record(event)
             decision = held.gang.step(step).slots[slot]
         rows = decision.ranks[rank]
-        if not all(row.here or row.lost for row in rows):
+        if [row for row in rows if not (row.here or row.lost)]:
             return None
-        staged = [StagedRow(row=row.row, meta=row.meta, unit=row.unit, bytes=row.sizes) for row in rows]
+        lot = lot_of_slot(rows) if rows else None
         totals = decision.totals if decision.last else None
-        return Slot(step=step, slot=slot, rows=staged, last=decision.last, totals=totals)
+        return Slot(step=step, slot=slot, lot=lot, last=decision.last, totals=totals)
 
     def over(self, partition: str, step: int) -> bool:
         """Tell whether the partition was closed before ``step``, which then never comes."""

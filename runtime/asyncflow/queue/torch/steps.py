@@ -28,7 +28,7 @@ from torch.utils.data import get_worker_info
 from asyncflow.errors import DeadlineExceeded, Refused, StaleHandle
 from asyncflow.net.frames import Jagged
 from asyncflow.queue.client.client import QueueClient
-from asyncflow.queue.protocol.messages import Slot
+from asyncflow.queue.protocol.lot import Slot
 from asyncflow.queue.torch.batch import Batch, columns_of
 from asyncflow.queue.torch.dataset import QueueDataset
 from asyncflow.queue.torch.exchange import told_by_first
