@@ -155,12 +155,19 @@ class Controller:
         """The clock of leases and sessions, which is also that of the loop."""
         return time.monotonic()
 
-    def settle(self, ahead: SentAhead | None = None) -> asyncio.Future[None] | None:
+    def settle(self) -> asyncio.Future[None] | None:
         """Take what the last commands left: serve those who wait, write, free, and set the alarm.
 
         Gives what is done when all of it is in the ledger; None where it is there already. Raises Refused where it
         cannot be written.
         """
+        found, pending = self._settled(None)
+        if found:
+            self._give_all(found, pending)
+        return pending
+
+    def _settled(self, ahead: SentAhead | None) -> tuple[Found, asyncio.Future[None] | None]:
+        """Do as ``settle``, but leave those who waited to be answered."""
         books = self.table.books
         books.catch_up()
         found = self._parking.take_found(ahead) if books.touched else []
@@ -169,9 +176,7 @@ class Controller:
         pending = self._write()
         if frees:
             self.sessions.order(frees, after=pending)
-        if found:
-            self._give_all(found, pending)
-        return pending
+        return found, pending
 
     def _write(self) -> asyncio.Future[None] | None:
         """Have the ledger take what was recorded; give and raise what ``settle`` does."""
@@ -185,17 +190,23 @@ class Controller:
             raise self._broken(error) from error
 
     def safe(self, reply: T, ahead: SentAhead | None = None) -> Soon[T]:
-        """Settle, and give ``reply`` when the ledger has everything up to now; before the rest, where nobody waits."""
+        """Settle, and give ``reply`` when the ledger has everything up to now; before the rest, where nobody waits.
+
+        A reply that has rows sent ahead goes before the answers to those who claimed them, who need both.
+        """
         books = self.table.books
         if books.behind and not self._parking.touched and self._write() is None:
             rows = sum(put.groups * put.size for put, _ in books.behind)
             return Then(reply, partial(self._follow_up, rows))
-        pending = self.settle(ahead)
-        if pending is None:
-            return reply
-        later: Later[T] = Later()
-        self._give_all([(later, reply)], pending)
-        return later
+        found, pending = self._settled(ahead)
+        if pending is not None:
+            later: Later[T] = Later()
+            self._give_all([*found, (later, reply)], pending)
+            return later
+        if ahead is not None and ahead.orders:
+            return Then(reply, partial(self._give_all, found, None))
+        self._give_all(found, None)
+        return reply
 
     def freed(self, reply: T) -> Soon[T]:
         """Settle, and give ``reply`` when the units have freed what they were told to; see ``Sessions.when_freed``.

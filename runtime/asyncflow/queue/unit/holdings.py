@@ -136,16 +136,13 @@ class Holdings:
         return put
 
     def decide(self, put: Put, verdict: Verdict, error: AsyncFlowError | None = None) -> None:
-        """Make those rows of ``put`` that were admitted part of the holdings, and free the others.
+        """Tell who put what was decided, and ``enter`` it: nobody asks before all is done."""
+        put.tell(verdict, error)
+        self.enter(put, verdict)
 
-        Who waits is told first: nobody asks before all is done.
-        """
+    def enter(self, put: Put, verdict: Verdict) -> None:
+        """Make those rows of ``put`` that were admitted part of the holdings, and free the others."""
         ok = verdict.each(len(put.rows))
-        if not put.verdict.done():
-            if error is not None:
-                put.verdict.set_exception(error)
-            else:
-                put.verdict.set_result(Verdict(ok, rows=verdict.rows))
         refused, void = self._write(put, put.entry, ok) if isinstance(put.entry, NewCells) else self._admit(put, ok)
         del self.puts[put]
         if refused or void:

@@ -257,11 +257,20 @@ class Liaison:
     def _decide(self, admit: Admit, puts: Sequence[Put], admitted: Admitted) -> None:
         news = len(admit.entries) - len(puts)
         del self._news[:news]
-        for put, verdict in zip(puts, admitted.verdicts[news:], strict=True):
-            error = from_wire(verdict.error) if verdict.error is not None else None
-            self._holdings.decide(put, verdict, error)
-        for order in admitted.ahead:
+        decided = [
+            (put, verdict, from_wire(verdict.error) if verdict.error is not None else None)
+            for put, verdict in zip(puts, admitted.verdicts[news:], strict=True)
+        ]
+        if not admitted.ahead:
+            for put, verdict, error in decided:
+                self._holdings.decide(put, verdict, error)
+            return
+        for put, verdict, _ in decided:
+            self._holdings.enter(put, verdict)
+        for order in admitted.ahead:  # who claimed has waited longer than who put
             self._ahead(order)
+        for put, verdict, error in decided:
+            put.tell(verdict, error)
 
     def _ruled(self, put: Put, verdict: Verdict, error: AsyncFlowError | None) -> None:
         """Take the verdict of a shard, and have the home know which cells there are now."""

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from asyncflow.errors import AsyncFlowError
 from asyncflow.net.jagged import Jagged
 from asyncflow.net.later import Later
 from asyncflow.queue.backends.base import Place
@@ -82,6 +83,15 @@ class Put:
     outputs: Mapping[str, int]
     verdict: Later[Verdict]
     shard: int = 0
+
+    def tell(self, verdict: Verdict, error: AsyncFlowError | None) -> None:
+        """Have who put learn what was decided, where he waits for it still."""
+        if self.verdict.done():
+            return
+        if error is not None:
+            self.verdict.set_exception(error)
+        else:
+            self.verdict.set_result(Verdict(verdict.each(len(self.rows)), rows=verdict.rows))
 
     def touches(self, rows: frozenset[int], columns: Sequence[str]) -> bool:
         """Tell whether one of these cells may change by it."""
