@@ -205,6 +205,21 @@ def test_a_slot_says_what_its_rows_are_also_when_they_are_lost(make_queue):
     assert [(row.row, row.meta.key, row.bytes) for row in again.rows] == [(r.row, r.meta.key, {}) for r in slot.rows]
 
 
+def test_a_row_that_was_bound_and_lost_is_on_lease_to_nobody(make_queue):
+    queue = make_queue([*WHOLE, TaskSpec(partition=P, name="look", needs=["advantage"], lease_s=10)])
+    queue.table.training.begin(P, 0, 0, 1)
+    queue.table.training.open_step(P, 1, 1, 2)
+    queue.create(0)
+    make(queue, tokens=lambda meta: 1)
+    held = queue.claim("look", rows=1)
+    assert len(ask(queue, 1, 0).rows) == 2
+    queue.replace_unit("unit-b")
+    assert queue.table.claims.expire(1000.0) == 0
+    assert queue.table.claims.acknowledge([held[0].lease]) == [False]
+    queue.table.training.begin(P, 1, 0, 1)
+    assert queue.counts == {State.WANTED: 2}
+
+
 def test_a_group_that_was_split_over_slots_is_lost_as_a_whole(queue):
     training = queue.table.training
     training.begin(P, 0, 0, 1)

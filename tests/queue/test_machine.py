@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 
 from asyncflow.errors import Fenced
 from asyncflow.queue.ledger.audit import Auditor
+from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.table.compaction import dump
 from asyncflow.queue.table.folding import empty_books
 from asyncflow.queue.table.state import State
@@ -30,6 +31,11 @@ STEPS, GROUPS, SIZE = 3, 2, 2
 SERIALS = STEPS * GROUPS
 WRITES = {"rollout": "response", "score": "reward", "advantage": "advantage"}
 TASK = st.sampled_from(sorted(WRITES))
+ASIDE = [
+    TaskSpec(partition=P, name="look", needs=["advantage"], lease_s=10),
+    TaskSpec(partition=P, name="compare", needs=["advantage"], groups=True, lease_s=10),
+]
+"""They write nothing, and have rows on lease when the trainer gets them."""
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -104,6 +110,13 @@ class QueueMachine(RuleBasedStateMachine):
                 mine = {row.sample for row in group.rows if row.state is State.LIVE}
                 done = {row.sample for row in group.rows if (w := row.work.get(task)) and w.done}
                 assert {row.meta.sample for row in granted if row.meta.serial == serial} | done == mine
+
+    @rule(task=st.sampled_from([task.name for task in ASIDE]), rows=st.integers(1, 3), done=st.booleans())
+    def look_aside(self, task, rows, done):
+        granted = self.queue.claim(task, rows=rows, now=self.now)
+        assert all(row.row in self.queue.held for row in granted)
+        if granted and done:
+            assert self.queue.table.claims.acknowledge([granted[0].lease]) == [True]
 
     def in_force(self, task, row):
         return f"{self.queue.work(task, row).lease:x}" == row.lease
@@ -310,7 +323,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.queue.held == {}
 
 
-def test_machine(make_queue):
-    QueueMachine.make_queue = make_queue
+def test_machine(make_queue, tasks):
+    QueueMachine.make_queue = lambda: make_queue([*tasks, *ASIDE])
     often = settings(max_examples=80, stateful_step_count=40, derandomize=True)
     run_state_machine_as_test(QueueMachine, settings=settings(often, deadline=None, suppress_health_check=HealthCheck))

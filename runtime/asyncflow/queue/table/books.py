@@ -116,17 +116,17 @@ class Books:
             self.record(ev.Typed(partition.name, name, dtypes[name]))
 
     def lose(self, rows: Iterable[Row]) -> None:
-        """Give up rows whose bytes are gone: they are wanted, unless they are bound, until that ends."""
+        """Give up rows whose bytes are gone, and all leases on them: they are wanted, once they are not bound."""
         groups: dict[Group, None] = {}
         for row in rows:
             del self.rows[row.row]
             groups[row.group] = None
             partition = self.partition(row.group.partition)
             row.absent(partition.bare)
+            self.let_go(row)
             if row.state is State.BOUND:
                 row.lost = True
                 continue
-            self.let_go(row)
             partition.move(row, State.WANTED)
         for group in groups:
             self.partition(group.partition).refresh(group)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from msgspec import Struct
 
@@ -42,9 +42,11 @@ class State(enum.IntEnum):
     @property
     def final(self) -> bool:
         """Nothing more happens to it, unless a trainer resumes from an older checkpoint."""
-        return self >= State.TRAINED
+        return self >= FINAL
 
 
+FINAL: Final = State.TRAINED
+"""The first of the final states."""
 LETTERS = {State.TRAINED: "t", State.FILTERED: "f", State.DROPPED: "d"}
 STATES = {letter: state for state, letter in LETTERS.items()}
 
