@@ -86,6 +86,7 @@ class BlockingLink:
             raise self._late(method)
         header = wire.encode(wire.Call(call, method, min(left, wire.MAX_TIMEOUT), len(frames)))
         parts = [header, body, *frames]
+        self._lookout.expect()
         try:
             if (whole := self._outbox.in_one(parts)) is None:
                 self._outbox.push(call, parts)
