@@ -93,6 +93,7 @@ def test_a_wait_is_told_once_although_its_seconds_change():
     later = RUNNING.model_copy(update={"waiting_for": "rollout 1 (4.0 s)"})
     assert news(RUNNING, first) == ["waiting for rollout 1 (3.5 s)"]
     assert news(first, later) == []
+    assert news(RUNNING, first, ending=True) == []
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,11 @@ from asyncflow.view.words import amount, duration, score
 _FIGURE = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
-def news(before: DriverStatus, now: DriverStatus) -> list[str]:
-    """Give a line for each of phase, step, evaluation and what is waited for that changed between two answers."""
+def news(before: DriverStatus, now: DriverStatus, *, ending: bool = False) -> list[str]:
+    """Give a line for each of phase, step, evaluation and what is waited for that changed between two answers.
+
+    ending: everything was told to end, so nothing is waited for any more.
+    """
     lines = []
     if now.phase != before.phase:
         lines.append(f"phase {now.phase.lower()}")
@@ -24,7 +27,7 @@ def news(before: DriverStatus, now: DriverStatus) -> list[str]:
         lines.append(step_line(now))
     if now.eval is not None and (now.eval, now.eval_greedy) != (before.eval, before.eval_greedy):
         lines.append(f"eval  pass@1 {score(now.eval)}  greedy {score(now.eval_greedy)}")
-    if now.waiting_for and _FIGURE.sub("", now.waiting_for) != _FIGURE.sub("", before.waiting_for):
+    if now.waiting_for and not ending and _FIGURE.sub("", now.waiting_for) != _FIGURE.sub("", before.waiting_for):
         lines.append(f"waiting for {now.waiting_for}")
     return lines
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.live import Live
 
 from asyncflow.api.status import DriverStatus
-from asyncflow.substrates.local.events import Event
+from asyncflow.substrates.local.events import Event, Stopping
 from asyncflow.substrates.local.record import Placed
 from asyncflow.view.frame import Frame
 from asyncflow.view.lines import event_line, news
@@ -90,15 +90,16 @@ class Watch:
     def _show_lines(self) -> None:
         self._print(f"{self._name}: files in {self._folder}, logs in {self._folder / 'logs'}")
         before = DriverStatus(phase="Pending")
-        going = True
+        going, ending = True, False
         while going:
             going, events = self._collect()
             for at, event in events:
+                ending = ending or isinstance(event, Stopping)
                 if line := event_line(event):
                     self._print(line, at)
             status = self._frame().status
             if status is not None:
-                for line in news(before, status):
+                for line in news(before, status, ending=ending):
                     self._print(line)
                 before = status
 
