@@ -1,8 +1,8 @@
 """A million rows through the queue: put, claimed, fetched, acknowledged, freed, while no more than a window is held.
 
 Two producers and two consumers, each a process. Every row carries its number; each must arrive exactly once. The rate
-of each tenth and the resident memory of controller and unit at its end say whether anything grows: the window, 16,384
-rows, was full long before half of them came, so from then on nothing may.
+of each tenth and the resident memory of controller and unit at its end say whether anything grows: what waits is never
+more than the window, 16,384 rows, so after half of the rows nothing may.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from asyncflow.queue.client.blocking_visitor import visiting
 from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.ledger.audits import merge_audits, shard_ledger
 from asyncflow.queue.protocol.messages import AuditReport
+from asyncflow.substrates.local.ports import PortReservation
 from asyncflow_operator.desired.queues import queue_roles
 
 _START_S = 60.0
@@ -145,16 +145,18 @@ def servers(
         key_file = folder / "key"
         if keys:
             Keys.generate(key_file)
-        address = address_of(hosts("controller"), _free_port(), server=new_server())
-        made = Servers(handle=Handle(address=address, key_file=str(key_file) if keys else ""), folder=folder)
-
         queue = load(manifest)
         assert isinstance(queue, TransferQueue)
-        for role in queue_roles(queue):
+        roles = queue_roles(queue)
+        ports = started.enter_context(PortReservation(1 + sum(role.replicas for role in roles)))
+        address = address_of(hosts("controller"), ports.pop(), server=new_server())
+        made = Servers(handle=Handle(address=address, key_file=str(key_file) if keys else ""), folder=folder)
+
+        for role in roles:
             for index in range(role.replicas):
                 name = role.name if role.replicas == 1 and role.name != "storage" else f"{role.name}{index}"
                 name = name.replace("storage", "unit")
-                workdir, http = folder / name, _free_port()
+                workdir, http = folder / name, ports.pop()
                 workdir.mkdir()
                 command = partial(
                     role.command,
@@ -217,9 +219,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port

@@ -129,9 +129,10 @@ def test_a_lot_is_what_it_was(rows):
 def test_a_slot_is_what_it_was(rows):
     slot = Slot(step=1, slot=2, lot=a_lot(rows=rows) if rows else None, last=False)
     assert slot.shrunk().expanded() == slot
-    assert [(row.row, row.meta, row.bytes) for row in slot.rows] == [
-        (row.row, row.meta, row.bytes) for row in (slot.lot.leased() if rows else [])
+    assert [(row.row, row.meta, row.unit, row.bytes) for row in slot.rows] == [
+        (row.row, row.meta, row.unit, row.bytes) for row in (slot.lot.leased() if rows else [])
     ]
+    assert [row.meta.key for row in slot.rows] == (slot.lot.keys if rows else [])
 
 
 def test_a_large_lot_is_sent_in_few_numbers():

@@ -2,20 +2,32 @@
 
 import asyncio
 
-from asyncflow.errors import PeerLost
+import pytest
+
+from asyncflow.errors import PeerLost, Refused
+from asyncflow.net.jagged import Jagged
 from asyncflow.queue.backends.memory import MemoryBackend
 from asyncflow.queue.protocol.calls import Done
-from asyncflow.queue.protocol.unit_calls import Strangers, Welcome
+from asyncflow.queue.protocol.unit_calls import (
+    Admitted,
+    FetchRows,
+    OpenRows,
+    SendAhead,
+    Session,
+    Strangers,
+    Verdict,
+    Welcome,
+)
 from asyncflow.queue.unit.budget import Budget
 from asyncflow.queue.unit.holdings import Holdings
 from asyncflow.queue.unit.liaison import Liaison
 
 
 class Controller:
-    """Takes everything; breaks the session when told to."""
+    """Takes everything, and answers admissions with ``admitted``; breaks the session when told to."""
 
-    def __init__(self):
-        self.told, self.sessions = [], asyncio.Queue()
+    def __init__(self, admitted=None):
+        self.told, self.sessions, self.admitted = [], asyncio.Queue(), admitted
 
     async def call(self, method, request, reply, *, timeout):
         if method == "units.hello":
@@ -28,7 +40,7 @@ class Controller:
 
     def ask(self, method, request, reply, *, timeout, done):
         self.told.append((method, request))
-        done(Done())
+        done(self.admitted if method == "units.admit" else Done())
 
 
 async def test_rows_lost_between_two_sessions_are_told_in_the_next():
@@ -44,3 +56,27 @@ async def test_rows_lost_between_two_sessions_are_told_in_the_next():
         await controller.sessions.get()
     assert [(method, call.rows) for method, call in controller.told] == [("units.lost", [5, 6])]
     await liaison.close()
+
+
+async def test_rows_are_sent_ahead_when_they_are_there_and_before_their_putters_are_told():
+    refused = Refused("no", where="test").to_wire()
+    order = SendAhead(1, 2, FetchRows([5], ["x"]))
+    controller = Controller(Admitted([Verdict([True]), Verdict([], refused)], ahead=[order]))
+    holdings = Holdings(backend=MemoryBackend(), budget=Budget(1000, where="test"), where="test", lost=list)
+    puts, seen = [], []
+
+    def ahead(order):
+        seen.append((order, [5 in holdings, 6 in holdings], [put.verdict.done() for put in puts]))
+
+    liaison = Liaison(unit=0, incarnation="me", controller=controller, holdings=holdings, ahead=ahead)
+    column = {"x": Jagged.from_rows([[7]], "int64")}
+    for number in (5, 6):
+        parcel = await holdings.store_new(column, rows=1, outputs={}, producer="", timeout=0)
+        entry = OpenRows("p", number << 32, 1, [number], parcel.cells, [])
+        puts.append(liaison.tell(entry, parcel))
+    liaison._session = Session(0, 1, 7)
+    liaison._tell_on()
+    assert seen == [(order, [True, False], [False, False])]
+    assert puts[0].verdict.result().ok == [True]
+    with pytest.raises(Refused):
+        puts[1].verdict.result()

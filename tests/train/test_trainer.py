@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from asyncflow.flow.schedule import Schedule
 from asyncflow.identity import Version
 from asyncflow.net.roster import Directives
 from asyncflow.queue.ledger.audit import audit_ledger
-from asyncflow.queue.protocol.messages import StagedRow
+from asyncflow.queue.protocol.lot import Lot
 from asyncflow.train.backends.base import TrainerBackend
 from asyncflow.train.checkpoint import Checkpoints
 from asyncflow.train.ranks import Group
@@ -162,8 +161,8 @@ async def test_samples_lost_with_a_unit_cost_the_step_in_hand_only(tmp_path: Pat
         seat = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED, checkpoint_every=0)
         fetch = seat.queue.fetch
 
-        async def lost(rows: Sequence[StagedRow], *columns: object, **how: object) -> object:
-            if rows[0].meta.step == 4:
+        async def lost(rows: Lot, *columns: object, **how: object) -> object:
+            if rows.steps[0] == 4:
                 raise StaleHandle("the row was lost")
             return await fetch(rows, *columns, **how)  # type: ignore[arg-type]
 

@@ -71,10 +71,7 @@ class Claimer:
         return None if self._backlog() > _BACKLOG * self._slots else self._instance.ask(self._purpose)
 
     async def _claim(self, ask: Ask) -> None:
-        """Claim until rows come, the time is over, or the instance would ask for something else.
-
-        A quarter of the slots at a time, so that instances that ask together share what there is.
-        """
+        """Claim until rows come, the time is over, or the instance would ask for something else."""
         claim = asyncio.create_task(self._take(ask))
         claim.add_done_callback(lambda _: self.changed.set())
         try:
@@ -86,7 +83,10 @@ class Claimer:
             claim.result()
 
     async def _take(self, ask: Ask) -> None:
-        """Claim once. Rows are handed on in the step in which they come: no cancellation finds them in between."""
+        """Claim a quarter of the slots at most, so that instances that ask together share what there is.
+
+        Rows are handed on in the step in which they come: no cancellation finds them in between.
+        """
         settings = self._settings
         rows = await self._queue.claim(
             partition=settings.train if self._purpose == "train" else settings.eval,

@@ -13,11 +13,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from asyncflow.identity import SampleKey
 from asyncflow.net.frames import Jagged
 from asyncflow.net.rpc import persist
-from asyncflow.queue.protocol.lot import Slot
-from asyncflow.queue.protocol.messages import StagedRow, StepTotals
+from asyncflow.queue.protocol.lot import Lot, Slot
+from asyncflow.queue.protocol.messages import StepTotals
 from asyncflow.telemetry.busy import BusyClock
 from asyncflow.train.batch import COLUMNS, MicroBatch
 from asyncflow.train.settings import TrainerSettings
@@ -40,7 +39,7 @@ class TrainQueue(Protocol):
     ) -> Slot | None:
         """Give this rank's part of a slot, or None when it was not decided in time."""
 
-    async def fetch(self, rows: Sequence[StagedRow], columns: Sequence[str], *, timeout: float) -> dict[str, Jagged]:
+    async def fetch(self, rows: Lot, columns: Sequence[str], *, timeout: float) -> dict[str, Jagged]:
         """Give columns of rows."""
 
     async def step_done(self, *, partition: str, attempt: int, step: int, rank: int, timeout: float) -> None:
@@ -119,14 +118,13 @@ class Feed:
         slot: Slot | None = None
         while slot is None:
             slot = await persist(lambda: self._ask(step, number), what=f"asking the queue for {what}", timeout=patience)
-        rows, columns = slot.rows, [*COLUMNS, *settings.extra_columns]
-        if not rows:
+        lot, columns = slot.lot, [*COLUMNS, *settings.extra_columns]
+        if lot is None:
             return Filled(batch=MicroBatch.empty(), last=slot.last, totals=slot.totals)
         fetched = await persist(
-            lambda: self._queue.fetch(rows, columns, timeout=patience), what=f"fetching {what}", timeout=patience
+            lambda: self._queue.fetch(lot, columns, timeout=patience), what=f"fetching {what}", timeout=patience
         )
-        keys = [SampleKey(row.meta.serial, row.meta.sample) for row in rows]
-        return Filled(batch=MicroBatch.of(keys, fetched), last=slot.last, totals=slot.totals)
+        return Filled(batch=MicroBatch.of(lot.keys, fetched), last=slot.last, totals=slot.totals)
 
     async def _ask(self, step: int, number: int) -> Slot | None:
         settings = self._settings

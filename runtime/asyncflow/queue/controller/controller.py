@@ -173,7 +173,11 @@ class Controller:
         found = self._parking.take_found(ahead) if books.touched else []
         frees, books.frees = books.frees, []
         self._set_alarm()
-        pending = self._write()
+        try:
+            pending = self._write()
+        except Refused as refused:
+            self._refuse(found, refused)
+            raise
         if frees:
             self.sessions.order(frees, after=pending)
         return found, pending
@@ -192,7 +196,7 @@ class Controller:
     def safe(self, reply: T, ahead: SentAhead | None = None) -> Soon[T]:
         """Settle, and give ``reply`` when the ledger has everything up to now; before the rest, where nobody waits.
 
-        A reply that has rows sent ahead goes before the answers to those who claimed them, who need both.
+        One that has rows sent ahead goes before the answers to those who claimed them, who need both.
         """
         books = self.table.books
         if books.behind and not self._parking.touched and self._write() is None:
@@ -201,7 +205,7 @@ class Controller:
         found, pending = self._settled(ahead)
         if pending is not None:
             later: Later[T] = Later()
-            self._give_all([*found, (later, reply)], pending)
+            self._give_all([(later, reply), *found], pending)
             return later
         if ahead is not None and ahead.orders:
             return Then(reply, partial(self._give_all, found, None))
@@ -261,9 +265,12 @@ class Controller:
         try:
             pending = self._write()
         except Refused as refused:
-            self._give_all([(later, refused) for later, _ in found], None)
+            self._refuse(found, refused)
         else:
             self._give_all(found, pending)
+
+    def _refuse(self, found: Found, refused: Refused) -> None:
+        self._give_all([(later, refused) for later, _ in found], None)
 
     def _give_all(self, found: Found, pending: asyncio.Future[None] | None) -> None:
         """Answer calls once the ledger is ``pending`` no more."""

@@ -47,7 +47,8 @@ class Serving(Protocol):
     def safe(self, reply: T, ahead: SentAhead | None = None) -> Soon[T]:
         """Settle, and give ``reply`` when the ledger has everything up to now.
 
-        ahead: takes the parked claims that are met meanwhile, as far as the unit that gets the reply can send to them.
+        ahead: takes the parked claims that are met meanwhile, as far as the unit that gets the reply can send to them;
+        it gets the reply before they are answered.
         """
 
     def freed(self, reply: T) -> Soon[T]:

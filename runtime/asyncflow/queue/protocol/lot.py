@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import Struct, field
 
-from asyncflow.identity import NEWEST, units_of
+from asyncflow.identity import NEWEST, SampleKey, units_of
 from asyncflow.queue.protocol.messages import LeasedRow, Purpose, RowMeta, StagedRow, StepTotals, Tag
 from asyncflow.queue.protocol.runs import expand, expand_equal, shrink, shrink_equal
 from asyncflow.queue.protocol.sizes import ABSENT, part
@@ -42,6 +42,11 @@ class Lot(Struct, frozen=True, array_like=True, kw_only=True):
     sizes: dict[str, bytes] = field(default_factory=dict)
     short: bool = False
     units: list[int] = field(default_factory=list)
+
+    @property
+    def keys(self) -> list[SampleKey]:
+        """The sample that each row is."""
+        return list(map(SampleKey, self.serials, self.samples or [0] * len(self.rows)))
 
     @property
     def homes(self) -> list[int]:

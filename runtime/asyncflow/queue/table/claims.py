@@ -171,7 +171,7 @@ class Claims:
         groups: set[int] = set()
         most, left = claim.max_rows, claim.max_tokens or math.inf
         for item in queue.index.each(fits):
-            if len(rows) == most:
+            if len(rows) >= most:
                 break
             more = queue.open_rows(item) if isinstance(item, Group) else [item]
             serial = more[0].group.serial

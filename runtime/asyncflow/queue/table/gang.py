@@ -21,12 +21,10 @@ from asyncflow.errors import Fenced, Refused
 from asyncflow.flow.selection import balance
 from asyncflow.queue.ledger.events import Slotted
 from asyncflow.queue.protocol.messages import StepTotals, TaskSpec
-from asyncflow.queue.table.state import Group, Row, State
+from asyncflow.queue.table.state import FINAL, Group, Row, State
 
 _AHEAD = 8
 """Slots that are dealt together, so that the ranks come out even."""
-_FINAL: Final = State.TRAINED
-"""From this state on a row is final."""
 _BY_KEY: Final = attrgetter("group.serial", "sample")
 
 
@@ -191,7 +189,7 @@ def decide(
     given = [row for rank in ranks for row in rank]
     begun = [group for group in dict.fromkeys([row.group for row in given]) if group.serial not in step.bound]
     bound = sorted([group.serial for group in begun])
-    opened = len([row for group in begun for row in group.rows if row.state < _FINAL])
+    opened = len([row for group in begun for row in group.rows if row.state < FINAL])
     before = step.totals
     return Slotted(
         partition=partition,
@@ -219,7 +217,7 @@ def _plan(step: Step, ready: Iterable[Group], asked: _Asked, room: int) -> list[
         if load >= _AHEAD * asked.world * asked.tokens:
             whole = False
             break
-        fresh = [row for row in group.rows if row.state < _FINAL]
+        fresh = [row for row in group.rows if row.state < FINAL]
         each = [row.weight for row in fresh]
         items += [fresh] if asked.spec.groups else [[row] for row in fresh]
         weights += [sum(each)] if asked.spec.groups else each
@@ -235,8 +233,8 @@ def _plan(step: Step, ready: Iterable[Group], asked: _Asked, room: int) -> list[
 
 def _takeable(rows: Sequence[Row]) -> bool:
     """Tell whether rows that were dealt can still be given: none was made again since, and their groups are whole."""
-    if [row for row in rows if row.group.rows[row.sample] is not row or row.state >= _FINAL]:
+    if [row for row in rows if row.group.rows[row.sample] is not row or row.state >= FINAL]:
         return False
     live, bound = State.LIVE, State.BOUND
     groups = {row.group for row in rows if row.state is not bound}
-    return not [row for group in groups for row in group.rows if live is not row.state < _FINAL]
+    return not [row for group in groups for row in group.rows if row.state is not live and row.state < FINAL]

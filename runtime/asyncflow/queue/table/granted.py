@@ -32,7 +32,7 @@ def _lot_of(rows: Sequence[Row], *, lease: str, until: float, attempts: list[int
     tags = [row.tags for row in rows]
     moved = [row.moved for row in rows]
     first = groups[0]
-    bound = [] if first.purpose == "open" else groups  # to a step, and a window of versions
+    stepped = [] if first.purpose == "open" else groups
     return Lot(
         partition=first.partition,
         purpose=first.purpose,
@@ -42,10 +42,10 @@ def _lot_of(rows: Sequence[Row], *, lease: str, until: float, attempts: list[int
         serials=[group.serial for group in groups],
         samples=_unless([row.sample for row in rows], 0),
         attempts=_unless(attempts, 0),
-        steps=_unless([group.step for group in bound], 0),
-        oldest=_unless([group.window.oldest for group in bound], 0),
-        newest=_unless([group.window.newest for group in bound], NEWEST),
-        tokens=_unless([row.tokens for row in rows], 0) if bound else [],
+        steps=_unless([group.step for group in stepped], 0),
+        oldest=_unless([group.window.oldest for group in stepped], 0),
+        newest=_unless([group.window.newest for group in stepped], NEWEST),
+        tokens=_unless([row.tokens for row in rows], 0) if stepped else [],
         tags=tags if any(tags) else [],
         sizes=_sizes(rows, numbers),
         units=[row.unit for row in rows] if any(moved) else [],

@@ -181,7 +181,7 @@ class Partition:
         row.state = state
 
     def bind(self, rows: Sequence[Row]) -> None:
-        """Let live rows belong to the trainer: no task can have them any more."""
+        """Let live rows belong to the trainer: no task can claim them any more."""
         self.counts[State.LIVE] -= len(rows)
         self.counts[State.BOUND] += len(rows)
         for row in rows:

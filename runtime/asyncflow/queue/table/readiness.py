@@ -10,20 +10,20 @@ to the same end: ``created``, ``freed`` and ``taken``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Final
 
 from asyncflow.flow.ready import ReadyIndex
 from asyncflow.flow.schedule import Window
 from asyncflow.queue.protocol.messages import TaskSpec
-from asyncflow.queue.table.state import IDLE, Group, Row, Shape, State, Work
+from asyncflow.queue.table.state import IDLE, Group, Row, Shape, State
 
 _READY: Final = 1
 _PASSED: Final = 0
 """It is done or final: nothing more happens to it here."""
 _BLOCKS: Final = -1
-"""Its group has to wait for it."""
+"""It is neither: its group has to wait for it."""
 
 
 class TaskQueue:
@@ -53,7 +53,7 @@ class TaskQueue:
 
     def has_ready(self, row: Row) -> bool:
         """Tell whether ``row`` is ready on its own."""
-        return self._stand(row.state, row.shape, row.work) == _READY
+        return self._stand(row) == _READY
 
     def open_rows(self, group: Group) -> list[Row]:
         """Give the rows of ``group`` that are ready on their own, by sample."""
@@ -73,7 +73,7 @@ class TaskQueue:
             if stand == _BLOCKS:
                 self.index.discard(group)
                 return
-            ready += stand
+            ready += stand == _READY
         if ready:
             self.index.add(group, window=self._window(group), order=self._order(group, 0), weight=ready)
         else:
@@ -118,16 +118,16 @@ class TaskQueue:
         known, stand = None, _PASSED
         for row in rows:
             if known is None or not (row.work is known.work and row.shape is known.shape and row.state is known.state):
-                known, stand = row, self._stand(row.state, row.shape, row.work)
+                known, stand = row, self._stand(row)
             yield row, stand
 
-    def _stand(self, state: State, shape: Shape, works: Mapping[str, Work]) -> int:
-        if state is not State.LIVE:
-            return _PASSED if state.final else _BLOCKS
-        work = works.get(self._name, IDLE)
+    def _stand(self, row: Row) -> int:
+        if row.state is not State.LIVE:
+            return _PASSED if row.state.final else _BLOCKS
+        work = row.work.get(self._name, IDLE)
         if work.done:
             return _PASSED
-        return _READY if not work.lease and self.suits(shape) else _BLOCKS
+        return _READY if not work.lease and self.suits(row.shape) else _BLOCKS
 
     def _window(self, group: Group) -> Window:
         if self._steps is None:

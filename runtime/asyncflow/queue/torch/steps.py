@@ -188,7 +188,7 @@ class StepDataset(QueueDataset):
 
     async def _fetch(self, client: QueueClient, slot: Slot) -> dict[str, Jagged]:
         try:
-            return await client.fetch(slot.rows, self.columns, timeout=CALL_S)
+            return await client.fetch(slot.lot or [], self.columns, timeout=CALL_S)
         except StaleHandle as error:
             hint = "Storage was lost: begin again at the last checkpoint, and the queue has these samples made again"
             where = f"slot {slot.slot} of step {slot.step}"

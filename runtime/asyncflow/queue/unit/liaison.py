@@ -265,12 +265,14 @@ class Liaison:
             for put, verdict, error in decided:
                 self._holdings.decide(put, verdict, error)
             return
-        for put, verdict, _ in decided:
-            self._holdings.enter(put, verdict)
-        for order in admitted.ahead:  # who claimed has waited longer than who put
-            self._ahead(order)
-        for put, verdict, error in decided:
-            put.tell(verdict, error)
+        try:
+            for put, verdict, _ in decided:
+                self._holdings.enter(put, verdict)
+            for order in admitted.ahead:
+                self._ahead(order)
+        finally:
+            for put, verdict, error in decided:
+                put.tell(verdict, error)
 
     def _ruled(self, put: Put, verdict: Verdict, error: AsyncFlowError | None) -> None:
         """Take the verdict of a shard, and have the home know which cells there are now."""
