@@ -134,12 +134,17 @@ def test_a_job_that_does_not_change_costs_no_write_however_often_it_is_looked_at
     world.apply()
     world.until_whole()
     world.until(lambda: world.condition("Ready").get("status") == "True", "the job to be ready")
-    before, seen = _writes(operator), _censuses(operator)
-    world.until(lambda: _censuses(operator) > seen, "a census")
-    settled, seen = _writes(operator), _censuses(operator)
-    world.until(lambda: _censuses(operator) > seen, "another census")
-    assert _writes(operator) == settled
-    assert settled - before <= 2
+
+    def writes_after_a_look() -> float:
+        seen = _censuses(operator)
+        world.until(lambda: _censuses(operator) > seen, "a census")
+        return _writes(operator)
+
+    writes = [_writes(operator), writes_after_a_look()]
+    while writes[-1] != writes[-2] and len(writes) < 5:  # what its pods did last may be heard late
+        writes.append(writes_after_a_look())
+    assert writes_after_a_look() == writes[-1] == writes[-2], writes
+    assert writes[-1] - writes[0] <= 2
 
 
 def _censuses(operator: OperatorProcess) -> float:
