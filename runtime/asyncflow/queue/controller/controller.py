@@ -20,14 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from asyncflow.errors import AsyncFlowError, Refused
+from asyncflow.errors import Refused
 from asyncflow.net.hosts import address_of
 from asyncflow.net.keys import Keys
 from asyncflow.net.later import Later
 from asyncflow.net.rpc import RpcServer, Then
 from asyncflow.queue.controller.alone import Alone
 from asyncflow.queue.controller.home import Home
-from asyncflow.queue.controller.parking import Found, Parking
+from asyncflow.queue.controller.parking import Found, Parking, give, refuse
 from asyncflow.queue.controller.serving import Address, Soon
 from asyncflow.queue.controller.sessions import Sessions
 from asyncflow.queue.controller.shard import Shard
@@ -162,8 +162,7 @@ class Controller:
         cannot be written.
         """
         found, pending = self._settled(None)
-        if found:
-            self._give_all(found, pending)
+        give(found, pending, broken=self._broken)
         return pending
 
     def _settled(self, ahead: SentAhead | None) -> tuple[Found, asyncio.Future[None] | None]:
@@ -176,7 +175,7 @@ class Controller:
         try:
             pending = self._write()
         except Refused as refused:
-            self._refuse(found, refused)
+            refuse(found, refused)
             raise
         if frees:
             self.sessions.order(frees, after=pending)
@@ -205,11 +204,11 @@ class Controller:
         found, pending = self._settled(ahead)
         if pending is not None:
             later: Later[T] = Later()
-            self._give_all([(later, reply), *found], pending)
+            give([(later, reply), *found], pending, broken=self._broken)
             return later
         if ahead is not None and ahead.orders:
-            return Then(reply, partial(self._give_all, found, None))
-        self._give_all(found, None)
+            return Then(reply, partial(give, found, None, broken=self._broken))
+        give(found, None, broken=self._broken)
         return reply
 
     def freed(self, reply: T) -> Soon[T]:
@@ -265,27 +264,9 @@ class Controller:
         try:
             pending = self._write()
         except Refused as refused:
-            self._refuse(found, refused)
+            refuse(found, refused)
         else:
-            self._give_all(found, pending)
-
-    def _refuse(self, found: Found, refused: Refused) -> None:
-        self._give_all([(later, refused) for later, _ in found], None)
-
-    def _give_all(self, found: Found, pending: asyncio.Future[None] | None) -> None:
-        """Answer calls once the ledger is ``pending`` no more."""
-        if pending is not None and not pending.done():
-            pending.add_done_callback(lambda done: self._give_all(found, done))
-            return
-        broken = pending.exception() if pending is not None else None
-        for later, answer in found:
-            if later.done():
-                continue
-            error = self._broken(broken) if isinstance(broken, OSError) else answer
-            if isinstance(error, AsyncFlowError):
-                later.set_exception(error)
-            else:
-                later.set_result(answer)
+            give(found, pending, broken=self._broken)
 
     def _dump(self) -> Iterator[Event]:
         self.table.books.catch_up()

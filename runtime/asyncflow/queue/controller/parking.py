@@ -6,6 +6,7 @@ time is over, waits no longer, and nobody is answered twice.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -118,3 +119,28 @@ class Parking:
         if waiting.pop(waiter, 0) is None and not waiting:
             del self._waiters[waiter.partition]
         return waiter.later
+
+
+def give(found: Found, pending: asyncio.Future[None] | None, *, broken: Callable[[OSError], AsyncFlowError]) -> None:
+    """Answer calls once the ledger is ``pending`` no more. broken: gives what those hear whose ledger failed."""
+    if pending is not None and not pending.done():
+        pending.add_done_callback(lambda done: give(found, done, broken=broken))
+        return
+    failure = pending.exception() if pending is not None else None
+    for later, answer in found:
+        if not later.done():
+            _tell(later, broken(failure) if isinstance(failure, OSError) else answer)
+
+
+def refuse(found: Found, error: AsyncFlowError) -> None:
+    """Answer calls with ``error``."""
+    for later, _ in found:
+        if not later.done():
+            _tell(later, error)
+
+
+def _tell(later: Later[Any], answer: Any) -> None:
+    if isinstance(answer, AsyncFlowError):
+        later.set_exception(answer)
+    else:
+        later.set_result(answer)

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost, from_wire
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost
 from asyncflow.identity import RowPlace, home
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient
@@ -257,22 +257,19 @@ class Liaison:
     def _decide(self, admit: Admit, puts: Sequence[Put], admitted: Admitted) -> None:
         news = len(admit.entries) - len(puts)
         del self._news[:news]
-        decided = [
-            (put, verdict, from_wire(verdict.error) if verdict.error is not None else None)
-            for put, verdict in zip(puts, admitted.verdicts[news:], strict=True)
-        ]
+        decided = list(zip(puts, admitted.verdicts[news:], strict=True))
         if not admitted.ahead:
-            for put, verdict, error in decided:
-                self._holdings.decide(put, verdict, error)
+            for put, verdict in decided:
+                self._holdings.decide(put, verdict)
             return
         try:
-            for put, verdict, _ in decided:
+            for put, verdict in decided:
                 self._holdings.enter(put, verdict)
             for order in admitted.ahead:
                 self._ahead(order)
         finally:
-            for put, verdict, error in decided:
-                put.tell(verdict, error)
+            for put, verdict in decided:
+                put.tell(verdict)
 
     def _ruled(self, put: Put, verdict: Verdict, error: AsyncFlowError | None) -> None:
         """Take the verdict of a shard, and have the home know which cells there are now."""

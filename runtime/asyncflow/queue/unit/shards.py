@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 from itertools import islice
 
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, from_wire
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient
 from asyncflow.queue.protocol.shard_calls import AdmitCells, controller_of
@@ -93,8 +93,7 @@ class _Shard:
                     self._decided(put, Verdict([]), answer)
                 else:
                     verdict = answer.verdicts[index]
-                    error = from_wire(verdict.error) if verdict.error is not None else None
-                    self._decided(put, verdict, error)
+                    self._decided(put, verdict, None)
             self.ask_on()
 
         self._client.ask("shards.admit", AdmitCells(entries), Admitted, timeout=_CALL_S, done=answered)
