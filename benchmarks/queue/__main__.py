@@ -27,7 +27,7 @@ CASE_S = 900.0
 
 SHARED_CASES = {
     "data": ["bench_dataplane.py", "--units", "1", "2", "--reps", "9"],
-    "data2048": ["bench_dataplane.py", "--units", "1", "2", "--reps", "3", "--rows", "2048", "--chunk", "128"],
+    "data2048": ["bench_dataplane.py", "--units", "1", "2", "--reps", "7", "--rows", "2048", "--chunk", "128"],
     "dense": ["bench_dataplane.py", "--units", "1", "2", "--reps", "5", "--dense", "2304"],
     "control": ["bench_control.py"],
     "putlat": ["bench_putlat.py", "--units", "1", "2"],
