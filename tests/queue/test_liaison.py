@@ -21,6 +21,7 @@ from asyncflow.queue.protocol.unit_calls import (
 from asyncflow.queue.unit.budget import Budget
 from asyncflow.queue.unit.holdings import Holdings
 from asyncflow.queue.unit.liaison import Liaison
+from asyncflow.queue.unit.telling import Telling
 
 
 class Controller:
@@ -50,7 +51,7 @@ async def test_rows_lost_between_two_sessions_are_told_in_the_next():
     liaison.start()
     async with asyncio.timeout(10):
         (await controller.sessions.get()).set_exception(PeerLost("it was killed"))
-        while liaison._session is not None:
+        while liaison.session is not None:
             await asyncio.sleep(0)
         liaison.lose([5, 6])
         await controller.sessions.get()
@@ -68,14 +69,13 @@ async def test_rows_are_sent_ahead_when_they_are_there_and_before_their_putters_
     def ahead(order):
         seen.append((order, [5 in holdings, 6 in holdings], [put.verdict.done() for put in puts]))
 
-    liaison = Liaison(unit=0, incarnation="me", controller=controller, holdings=holdings, ahead=ahead)
+    telling = Telling(controller=controller, holdings=holdings, ahead=ahead)
     column = {"x": Jagged.from_rows([[7]], "int64")}
     for number in (5, 6):
         parcel = await holdings.store_new(column, rows=1, outputs={}, producer="", timeout=0)
         entry = OpenRows("p", number << 32, 1, [number], parcel.cells, [])
-        puts.append(liaison.tell(entry, parcel))
-    liaison._session = Session(0, 1, 7)
-    liaison._tell_on()
+        puts.append(holdings.propose(entry, parcel, outputs={}))
+    telling.begin(Session(0, 1, 7))
     assert seen == [(order, [True, False], [False, False])]
     assert puts[0].verdict.result().ok == [True]
     with pytest.raises(Refused):

@@ -81,3 +81,25 @@ async def test_a_start_on_a_full_disk_is_refused_and_leaves_the_ledger_as_it_is(
             assert {file.name: file.read_bytes() for file in made.folder.iterdir()} == ledger
         await made.start_controller()
         assert await numbers(made, rows) == list(range(20))
+
+
+async def test_who_waits_for_a_row_is_refused_when_the_ledger_cannot_take_it(cluster):
+    async with cluster(units=1) as made:
+        await made.client.declare([TASK], timeout=10)
+        await put(made, 0)
+        size = max(file.stat().st_size for file in made.folder.iterdir())
+        await made.client.claim(partition=P, task=TASK.name, max_rows=1, timeout=10)
+        waiting = asyncio.create_task(made.client.claim(partition=P, task=TASK.name, max_rows=1, timeout=60))
+        while not made.controller.stats().parked:
+            await asyncio.sleep(0.01)
+        calls = made.controller.server.counters.calls
+        asked = calls["queue.claim"]
+        with room(size):
+            putting = asyncio.create_task(put(made, 1))
+            async with asyncio.timeout(30):
+                with pytest.raises(Refused, match="the ledger cannot be written"):
+                    await waiting
+        assert calls["queue.claim"] == asked
+        putting.cancel()
+        await asyncio.wait([putting])
+        assert isinstance(made.controller.failed.exception(), OSError)

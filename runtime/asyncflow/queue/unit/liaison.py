@@ -1,38 +1,30 @@
-"""A unit's conversation with the controller: hello, everything it holds, then puts one way and orders the other.
+"""A unit's conversation with the controller: hello, everything it holds, then what it has to tell one way (``telling``)
+and orders the other.
 
-Puts that come while one call is under way go together with the next. When the controller is lost, or says that the
-session is over, the unit begins anew with hello; the puts that were not decided are told again.
+When the controller is lost, or says that the session is over, the unit begins anew with hello; the puts that were not
+decided are told again.
 
-Invariants: the controller hears of a put until it has decided, in the order in which they were stored; after a session
-began, it hears of everything that the unit holds before it may take a row for lost; it hears of every row that was lost
-until it has answered, because it takes a row for held of which a put has told it; it hears of what shards have admitted
-after that was admitted, and the unit keeps no more than ``_NEWS`` of it before it tells everything anew.
+Invariant: after a session began, the controller hears of everything that the unit holds before it may take a row for
+lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
-from typing import TypeVar
-
-from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost
 from asyncflow.identity import RowPlace, home
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient
-from asyncflow.queue.protocol.calls import Done
 from asyncflow.queue.protocol.runs import shrink
 from asyncflow.queue.protocol.shard_calls import chosen, controller_of
 from asyncflow.queue.protocol.unit_calls import (
-    Admit,
-    Admitted,
     Announce,
     Entry,
     Hello,
-    LostRows,
     NewCells,
     Orders,
     SendAhead,
@@ -45,15 +37,13 @@ from asyncflow.queue.protocol.unit_calls import (
 from asyncflow.queue.unit.holdings import Holdings
 from asyncflow.queue.unit.pieces import Parcel, Put
 from asyncflow.queue.unit.shards import Shards
+from asyncflow.queue.unit.telling import Telling
 
 log = logging.getLogger(__name__)
-R = TypeVar("R", bound=Struct)
 
 _CALL_S = 10.0
 _AGAIN_S = 0.1
 _ROWS = 2000
-_PUTS = 500
-_NEWS = 10_000
 
 
 class Liaison:
@@ -84,28 +74,22 @@ class Liaison:
         self._controller = controller
         self._holdings = holdings
         self._address = address
-        self._ahead = ahead
+        self._telling = Telling(controller=controller, holdings=holdings, ahead=ahead)
         self._rows = 0
         self._controllers = 1
         self._shards = Shards(name=f"storage unit {unit}", address=shard, keys=keys, decided=self._ruled)
-        self._news: list[NewCells] = []
-        self._forgot = False
-        self._lost: dict[int, None] = {}
-        self._session: Session | None = None
-        self._broken: asyncio.Future[None] | None = None
-        self._telling = False
         self._task: asyncio.Task[None] | None = None
         self._closing = False
 
     @property
     def session(self) -> Session | None:
         """The session with the controller, while there is one."""
-        return self._session
+        return self._telling.session
 
     @property
     def has_news(self) -> bool:
         """Whether shards have admitted what the controller has not heard yet."""
-        return bool(self._news)
+        return self._telling.has_news
 
     @property
     def home(self) -> int:
@@ -141,13 +125,12 @@ class Liaison:
         if put.shard:
             self._shards.ask(put)
         else:
-            self._tell_on()
+            self._telling.tell_on()
         return put
 
     def lose(self, rows: Iterable[int]) -> None:
         """Have the controller know that the bytes of ``rows``, which the holdings have forgotten, are gone."""
-        self._lost.update(dict.fromkeys(rows))
-        self._tell_on()
+        self._telling.lose(rows)
 
     async def _run(self) -> None:
         while not self._closing:
@@ -176,40 +159,21 @@ class Liaison:
         if welcome.epoch != self.epoch:
             self._holdings.wipe()
             self.epoch, self._rows = welcome.epoch, 0
-            self._lost.clear()
+            self._telling.forget_lost()
         self._controllers = welcome.controllers
         session = Session(self._unit, welcome.controller, welcome.epoch)
-        self._forgot = False
-        await self._tell_puts(session)
+        await self._telling.prepare(session)
         await self._tell_all(session)
-        if self._forgot:
-            raise PeerLost("more was admitted than could be kept", where="controller")
+        broken = self._telling.begin(session)
         self.joined.set()
-        self._broken = asyncio.get_running_loop().create_future()
-        self._session, self._telling = session, False
         obeying = asyncio.create_task(self._obey(session, welcome.watch_s))
         try:
-            self._tell_on()
-            done, _ = await asyncio.wait([obeying, self._broken], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([obeying, broken], return_when=asyncio.FIRST_COMPLETED)
             for ended in done:
                 ended.result()
         finally:
-            self._session = None
+            self._telling.end()
             obeying.cancel()
-
-    async def _tell_puts(self, session: Session) -> None:
-        """Tell of what was put before the session: what it changed is part of what the unit holds."""
-        while told := self._untold(session):
-            admit, puts = told
-            self._decide(admit, puts, await self._controller.call("units.admit", admit, Admitted, timeout=_CALL_S))
-
-    def _untold(self, session: Session) -> tuple[Admit, list[Put]] | None:
-        """Give what is to be told next: what shards have admitted, then puts; None where there is nothing."""
-        if not self._holdings.puts and not self._news:
-            return None
-        puts = list(islice((put for put in self._holdings.puts if not put.shard), _PUTS))
-        news = self._news[:_PUTS]
-        return (Admit(session, [*news, *[put.entry for put in puts]]), puts) if news or puts else None
 
     async def _tell_all(self, session: Session) -> None:
         held = iter(list(self._holdings.held()))
@@ -220,56 +184,6 @@ class Liaison:
             announce = Announce(session, chunk, last)
             strangers = await self._controller.call("units.announce", announce, Strangers, timeout=_CALL_S)
             self._holdings.clear(strangers.rows)
-
-    def _tell_on(self) -> None:
-        """Tell of what is not decided yet, unless the answer to an earlier call will do so."""
-        session = self._session
-        if session is None or self._telling:
-            return
-        if lost := list(islice(self._lost, _ROWS)):
-            self._telling = True
-            self._ask("units.lost", LostRows(session, lost), Done, lambda _: self._forget(lost))
-        elif told := self._untold(session):
-            self._telling = True
-            admit, puts = told
-            self._ask("units.admit", admit, Admitted, lambda admitted: self._decide(admit, puts, admitted))
-
-    def _ask(self, method: str, request: Struct, reply: type[R], answered: Callable[[R], None]) -> None:
-        session = self._session
-
-        def done(answer: R | AsyncFlowError) -> None:
-            if self._session is not session:
-                return
-            self._telling = False
-            if isinstance(answer, AsyncFlowError):
-                if self._broken is not None and not self._broken.done():
-                    self._broken.set_exception(answer)
-                return
-            answered(answer)
-            self._tell_on()
-
-        self._controller.ask(method, request, reply, timeout=_CALL_S, done=done)
-
-    def _forget(self, lost: Iterable[int]) -> None:
-        for row in lost:
-            self._lost.pop(row, None)
-
-    def _decide(self, admit: Admit, puts: Sequence[Put], admitted: Admitted) -> None:
-        news = len(admit.entries) - len(puts)
-        del self._news[:news]
-        decided = list(zip(puts, admitted.verdicts[news:], strict=True))
-        if not admitted.ahead:
-            for put, verdict in decided:
-                self._holdings.decide(put, verdict)
-            return
-        try:
-            for put, verdict in decided:
-                self._holdings.enter(put, verdict)
-            for order in admitted.ahead:
-                self._ahead(order)
-        finally:
-            for put, verdict in decided:
-                put.tell(verdict)
 
     def _ruled(self, put: Put, verdict: Verdict, error: AsyncFlowError | None) -> None:
         """Take the verdict of a shard, and have the home know which cells there are now."""
@@ -282,13 +196,7 @@ class Liaison:
             return
         cells = chosen(entry.cells, len(put.rows), mine)
         rows, tags = shrink([put.rows[i] for i in mine]), [entry.tags[i] for i in mine] if entry.tags else []
-        self._news.append(NewCells(lease=entry.lease, rows=rows, cells=cells, tags=tags, reason=entry.reason))
-        if len(self._news) > _NEWS:
-            self._news.clear()
-            self._forgot = True
-            if self._broken is not None and not self._broken.done():
-                self._broken.set_exception(PeerLost("more was admitted than could be kept", where="controller"))
-        self._tell_on()
+        self._telling.bring(NewCells(lease=entry.lease, rows=rows, cells=cells, tags=tags, reason=entry.reason))
 
     async def _obey(self, session: Session, watch_s: float) -> None:
         done = 0
