@@ -3,7 +3,8 @@
 The traps (``docs/queue-backends.md``): ``get`` hides every error, a put over an existing key keeps the old value and
 says that it went well, empty values are not stored, a client that is not set up or was closed ends the process with
 SIGSEGV, one whose queue to a peer ran over fails for ever, and a read that names a key twice fills one place and says
-that it filled both.
+that it filled both; and while a client is set up or closed nothing else of its process runs, where the master dies or
+hangs meanwhile for 90 s or for ever.
 
 Invariants: values are written under keys that are new, hard pinned, from and into buffers that stay registered as long
 as a transfer may use them; no call has more than ``MOST_KEYS`` keys; each key has a return code, and nothing is taken
@@ -39,17 +40,20 @@ NO_ROOM: Final = -200
 NOT_THERE: Final = -704
 LEASED: Final = frozenset((-703, -706))
 """It is being written, or read."""
-NO_ANSWER: Final = -900
-"""Of the master."""
+_GONE: Final = -900
+NO_ANSWER: Final = frozenset((_GONE, -901))
+"""Of the master: it is gone, or has said nothing for 30 s."""
 
 _REPLACE_AFTER: Final = 2
 """Calls in a row in which something could not be moved, after which the client is replaced."""
 _REPLACE_EVERY_S: Final = 5.0
 _REACH_S: Final = 1.0
+_NO_REQUEST: Final = b"\0"
 _ENVIRONMENT: Final = {
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
     "MC_LOG_LEVEL": "ERROR",
     "GLOG_minloglevel": "2",
 }
@@ -215,12 +219,8 @@ class Mooncake:
         return new
 
     def _set_up(self, master: str) -> _Client:
-        """Set up a client; the master must answer the phone first, because a setup in vain takes 90 s."""
-        host, _, port = master.rpartition(":")
-        try:
-            socket.create_connection((host, int(port)), timeout=_REACH_S).close()
-        except OSError as error:
-            raise PeerLost(f"Mooncake's master does not answer: {error}", where=master) from error
+        """Set up a client with a master that lives now; where it dies meanwhile, the process stands still for 5 s."""
+        _check_alive(master)
         store = self._library.MooncakeDistributedStore()
         code = store.setup(self._host, "P2PHANDSHAKE", self._segment_bytes, 0, "tcp", "", master)
         if code != 0:
@@ -262,7 +262,7 @@ class Mooncake:
         judged = [int(code) for code in codes]
         if len(judged) != count:
             raise AsyncFlowError(f"{len(judged)} answers came for {count} keys", where="Mooncake")
-        stuck = [code for code in judged if code < 0 and code not in (NO_ROOM, NOT_THERE, NO_ANSWER, *LEASED)]
+        stuck = [code for code in judged if code < 0 and code not in (NO_ROOM, NOT_THERE, *NO_ANSWER, *LEASED)]
         if stuck:
             client.troubled += 1
             log.info("%d of %d values could not be moved: %s", len(stuck), count, sorted(set(stuck)))
@@ -276,10 +276,23 @@ def _check(keys: Sequence[str], sizes: Sequence[object]) -> None:
         raise ValueError(f"a call takes 1 to {MOST_KEYS} different keys, each with a value of at least a byte")
 
 
+def _check_alive(master: str) -> None:
+    """Say something that is no request, on which one that lives hangs up. Raises PeerLost."""
+    host, _, port = master.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=_REACH_S) as line:
+            line.sendall(_NO_REQUEST)
+            line.recv(1)
+    except ConnectionResetError:
+        return
+    except OSError as error:
+        raise PeerLost(f"Mooncake's master does not answer: {error}", where=master) from error
+
+
 def _again(call: Callable[[], list[int]]) -> list[int]:
     """Call once more where the master did not answer: the first call after its restart always fails."""
     codes = call()
-    return call() if NO_ANSWER in codes else codes
+    return call() if _GONE in codes else codes
 
 
 def _pointers(buffer: Buffer, sizes: Sequence[int]) -> list[int]:

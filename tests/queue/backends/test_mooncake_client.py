@@ -1,10 +1,14 @@
 """The client of Mooncake beside a library that fails as the real one does: what gets stuck once is replaced."""
 
+import contextlib
 import socket
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
+from asyncflow.errors import PeerLost
 from asyncflow.stores import mooncake
 from asyncflow.stores.mooncake import MOST_KEYS, NO_ROOM, Mooncake
 
@@ -42,10 +46,27 @@ def library(monkeypatch):
     return made
 
 
+@contextlib.contextmanager
+def master_that_hangs_up(*, times=None):
+    """A master that knows no request; it is gone after so many. Gives its address."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def hang_up():
+            with contextlib.suppress(OSError):
+                while times is None or next(left, None) is not None:
+                    listening.accept()[0].close()
+            listening.close()
+
+        left = iter(range(times or 0))
+        threading.Thread(target=hang_up, daemon=True).start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        with contextlib.suppress(OSError):
+            listening.shutdown(socket.SHUT_RDWR)
+
+
 @pytest.fixture
 def client(library):
-    with socket.create_server(("127.0.0.1", 0)) as master:
-        address = f"127.0.0.1:{master.getsockname()[1]}"
+    with master_that_hangs_up() as address:
         made = Mooncake(host="127.0.0.1", master=lambda: address)
         yield made
         made.close()
@@ -84,3 +105,22 @@ def test_calls_that_would_step_into_a_trap_are_not_made(library, client, keys):
     with pytest.raises(ValueError, match="1 to 512 different keys"):
         put(client, *keys)
     assert library.made == []
+
+
+def test_a_master_that_takes_calls_and_says_nothing_is_not_set_up_with(library):
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        address = f"127.0.0.1:{master.getsockname()[1]}"
+        client = Mooncake(host="127.0.0.1", master=lambda: address)
+        with pytest.raises(PeerLost, match="does not answer"):
+            client.connect()
+    assert library.made == []
+
+
+@pytest.mark.process
+def test_a_master_that_dies_while_a_client_is_set_up_holds_the_process_up_for_seconds_only(stores):
+    with master_that_hangs_up(times=1) as address:
+        client = Mooncake(host="127.0.0.1", master=lambda: address)
+        began = time.monotonic()
+        with pytest.raises(PeerLost, match="cannot be set up"):
+            client.connect()
+        assert time.monotonic() - began < 60

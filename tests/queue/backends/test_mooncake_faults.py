@@ -110,6 +110,19 @@ async def test_while_the_master_hangs_nothing_is_given_up(make_world):
     await backend.close()
 
 
+async def test_who_begins_while_the_master_hangs_waits_for_it_and_goes_on_with_all_else(make_world):
+    world = make_world()
+    world.master.signal(signal.SIGSTOP)
+    opening = asyncio.create_task(world.backend())
+    await asyncio.sleep(3)
+    assert not opening.done()
+    world.master.signal(signal.SIGCONT)
+    backend = await opening
+    await backend.put(1, rows(10))
+    assert await backend.get(places(1, 10), ["x"]) == rows(10)
+    await backend.close()
+
+
 async def test_a_full_store_makes_writers_wait(make_world):
     world = make_world(size=32 * MIB)
     backend = await world.backend()

@@ -22,7 +22,7 @@ from asyncflow.net.batches import batches
 from asyncflow.queue.backends.base import Site
 from asyncflow.queue.backends.packed import PackedBackend
 from asyncflow.queue.backends.store import Fill, Outcome, Store, Take
-from asyncflow.stores.mooncake import BUFFER_BYTES, LEASED, MOST_KEYS, NO_ANSWER, NO_ROOM, NOT_THERE, Mooncake
+from asyncflow.stores.mooncake import BUFFER_BYTES, MOST_KEYS, NO_ANSWER, NO_ROOM, NOT_THERE, Mooncake
 from asyncflow.stores.programs import LEASE_MS, find_mooncake_master
 
 log = logging.getLogger(__name__)
@@ -130,6 +130,6 @@ def _outcome(code: int) -> Outcome:
     """Say what a code of ``Mooncake`` means: 0 or a size where it went well."""
     if code >= 0:
         return Outcome.DONE
-    if code in LEASED:
-        return Outcome.FAILED
-    return {NO_ROOM: Outcome.FULL, NOT_THERE: Outcome.LOST, NO_ANSWER: Outcome.AWAY}.get(code, Outcome.FAILED)
+    if code in NO_ANSWER:
+        return Outcome.AWAY
+    return {NO_ROOM: Outcome.FULL, NOT_THERE: Outcome.LOST}.get(code, Outcome.FAILED)
