@@ -5,7 +5,7 @@ else can run goes before each further look. So wait MPI's progress engines, and 
 
 Who asked for something looks for longer: the first to answer after a pause needs milliseconds, and who sleeps then is
 woken on the core of who answers, where both stay for as long, taking turns (a virtual core that has gone idle seems to
-be taken). With a look of 3 ms a burst of small calls took half the time.
+be taken). With a look of 3 ms a burst of small calls took 0.57 to 0.79 of the time.
 
 Invariant: a wait costs ``LOOKS`` looks at most (about 0.2 ms of processor time, only what others leave idle), and one
 look where the last sleep was longer than ``SOON_S``: who is seldom called sleeps at once. The first wait for an answer
@@ -15,7 +15,7 @@ costs ``ANSWER_S``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Final, TypeVar
 
@@ -45,19 +45,19 @@ class Lookout:
         """Give what ``look`` finds, or what ``sleep`` waits for; both give something false where there is nothing."""
         if found := look():
             return found
-        if self._asked:
-            self._asked = False
-            until = self._clock() + ANSWER_S
-            while self._clock() < until:
-                os.sched_yield()
-                if found := look():
-                    return found
-        elif self._soon:
-            for _ in range(self._looks):
-                os.sched_yield()
-                if found := look():
-                    return found
+        for _ in self._turns():
+            os.sched_yield()
+            if found := look():
+                return found
         begun = self._clock()
         found = sleep()
         self._soon = self._clock() - begun < SOON_S
         return found
+
+    def _turns(self) -> Iterable[object]:
+        """Give something for each look that comes before the sleep."""
+        if not self._asked:
+            return range(self._looks if self._soon else 0)
+        self._asked = False
+        until = self._clock() + ANSWER_S
+        return iter(lambda: self._clock() < until, False)

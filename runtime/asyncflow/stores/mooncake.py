@@ -3,85 +3,38 @@
 The traps (``docs/queue-backends.md``): ``get`` hides every error, a put over an existing key keeps the old value and
 says that it went well, empty values are not stored, a client that is not set up or was closed ends the process with
 SIGSEGV, one whose queue to a peer ran over fails for ever, and a read that names a key twice fills one place and says
-that it filled both; and while a client is set up or closed nothing else of its process runs, where the master dies or
-hangs meanwhile for 90 s or for ever.
+that it filled both. Those of setting a client up are ``mooncake_clients``' to know.
 
 Invariants: values are written under keys that are new, hard pinned, from and into buffers that stay registered as long
 as a transfer may use them; no call has more than ``MOST_KEYS`` keys; each key has a return code, and nothing is taken
-for done without it; a removal is never forced; a client is closed when it was replaced and nobody uses it any more.
+for done without it; a removal is never forced.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
-import os
-import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
-from asyncflow.errors import AsyncFlowError, ManifestError, PeerLost
+from asyncflow.errors import AsyncFlowError
+from asyncflow.stores.mooncake_clients import Buffer, Client, Clients
 
 log = logging.getLogger(__name__)
-
-Buffer = npt.NDArray[np.uint8]
 
 MOST_KEYS: Final = 512
 BUFFER_BYTES: Final = 16 << 20
 
 NO_ROOM: Final = -200
 NOT_THERE: Final = -704
-LEASED: Final = frozenset((-703, -706))
+_LEASED: Final = frozenset((-703, -706))
 """It is being written, or read."""
 _GONE: Final = -900
 NO_ANSWER: Final = frozenset((_GONE, -901))
 """Of the master: it is gone, or has said nothing for 30 s."""
-
-_REPLACE_AFTER: Final = 2
-"""Calls in a row in which something could not be moved, after which the client is replaced."""
-_REPLACE_EVERY_S: Final = 5.0
-_REACH_S: Final = 1.0
-_NO_REQUEST: Final = b"\0"
-_ENVIRONMENT: Final = {
-    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
-    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
-    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
-    "MC_LOG_LEVEL": "ERROR",
-    "GLOG_minloglevel": "2",
-}
-
-
-def load() -> ModuleType:
-    """Import ``mooncake.store``. Raises ManifestError where it is not installed."""
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    try:
-        return importlib.import_module("mooncake.store")
-    except ImportError as error:
-        hint = "pip install 'asyncflow[mooncake]', and the system's libibverbs1, libnuma1 and libcurl4"
-        where = "spec.transferQueue.backend"
-        raise ManifestError(f"Mooncake cannot be loaded: {error}", where=where, hint=hint) from error
-
-
-class _Client:
-    """A client of one master. users: calls under way; troubled: calls in a row that could not move something."""
-
-    def __init__(self, store: Any, master: str) -> None:
-        self.store = store
-        self.master = master
-        self.users = 0
-        self.troubled = 0
-        self.retired = False
-        self.made = time.monotonic()
-        self.registered: dict[int, Buffer] = {}
 
 
 class Mooncake:
@@ -92,16 +45,9 @@ class Mooncake:
     """
 
     def __init__(self, *, host: str, master: Callable[[], str | None], segment_bytes: int = 0) -> None:
-        self._library = load()
-        self._host = host
-        self._master = master
-        self._segment_bytes = segment_bytes
-        self._lock = threading.Lock()
-        self._opening = threading.Lock()
-        self._client: _Client | None = None
-        self._closed = False
+        self._clients = Clients(host=host, master=master, segment_bytes=segment_bytes)
         self._mine = threading.local()
-        pinned = self._library.ReplicateConfig()
+        pinned = self._clients.library.ReplicateConfig()
         pinned.replica_num = 1
         pinned.with_hard_pin = True
         self._pinned = pinned
@@ -109,18 +55,17 @@ class Mooncake:
     @property
     def master(self) -> str | None:
         """The master with which a client is set up now, None while there is none."""
-        client = self._client
-        return client.master if client is not None else None
+        return self._clients.master
 
     def connect(self) -> None:
-        """Set up a client with the master as it is now, where there is none. Raises PeerLost, DeadlineExceeded."""
-        with self._using():
+        """Set up a client with the master as it is now, where there is none. Raises PeerLost."""
+        with self._clients.using():
             pass
 
     def put(self, keys: Sequence[str], sizes: Sequence[int], fill: Callable[[Buffer], None]) -> list[int]:
         """Store values of these sizes under new keys; ``fill`` writes them back to back. 0: it is stored."""
         _check(keys, sizes)
-        with self._using() as client, self._buffer(client, sum(sizes)) as buffer:
+        with self._clients.using() as client, self._buffer(client, sum(sizes)) as buffer:
             fill(buffer[: sum(sizes)])
             codes = client.store.batch_put_from(list(keys), _pointers(buffer, sizes), list(sizes), self._pinned)
             return self._judge(client, codes, len(keys))
@@ -128,7 +73,7 @@ class Mooncake:
     def get(self, keys: Sequence[str], sizes: Sequence[int], take: Callable[[int, memoryview], bool]) -> list[int]:
         """Read values of these sizes, each given to ``take`` with its number. Its size: it was read and taken."""
         _check(keys, sizes)
-        with self._using() as client, self._buffer(client, sum(sizes)) as buffer:
+        with self._clients.using() as client, self._buffer(client, sum(sizes)) as buffer:
             pointers = _pointers(buffer, sizes)
 
             def read() -> list[int]:
@@ -146,96 +91,27 @@ class Mooncake:
     def holders(self, keys: Sequence[str]) -> list[str]:
         """Give the segment in which each value lies, "" for one that the master does not know."""
         _check(keys, keys)
-        with self._using() as client:
+        with self._clients.using() as client:
             known = client.store.batch_get_replica_desc(list(keys))
             return [_segment(known.get(key)) for key in keys]
 
     def remove(self, keys: Sequence[str]) -> list[int]:
         """Remove values. 0: it is gone."""
         _check(keys, keys)
-        with self._using() as client:
+        with self._clients.using() as client:
             return _again(lambda: [int(code) for code in client.store.batch_remove(list(keys))])
 
     def remove_matching(self, pattern: str) -> int:
         """Remove the values whose keys match a regular expression and that nobody reads; give their number."""
-        with self._using() as client:
+        with self._clients.using() as client:
             return int(client.store.remove_by_regex(pattern))
 
     def close(self) -> None:
         """Use the store no longer; a client that is in use is closed by its last user."""
-        with self._lock:
-            self._closed = True
-            client, self._client = self._client, None
-        if client is not None:
-            self._retire(client)
+        self._clients.close()
 
     @contextmanager
-    def _using(self) -> Iterator[_Client]:
-        client = self._enter()
-        try:
-            yield client
-        finally:
-            with self._lock:
-                client.users -= 1
-                last = client.retired and not client.users
-            if last:
-                _close(client)
-
-    def _enter(self) -> _Client:
-        """Give the client, a new one where it must be replaced, and count this user of it."""
-        with self._opening:
-            master = self._master()
-            with self._lock:
-                client = self._client
-                if self._closed:
-                    raise PeerLost("the store was closed", where="Mooncake")
-            if client is None or self._outlived(client, master):
-                client = self._replace(client, master)
-            with self._lock:
-                client.users += 1
-            return client
-
-    def _outlived(self, client: _Client, master: str | None) -> bool:
-        troubled = client.troubled >= _REPLACE_AFTER and time.monotonic() - client.made > _REPLACE_EVERY_S
-        return troubled or (master is not None and master != client.master)
-
-    def _replace(self, old: _Client | None, master: str | None) -> _Client:
-        if master is None:
-            raise PeerLost("there is no master yet", where="Mooncake")
-        if old is not None:
-            log.info("the client of Mooncake is replaced: %d calls in trouble, master %s", old.troubled, master)
-            with self._lock:
-                self._client = None
-            self._retire(old)
-        new = self._set_up(master)
-        with self._lock:
-            if self._closed:
-                new.retired = True
-            else:
-                self._client = new
-        if new.retired:
-            _close(new)
-            raise PeerLost("the store was closed", where="Mooncake")
-        return new
-
-    def _set_up(self, master: str) -> _Client:
-        """Set up a client with a master that lives now; where it dies meanwhile, the process stands still for 5 s."""
-        _check_alive(master)
-        store = self._library.MooncakeDistributedStore()
-        code = store.setup(self._host, "P2PHANDSHAKE", self._segment_bytes, 0, "tcp", "", master)
-        if code != 0:
-            raise PeerLost(f"Mooncake's client cannot be set up: error {code}", where=master)
-        return _Client(store, master)
-
-    def _retire(self, client: _Client) -> None:
-        with self._lock:
-            client.retired = True
-            idle = not client.users
-        if idle:
-            _close(client)
-
-    @contextmanager
-    def _buffer(self, client: _Client, size: int) -> Iterator[Buffer]:
+    def _buffer(self, client: Client, size: int) -> Iterator[Buffer]:
         """Give at least ``size`` bytes that are registered with ``client``: this thread's own, if they are enough.
 
         What something was stuck in is not used again, because it may still come.
@@ -257,12 +133,12 @@ class Mooncake:
                 client.store.unregister_buffer(address)
                 del client.registered[address]
 
-    def _judge(self, client: _Client, codes: Sequence[int], count: int) -> list[int]:
+    def _judge(self, client: Client, codes: Sequence[int], count: int) -> list[int]:
         """Give the codes of a transfer, one for each key, and note whether the client can still move bytes."""
         judged = [int(code) for code in codes]
         if len(judged) != count:
             raise AsyncFlowError(f"{len(judged)} answers came for {count} keys", where="Mooncake")
-        stuck = [code for code in judged if code < 0 and code not in (NO_ROOM, NOT_THERE, *NO_ANSWER, *LEASED)]
+        stuck = [code for code in judged if code < 0 and code not in (NO_ROOM, NOT_THERE, *NO_ANSWER, *_LEASED)]
         if stuck:
             client.troubled += 1
             log.info("%d of %d values could not be moved: %s", len(stuck), count, sorted(set(stuck)))
@@ -274,19 +150,6 @@ class Mooncake:
 def _check(keys: Sequence[str], sizes: Sequence[object]) -> None:
     if not 0 < len(keys) == len(set(keys)) <= MOST_KEYS or len(sizes) != len(keys) or 0 in sizes or "" in keys:
         raise ValueError(f"a call takes 1 to {MOST_KEYS} different keys, each with a value of at least a byte")
-
-
-def _check_alive(master: str) -> None:
-    """Say something that is no request, on which one that lives hangs up. Raises PeerLost."""
-    host, _, port = master.rpartition(":")
-    try:
-        with socket.create_connection((host, int(port)), timeout=_REACH_S) as line:
-            line.sendall(_NO_REQUEST)
-            line.recv(1)
-    except ConnectionResetError:
-        return
-    except OSError as error:
-        raise PeerLost(f"Mooncake's master does not answer: {error}", where=master) from error
 
 
 def _again(call: Callable[[], list[int]]) -> list[int]:
@@ -303,8 +166,3 @@ def _pointers(buffer: Buffer, sizes: Sequence[int]) -> list[int]:
 def _segment(replicas: Sequence[Any] | None) -> str:
     memory = [replica for replica in replicas or () if replica.is_memory_replica()]
     return str(memory[0].get_memory_descriptor().buffer_descriptor.transport_endpoint) if memory else ""
-
-
-def _close(client: _Client) -> None:
-    client.store.close()
-    client.registered.clear()

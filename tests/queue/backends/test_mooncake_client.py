@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from asyncflow.errors import PeerLost
-from asyncflow.stores import mooncake
+from asyncflow.stores import mooncake_clients
 from asyncflow.stores.mooncake import MOST_KEYS, NO_ROOM, Mooncake
 
 STUCK = -800
@@ -41,8 +41,8 @@ class Library:
 @pytest.fixture
 def library(monkeypatch):
     made = Library()
-    monkeypatch.setattr(mooncake, "load", lambda: made)
-    monkeypatch.setattr(mooncake, "_REPLACE_EVERY_S", 0.0)
+    monkeypatch.setattr(mooncake_clients, "load", lambda: made)
+    monkeypatch.setattr(mooncake_clients, "_REPLACE_EVERY_S", 0.0)
     return made
 
 

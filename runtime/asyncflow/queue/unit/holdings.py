@@ -135,9 +135,9 @@ class Holdings:
             self.shown.hide_of(map(self._rows.get, put.rows), parcel.columns)
         return put
 
-    def decide(self, put: Put, verdict: Verdict, error: AsyncFlowError | None = None) -> None:
+    def decide(self, put: Put, verdict: Verdict) -> None:
         """Tell who put what was decided, and ``enter`` it: nobody asks before all is done."""
-        put.tell(verdict, error)
+        put.tell(verdict)
         self.enter(put, verdict)
 
     def enter(self, put: Put, verdict: Verdict) -> None:
@@ -262,7 +262,7 @@ class Holdings:
         self.clear(list(self._rows))
         for put in list(self.puts):
             again = PeerLost("the unit was given up and began anew", where=self._where)
-            self.decide(put, Verdict([]), None if isinstance(put.entry, NewCells) else again)
+            self.decide(put, Verdict([], None if isinstance(put.entry, NewCells) else again.to_wire()))
 
     def _free(self, parts: Sequence[Part], *, promise: int = 0) -> None:
         """Give back promises now, and bytes when the store has let go of them."""

@@ -185,11 +185,11 @@ class Liaison:
             strangers = await self._controller.call("units.announce", announce, Strangers, timeout=_CALL_S)
             self._holdings.clear(strangers.rows)
 
-    def _ruled(self, put: Put, verdict: Verdict, error: AsyncFlowError | None) -> None:
+    def _ruled(self, put: Put, verdict: Verdict) -> None:
         """Take the verdict of a shard, and have the home know which cells there are now."""
         if put not in self._holdings.puts:
             return
-        self._holdings.decide(put, verdict, error)
+        self._holdings.decide(put, verdict)
         entry = put.entry
         mine = [index for index, ok in enumerate(verdict.each(len(put.rows))) if ok]
         if not mine or not isinstance(entry, NewCells) or not (entry.cells.sizes or entry.tags):

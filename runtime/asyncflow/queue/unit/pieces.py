@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from asyncflow.errors import AsyncFlowError, from_wire
+from asyncflow.errors import from_wire
 from asyncflow.net.jagged import Jagged
 from asyncflow.net.later import Later
 from asyncflow.queue.backends.base import Place
@@ -84,14 +84,12 @@ class Put:
     verdict: Later[Verdict]
     shard: int = 0
 
-    def tell(self, verdict: Verdict, error: AsyncFlowError | None = None) -> None:
-        """Have who put learn what was decided, where he waits for it still. error: why, where no controller said it."""
+    def tell(self, verdict: Verdict) -> None:
+        """Have who put learn what was decided, where he waits for it still."""
         if self.verdict.done():
             return
-        if error is None and verdict.error is not None:
-            error = from_wire(verdict.error)
-        if error is not None:
-            self.verdict.set_exception(error)
+        if verdict.error is not None:
+            self.verdict.set_exception(from_wire(verdict.error))
         else:
             self.verdict.set_result(Verdict(verdict.each(len(self.rows)), rows=verdict.rows))
 

@@ -9,7 +9,6 @@ Invariant: a shard hears of a put until it has decided, or the unit has given th
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from itertools import islice
 
@@ -20,9 +19,7 @@ from asyncflow.queue.protocol.shard_calls import AdmitCells, controller_of
 from asyncflow.queue.protocol.unit_calls import Admitted, NewCells, Verdict
 from asyncflow.queue.unit.pieces import Put
 
-log = logging.getLogger(__name__)
-
-Decided = Callable[[Put, Verdict, AsyncFlowError | None], None]
+Decided = Callable[[Put, Verdict], None]
 
 _CALL_S = 10.0
 _AGAIN_S = 0.1
@@ -87,13 +84,13 @@ class _Shard:
                 self._asking = True
                 self._again = asyncio.get_running_loop().call_later(_AGAIN_S, self._begin_anew)
                 return
-            for index, put in enumerate(puts):
+            if isinstance(answer, AsyncFlowError):
+                verdicts = [Verdict([], answer.to_wire())] * len(puts)
+            else:
+                verdicts = answer.verdicts
+            for put, verdict in zip(puts, verdicts, strict=True):
                 self.waiting.pop(put, None)
-                if isinstance(answer, AsyncFlowError):
-                    self._decided(put, Verdict([]), answer)
-                else:
-                    verdict = answer.verdicts[index]
-                    self._decided(put, verdict, None)
+                self._decided(put, verdict)
             self.ask_on()
 
         self._client.ask("shards.admit", AdmitCells(entries), Admitted, timeout=_CALL_S, done=answered)
