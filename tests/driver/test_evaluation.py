@@ -5,20 +5,19 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import numpy as np
+from queue_world import answer_all, claim_all, queue_of
 
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.load import load_job
 from asyncflow.data.prompter import Prompter
 from asyncflow.data.sources import SourceSpec, open_source
 from asyncflow.driver.evaluation import Evaluation, EvaluationResult
-from asyncflow.driver.tasks import EVAL, tasks_of
+from asyncflow.driver.rewards import RewardTally
+from asyncflow.driver.tasks import EVAL
 from asyncflow.driver.wake import Wake
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.protocol.messages import LeasedRow
-from asyncflow.queue.unit.unit import StorageUnit
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"
 
@@ -47,6 +46,7 @@ class Bench:
         self.wake = Wake()
         self.dues: list[int] = []
         self.results: list[EvaluationResult] = []
+        self.rewards = RewardTally(needed=6, keep=lambda totals: None)
         self._wanted, self._prompts = wanted, prompts
         self.evaluation = self.of_the_first_round()
 
@@ -54,6 +54,7 @@ class Bench:
         made = Evaluation.of(
             self._wanted,
             queue=self.queue,
+            rewards=self.rewards,
             prompter=self._prompts,
             steps=[0, 2],
             due=lambda: [step for step in self.dues if step not in [result.step for result in self.results]],
@@ -72,15 +73,10 @@ class Bench:
         self.wake.tell()
 
     async def claim(self, rows: int) -> list[LeasedRow]:
-        claimed: list[LeasedRow] = []
-        while len(claimed) < rows:
-            claimed += await self.queue.claim(partition=EVAL, task="rollout", max_rows=rows, timeout=10)
-        return claimed
+        return await claim_all(self.queue, partition=EVAL, rows=rows)
 
-    async def answer(self, rows: list[LeasedRow], *, right: bool) -> list[bool]:
-        dtypes = {"response_ids": np.int32, "logprobs": np.float32, "versions": np.int64, "reward": np.float32}
-        columns = {name: Jagged.from_rows([[0]] * len(rows), dtype) for name, dtype in dtypes.items()}
-        return await self.queue.complete(rows, columns, tags=[{"reward": float(right)}] * len(rows), timeout=10)
+    async def answer(self, rows: list[LeasedRow], *, right: bool, **tags: str) -> list[bool]:
+        return await answer_all(self.queue, rows, [{"reward": float(right), **tags}] * len(rows))
 
     async def recorded(self, count: int) -> list[EvaluationResult]:
         async with asyncio.timeout(10):
@@ -92,25 +88,16 @@ class Bench:
 @asynccontextmanager
 async def bench(folder: Path) -> AsyncIterator[Bench]:
     wanted = load_job(EXAMPLE, ["data.eval.size=3"]).spec
-    controller = Controller(ledger_dir=folder / "ledger")
-    address = await controller.start()
-    unit = StorageUnit(index=0, limit_bytes=1 << 20, controller=address)
-    place = await unit.start()
-    queue = QueueClient(controller=address, unit=lambda _: place, units=lambda: [0], worker="test")
-    await unit.joined(10)
-    await queue.declare(tasks_of(wanted), timeout=10)
-    made = Bench(queue, wanted, prompter(wanted, folder), controller)
-    work = (made.evaluation.put_due, made.evaluation.count, made.evaluation.replace_lost)
-    loops = [asyncio.create_task(loop()) for loop in work]
-    try:
-        yield made
-    finally:
-        for loop in loops:
-            loop.cancel()
-        await asyncio.wait(loops)
-        await queue.close()
-        await unit.close()
-        await controller.close()
+    async with queue_of(wanted, folder) as (queue, controller):
+        made = Bench(queue, wanted, prompter(wanted, folder), controller)
+        work = (made.evaluation.put_due, made.evaluation.count, made.evaluation.replace_lost)
+        loops = [asyncio.create_task(loop()) for loop in work]
+        try:
+            yield made
+        finally:
+            for loop in loops:
+                loop.cancel()
+            await asyncio.wait(loops)
 
 
 async def test_an_evaluation_is_recorded_when_all_its_samples_are_in(tmp_path: Path) -> None:
@@ -124,6 +111,19 @@ async def test_an_evaluation_is_recorded_when_all_its_samples_are_in(tmp_path: P
         assert all(await at.answer(greedy, right=True))
         assert all(await at.answer(others, right=False))
         assert await at.recorded(1) == [EvaluationResult(step=2, prompts=3, accuracy=0.0, greedy=1.0)]
+
+
+async def test_a_sample_without_a_reward_is_not_right_and_is_counted_once(tmp_path: Path) -> None:
+    async with bench(tmp_path) as at:
+        at.due(2)
+        rows = await at.claim(6)
+        assert all(await at.answer(rows[:5], right=True))
+        assert all(await at.answer(rows[5:], right=False, failure="raised", detail="KeyError: 'x'"))
+        (result,) = await at.recorded(1)
+        assert result.accuracy + (result.greedy or 0.0) < 2
+        assert at.rewards.outcomes() == {"scored": 5, "raised": 1}
+        assert at.rewards.first_failure == "raised: KeyError: 'x'"
+        assert not at.rewards.paused, "an evaluation pauses nothing"
 
 
 async def test_what_another_history_has_answered_does_not_count(tmp_path: Path) -> None:

@@ -1,9 +1,24 @@
-"""What becomes of a finished group: an advantage, or a reason."""
+"""What becomes of a finished group: advantages for those of its samples that have a reward, a reason for the others."""
+
+import asyncio
+from pathlib import Path
 
 import numpy as np
 import pytest
+from queue_world import answer_all, claim_all, queue_of
 
-from asyncflow.driver.groups import DROPPED_REWARD_TIMEOUT, FILTERED_ZERO_VARIANCE, GroupPolicy
+from asyncflow.api.load import load_job
+from asyncflow.driver.book import PromptBook, generating
+from asyncflow.driver.groups import FILTERED_ZERO_VARIANCE, TOO_FEW_REWARDS, GroupPolicy, Groups
+from asyncflow.driver.rewards import RewardTally
+from asyncflow.driver.tasks import TRAIN
+from asyncflow.net.frames import Jagged
+from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.protocol.lot import Slot
+from asyncflow.queue.protocol.messages import RowMeta
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"
+SIZE = 4
 
 
 def policy(**changes: object) -> GroupPolicy:
@@ -13,15 +28,24 @@ def policy(**changes: object) -> GroupPolicy:
 
 def test_a_group_without_variance_is_kept_or_filtered() -> None:
     rewards = np.ones(4)
-    assert policy().refusal(rewards, [""] * 4) is None
-    assert policy(drop_zero_variance=True).refusal(rewards, [""] * 4) == FILTERED_ZERO_VARIANCE
-    assert policy(drop_zero_variance=True).refusal(np.array([0.0, 1.0]), ["", ""]) is None
+    assert policy().refusal(rewards) is None
+    assert policy(drop_zero_variance=True).refusal(rewards) == FILTERED_ZERO_VARIANCE
+    assert policy(drop_zero_variance=True).refusal(np.array([0.0, 1.0])) is None
 
 
-def test_a_reward_that_timed_out_drops_its_group_only_where_that_is_asked_for() -> None:
-    rewards = np.array([0.0, 1.0])
-    assert policy().refusal(rewards, ["timeout", ""]) is None
-    assert policy(drop_timeouts=True).refusal(rewards, ["timeout", ""]) == DROPPED_REWARD_TIMEOUT
+@pytest.mark.parametrize("failure", ["raised", "invalid", "out_of_range", "died"])
+def test_a_sample_without_a_reward_goes_no_further(failure: str) -> None:
+    assert policy().drops(failure)
+    assert not policy().drops("")
+
+
+def test_a_reward_that_timed_out_is_0_unless_it_is_to_be_dropped() -> None:
+    assert not policy().drops("timeout")
+    assert policy(drop_timeouts=True).drops("timeout")
+
+
+def test_a_group_of_one_reward_has_nothing_to_be_compared_with() -> None:
+    assert policy().refusal(np.ones(1)) == policy().refusal(np.ones(0)) == TOO_FEW_REWARDS
 
 
 def test_shuffling_permutes_within_the_group_and_is_a_function_of_the_serial() -> None:
@@ -36,3 +60,74 @@ def test_shuffling_permutes_within_the_group_and_is_a_function_of_the_serial() -
 
 def test_advantages_are_the_estimators() -> None:
     assert policy(estimator="dr-grpo").advantages(0, np.array([0.0, 1.0])).tolist() == pytest.approx([-0.5, 0.5])
+
+
+async def test_of_a_group_the_trainer_sees_the_samples_that_have_a_reward(tmp_path: Path) -> None:
+    """Of three groups of four: one is whole, one lacks a reward, and of one there is a single reward left."""
+    spec = load_job(EXAMPLE, [f"algorithm.groupSize={SIZE}", "algorithm.promptsPerStep=2"]).spec
+    tally = RewardTally(needed=2 * SIZE, keep=lambda totals: None)
+    excluded: list[int] = []
+    async with queue_of(spec, tmp_path) as (queue, _):
+        groups = Groups(
+            queue=queue, policy=GroupPolicy.of(spec), rewards=tally, finished=lambda _: None, excluded=excluded.append
+        )
+        await queue.open_step(partition=TRAIN, step=1, groups=2, group_size=SIZE, timeout=10)
+        keys = [(serial, sample) for serial in range(3) for sample in range(SIZE)]
+        metas = [RowMeta(partition=TRAIN, serial=serial, sample=sample, step=1) for serial, sample in keys]
+        prompts = {
+            "prompt_ids": Jagged.from_rows([[1]] * len(keys), np.int32),
+            "task": Jagged.from_rows([[1]] * len(keys), np.uint8),
+        }
+        await queue.create(metas, prompts, group_size=SIZE, outputs=None, timeout=10)
+        rows = await claim_all(queue, partition=TRAIN, rows=len(keys))
+        failed = {(1, 0), (2, 0), (2, 1), (2, 3)}
+        tags = [
+            {"reward": float(row.meta.sample % 2)}
+            | ({"failure": "raised", "detail": "boom"} if (row.meta.serial, row.meta.sample) in failed else {})
+            for row in rows
+        ]
+        assert all(await answer_all(queue, rows, tags))
+        work = asyncio.create_task(groups.run())
+        await queue.begin(partition=TRAIN, attempt=0, step=0, world=1, timeout=10)
+        async with asyncio.timeout(10):
+            slots = [await _slot(queue, 0)]
+            while not slots[-1].last:
+                slots.append(await _slot(queue, len(slots)))
+            while not excluded:
+                await asyncio.sleep(0.01)
+        snapshot = await queue.snapshot(partition=TRAIN, timeout=10)
+        audit = await queue.audit(timeout=10)
+        work.cancel()
+        await asyncio.wait([work])
+    assert {(row.meta.serial, row.meta.sample) for slot in slots for row in slot.rows} == {
+        *((0, sample) for sample in range(SIZE)),
+        *((1, sample) for sample in range(1, SIZE)),
+    }
+    assert excluded == [2]
+    assert tally.outcomes() == {"scored": 8, "raised": 4}
+    assert (audit.dropped, audit.unfinished, audit.lost, audit.problems) == (5, 7, 0, [])
+    assert generating(snapshot) == 0
+    book = PromptBook(prompts_per_step=2, steps=1)
+    book.restore(snapshot)
+    assert book.dispatched == 2, "a group of which a part was dropped still counts, one that was dropped whole does not"
+    assert book.issue() is None
+
+
+async def _slot(queue: QueueClient, number: int) -> Slot:
+    slot = await queue.slot(partition=TRAIN, attempt=0, step=1, slot=number, rank=0, tokens=1 << 20, timeout=10)
+    assert slot is not None
+    return slot
+
+
+async def test_where_nothing_may_take_a_groups_place_the_job_pauses(tmp_path: Path) -> None:
+    tally = RewardTally(needed=8, keep=lambda totals: None)
+    groups = Groups(
+        queue=None,  # type: ignore[arg-type]
+        policy=policy(refills=False),
+        rewards=tally,
+        finished=lambda _: None,
+        excluded=lambda _: None,
+    )
+    groups._exclude(7, TOO_FEW_REWARDS)
+    assert "group 7 goes no further" in tally.paused
+    assert "deterministic" in tally.paused

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from asyncflow.api.status import RewardState
 from asyncflow.driver.evaluation import EvaluationResult
 from asyncflow.driver.journal import Journal
 from asyncflow.driver.lives import Lives
@@ -115,6 +116,7 @@ def test_the_summary_counts_what_was_measured(tmp_path: Path) -> None:
         phase="Succeeded",
         finished=130.0,
         lives=lives,
+        rewards=RewardState(scored=8, failed={"raised": 1}, first_failure="raised: KeyError"),
         devices=2,
     )
     assert summary["steps"] == 2
@@ -127,6 +129,7 @@ def test_the_summary_counts_what_was_measured(tmp_path: Path) -> None:
     assert summary["tpspd"] == pytest.approx(200 / 6 / 2)
     assert (summary["staleness_start_max"], summary["staleness_start_mean"]) == (1, 0.5)
     assert summary["logprob_gap_p99"] == 1e-6
+    assert (summary["rewards_failed"], summary["first_failed_reward"]) == ({"raised": 1}, "raised: KeyError")
     assert (summary["samples_dispatched"], summary["samples_lost"], summary["samples_duplicated"]) == (8, 0, 0)
 
 

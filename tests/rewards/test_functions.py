@@ -10,6 +10,7 @@ from asyncflow.data.gym import open_gym
 from asyncflow.errors import ManifestError
 from asyncflow.rewards.extract import boxed, last_number, text
 from asyncflow.rewards.pool import RewardPool
+from asyncflow.rewards.process import Scorer
 from asyncflow.rewards.registry import check
 from asyncflow.rewards.wire import Example
 
@@ -56,19 +57,19 @@ def test_the_registry_refuses_what_it_can_tell_without_running_code(tmp_path: Pa
 
 
 async def test_math_verify_runs_in_the_main_thread_of_a_child(tmp_path: Path) -> None:
-    pool = RewardPool(function="math_verify", workdir=tmp_path, timeout_s=30)
+    pool = RewardPool(Scorer(function="math_verify", workdir=tmp_path), timeout_s=30)
     await pool.start()
     responses = [r"so it is $\frac{1}{2}$", "The answer is 0.5", r"\boxed{0.50}", "it is 3", ""]
     results = [await pool.score(Example(prompt="", response=r, answer=r"\frac{1}{2}")) for r in responses]
     await pool.close()
     assert [r.value for r in results] == [1.0, 1.0, 1.0, 0.0, 0.0]
-    assert not any(r.flag for r in results)
+    assert not any(r.failure for r in results)
 
 
 async def test_gym_scores_with_the_datasets_own_checker(tmp_path: Path) -> None:
     source = open_gym("chain_sum", config={"max_terms": 3}, seed=1, purpose="train", size=None, where="data.train")
     prompt = source.prompt(0)
-    pool = RewardPool(function="gym", extractor="last_number", workdir=tmp_path, timeout_s=30)
+    pool = RewardPool(Scorer(function="gym", extractor="last_number", workdir=tmp_path), timeout_s=30)
     await pool.start()
 
     async def value(response: str) -> float:
@@ -78,12 +79,12 @@ async def test_gym_scores_with_the_datasets_own_checker(tmp_path: Path) -> None:
     assert await value(f"I think it is {prompt.answer}.00!") == 1.0
     assert await value(f"{int(prompt.answer) + 1}") < 1.0
     assert await value("no idea") < 1.0
-    assert (await pool.score(Example(prompt="", response="1", answer="1"))).flag == "error"
+    assert (await pool.score(Example(prompt="", response="1", answer="1"))).failure == "raised"
     await pool.close()
 
 
 async def test_task_compares_exactly(tmp_path: Path) -> None:
-    pool = RewardPool(function="task", workdir=tmp_path)
+    pool = RewardPool(Scorer(function="task", workdir=tmp_path))
     await pool.start()
     values = [(await pool.score(Example(prompt="", response=r, answer="012"))).value for r in ("012", "12", "0123")]
     await pool.close()

@@ -14,7 +14,8 @@ import pytest
 
 from asyncflow.errors import ManifestError
 from asyncflow.rewards.pool import RewardPool
-from asyncflow.rewards.wire import Example
+from asyncflow.rewards.process import Scorer
+from asyncflow.rewards.wire import FAILURES, Example
 
 FUNCTION = """
     import os, sys, time
@@ -41,6 +42,16 @@ FUNCTION = """
                 return float(len(sys.stdin.read()))
             case "torch":
                 return float("torch" in sys.modules)
+            case "none":
+                return None
+            case "dict":
+                return {"reward": 1.0}
+            case "coroutine":
+                async def later():
+                    return 1.0
+                return later()
+            case "1e13":
+                return 1e13
             case "fork":
                 child = os.fork()
                 while True:
@@ -48,6 +59,12 @@ FUNCTION = """
         return 1.0 if response == answer else 0.25
 
     broken = 3
+
+    async def later(**example):
+        return 1.0
+
+    def positional(completions, response, prompt, answer, meta):
+        return 1.0
 """
 
 
@@ -59,7 +76,7 @@ def workdir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def pool(workdir: Path):
-    pool = RewardPool(function="myreward:score", workdir=workdir, timeout_s=2.0)
+    pool = RewardPool(Scorer(function="myreward:score", workdir=workdir), low=-1e6, high=1e6, timeout_s=2.0)
     await pool.start()
     yield pool
     await pool.close()
@@ -75,28 +92,45 @@ async def test_a_user_function_scores_and_may_print_and_sees_no_input(pool: Rewa
     assert (await pool.score(example("41", "42"))).value == 0.25
     assert (await pool.score(example("stdin"))).value == 0.0
     assert (await pool.score(example("torch"))).value == 0.0
-    assert pool.outcomes == {"": 4, "timeout": 0, "error": 0, "crashed": 0}
+    assert pool.scored == 4
+    assert pool.failed == dict.fromkeys(FAILURES, 0)
 
 
-@pytest.mark.parametrize("response", ["raise", "text", "nan", "huge"])
-async def test_what_is_no_finite_number_is_flagged(pool: RewardPool, response: str) -> None:
+@pytest.mark.parametrize(
+    ("response", "failure", "detail"),
+    [
+        ("raise", "raised", "KeyError: 'no such thing'"),
+        ("text", "invalid", "returned a str"),
+        ("none", "invalid", "returned a NoneType"),
+        ("dict", "invalid", "returned a dict"),
+        ("coroutine", "invalid", "returned a coroutine"),
+        ("nan", "invalid", "returned nan"),
+        ("huge", "invalid", "returned inf"),
+        ("1e13", "out_of_range", "1e+13 is outside of reward.min"),
+    ],
+)
+async def test_what_is_no_reward_is_a_failure_of_its_own(
+    pool: RewardPool, response: str, failure: str, detail: str
+) -> None:
     before = (await pool.score(example("pid"))).value
     result = await pool.score(example(response))
-    assert (result.value, result.flag) == (0.0, "error")
-    assert result.detail
+    assert (result.value, result.failure) == (0.0, failure)
+    assert detail in result.detail
+    assert pool.failed[failure] == 1
     assert (await pool.score(example("pid"))).value == before
 
 
 async def test_an_example_that_cannot_be_sent_is_flagged(pool: RewardPool) -> None:
     result = await pool.score(Example(prompt="p", response="r", answer=object()))
-    assert (result.flag, result.value) == ("error", 0.0)
+    assert (result.failure, result.value) == ("raised", 0.0)
     assert (await pool.score(example("x", "x"))).value == 1.0
 
 
 async def test_a_process_that_dies_is_replaced(pool: RewardPool) -> None:
     result = await pool.score(example("exit"))
-    assert (result.value, result.flag) == (0.0, "crashed")
-    assert pool.outcomes["crashed"] == 1
+    assert (result.value, result.failure) == (0.0, "died")
+    assert "exit status 3" in result.detail
+    assert pool.failed["died"] == 1
     assert (await pool.score(example("x", "x"))).value == 1.0
 
 
@@ -107,7 +141,7 @@ async def test_a_process_killed_while_idle_harms_nobody(pool: RewardPool) -> Non
 
 
 async def test_a_stuck_sample_delays_only_itself(workdir: Path) -> None:
-    pool = RewardPool(function="myreward:score", workdir=workdir, timeout_s=15.0, max_workers=3)
+    pool = RewardPool(Scorer(function="myreward:score", workdir=workdir), timeout_s=15.0, max_workers=3)
     await pool.start()
     stuck = [asyncio.create_task(pool.score(example("stuck"))) for _ in range(2)]
     await asyncio.sleep(0)
@@ -116,15 +150,15 @@ async def test_a_stuck_sample_delays_only_itself(workdir: Path) -> None:
     assert not any(task.done() for task in stuck)
     assert pool.workers == 3
     await pool.close()
-    assert [(await task).flag for task in stuck] == ["crashed", "crashed"]
+    assert [(await task).failure for task in stuck] == ["died", "died"]
 
 
 async def test_a_stuck_sample_is_killed_at_its_deadline_with_all_that_it_started(workdir: Path) -> None:
-    pool = RewardPool(function="myreward:score", workdir=workdir, timeout_s=1.0)
+    pool = RewardPool(Scorer(function="myreward:score", workdir=workdir, processes=4), timeout_s=1.0)
     await pool.start()
     pid = int((await pool.score(example("pid"))).value)
     result = await pool.score(example("fork"))
-    assert (result.value, result.flag) == (0.0, "timeout")
+    assert (result.value, result.failure) == (0.0, "timeout")
     assert not [p for p in psutil.process_iter(["pid", "status"]) if _in_group(p, pid)]
     assert (await pool.score(example("x", "x"))).value == 1.0
     await pool.close()
@@ -146,10 +180,19 @@ async def test_a_cancelled_score_leaves_no_late_answer(pool: RewardPool) -> None
     assert (await pool.score(example("x", "x"))).value == 1.0
 
 
-@pytest.mark.parametrize("function", ["myreward:absent", "myreward:broken", "absent_module:score"])
-async def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(workdir: Path, function: str) -> None:
-    pool = RewardPool(function=function, workdir=workdir)
-    with pytest.raises(ManifestError, match=r"reward\.function"):
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("myreward:absent", "no function 'absent'"),
+        ("myreward:broken", "no function 'broken'"),
+        ("myreward:later", "an async function"),
+        ("myreward:positional", "missing a required argument"),
+        ("absent_module:score", "No module named"),
+    ],
+)
+async def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(workdir: Path, function: str, why: str) -> None:
+    pool = RewardPool(Scorer(function=function, workdir=workdir))
+    with pytest.raises(ManifestError, match=rf"reward\.function: .*{why}"):
         await pool.start()
     await pool.close()
 
@@ -172,10 +215,11 @@ def test_reward_processes_die_with_a_killed_parent(workdir: Path, response: str)
 PARENT = """
     import asyncio, pathlib, sys
     from asyncflow.rewards.pool import RewardPool
+    from asyncflow.rewards.process import Scorer
     from asyncflow.rewards.wire import Example
 
     async def main():
-        pool = RewardPool(function="myreward:score", workdir=pathlib.Path.cwd(), timeout_s=60)
+        pool = RewardPool(Scorer(function="myreward:score", workdir=pathlib.Path.cwd()), timeout_s=60)
         await pool.start()
         pid = (await pool.score(Example(prompt="", response="pid"))).value
         stuck = asyncio.create_task(pool.score(Example(prompt="", response=sys.argv[1])))

@@ -26,6 +26,7 @@ from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta, TaskSpec
 from asyncflow.queue.unit.unit import StorageUnit
 from asyncflow.rewards.pool import RewardPool
+from asyncflow.rewards.process import Scorer
 from asyncflow.rollout.engines import open_engine
 from asyncflow.rollout.job import RolloutSettings
 from asyncflow.rollout.worker import RolloutWorker, wanted_by
@@ -213,7 +214,7 @@ class World:
         generator = open_engine(engine, folder=model, slots=slots, max_length=64, options=options)
         await generator.start()
         self.stack.push_async_callback(generator.close)
-        rewards = RewardPool(function=reward, workdir=Path(__file__).parent, timeout_s=2.0)
+        rewards = RewardPool(Scorer(function=reward, workdir=Path(__file__).parent), timeout_s=2.0)
         await rewards.start()
         self.stack.push_async_callback(rewards.close)
         worker = RolloutWorker(

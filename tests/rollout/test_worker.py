@@ -45,7 +45,7 @@ async def test_a_sample_is_claimed_generated_scored_and_delivered(world):
         assert len(ids) == len(logprobs) == len(versions) == tags["tokens"] == tags["response_tokens"]
         text = len(ids) - (tags["finish"] == "stop")
         assert reward.tolist() == [tags["reward"]] == [text + 0.5]
-        assert (tags["flag"], tags["version_min"], tags["version_max"]) == ("", 0, 0)
+        assert ("failure" in tags, tags["version_min"], tags["version_max"]) == (False, 0, 0)
     status = rollout.worker.status()
     assert status["version"] == Version(0, 0).packed
     assert status["tokens_generated"] == sum(len(ids) for ids in columns["response_ids"])
@@ -149,7 +149,7 @@ async def test_a_stuck_reward_delays_only_its_own_sample(world):
     assert 3 not in {row.meta.serial for row in rows}
     assert rollout.instance.running == 0
     late, _ = await world.made(1)
-    assert (late[0].meta.tags["flag"], late[0].meta.tags["reward"]) == ("timeout", 0.0)
+    assert (late[0].meta.tags["failure"], late[0].meta.tags["reward"]) == ("timeout", 0.0)
 
 
 async def test_leaving_gives_back_what_is_not_generated(world):

@@ -11,6 +11,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, StringConstraints
 
 from asyncflow.api.base import Frozen, Options, PluginName, Rule, Seed, Source, Spec, Steps, Text
+from asyncflow.api.placement import ResourcesSpec
+from asyncflow.api.quantity import Quantity
 
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -99,22 +101,47 @@ class WorkersSpec(Spec):
 
 
 class RewardSpec(Spec):
-    """How a response is judged. The code is somebody else's: it runs in processes that can be killed."""
+    """How a response is judged. The code is somebody else's: it runs in processes that can be killed, in a sandbox."""
 
     function: Annotated[str, StringConstraints(pattern=MODULE_FUNCTION, max_length=256)]
     """``task`` (the source's own check), ``gym``, ``math_verify``, or ``module:function`` of your own."""
     extractor: PluginName = "text"
     """How the answer is found in a response: ``text`` (all of it), ``last_number``, ``boxed``."""
+    min: Annotated[float, Field(ge=-1e30, le=1e30)] = -1e6
+    """Least reward; a sample that gets less has none."""
+    max: Annotated[float, Field(ge=-1e30, le=1e30)] = 1e6
+    """Greatest reward; a sample that gets more has none."""
     timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
     """Seconds that one response may take to judge."""
     on_timeout: Literal["zero", "drop"] = "zero"
-    """What becomes of a response whose judge was too slow: reward 0 and a flag, or dropped and counted."""
+    """What becomes of a response whose judge was too slow: reward 0 and counted, or dropped and counted."""
     workers: WorkersSpec = Field(default_factory=WorkersSpec)
     """Size of the pool."""
+    memory: Quantity = Quantity("4Gi")
+    """Bytes of data that one process may have."""
+    processes: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Processes that the function may start, per process of the pool: for a reward that runs tests, say."""
+    network: bool = False
+    """Whether the function may open network connections: for a reward server, say. On Kubernetes it also opens the
+    egress of the rollouts' pods."""
+    files: Annotated[tuple[Source, ...], Field(max_length=64)] = ()
+    """Files and folders that the function may read beside the job's folder and what is installed."""
+    resources: ResourcesSpec = Field(default_factory=ResourcesSpec)
+    """CPU and memory of the container that judges, one in each pod of a rollout."""
     shuffle: bool = False
     """Whether rewards are permuted within each group, keyed by the seed: a control, in which nothing may be learned."""
     config: Options = Field(default_factory=dict)
     """Settings that the function is given."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            reads=("min", "max"),
+            ok=lambda reward: reward.min < reward.max,
+            cel="self.min < self.max",
+            why="no reward is between min and max",
+            fix="Give min < max",
+        ),
+    )
 
 
 class ClipSpec(Spec):

@@ -13,11 +13,12 @@ from pydantic import ConfigDict, Field, StringConstraints
 from asyncflow.api.base import Spec
 from asyncflow.api.conditions import Conditions, Time
 
-Phase = Literal["Pending", "Starting", "Running", "Suspending", "Suspended", "Succeeded", "Failed"]
+Phase = Literal["Pending", "Starting", "Running", "Paused", "Suspending", "Suspended", "Succeeded", "Failed"]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Line = Annotated[str, StringConstraints(max_length=1024)]
 WorkerId = Annotated[str, StringConstraints(max_length=128)]
+ShortWord = Annotated[str, StringConstraints(max_length=32)]
 Uid = Annotated[str, StringConstraints(max_length=64)]
 
 
@@ -68,6 +69,17 @@ class RolloutState(Wire):
     """Sequences in generation."""
 
 
+class RewardState(Wire):
+    """The samples that were judged, evaluations included."""
+
+    scored: Count = 0
+    """Samples that got a reward."""
+    failed: Annotated[dict[ShortWord, Count], Field(max_length=16)] = Field(default_factory=dict)
+    """Samples that got none, by why: timeout, raised, invalid, out_of_range, died."""
+    first_failure: Annotated[str, StringConstraints(max_length=2048)] = ""
+    """What is known of the first of them, a traceback where the function raised."""
+
+
 class CheckpointState(Wire):
     """The newest checkpoint."""
 
@@ -114,6 +126,8 @@ class DriverStatus(Wire):
     """By role: share of their time in which instances did nothing."""
     rollouts: Annotated[tuple[RolloutState, ...], Field(max_length=10_000)] = ()
     """The rollouts."""
+    rewards: RewardState = Field(default_factory=RewardState)
+    """Samples judged so far, and why some have no reward."""
     checkpoint: CheckpointState | None = None
     """The newest checkpoint."""
     waiting_for: Line = ""
@@ -201,6 +215,8 @@ class JobStatus(Spec):
     """When the last step was done."""
     checkpoint_step: Count | None = None
     """Step of the newest checkpoint."""
+    failed_rewards: Count | None = None
+    """Samples that got no reward."""
     waiting_for: Line = ""
     """What the job waits for, in one sentence."""
     replicas: Count = 0

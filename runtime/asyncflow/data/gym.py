@@ -68,7 +68,7 @@ def make_dataset(name: str, config: Mapping[str, Any], *, where: str) -> Any:
         )
     try:
         return create_dataset(name, **config)
-    except (TypeError, ValueError, AssertionError) as error:
+    except (TypeError, ValueError, AssertionError, AttributeError) as error:
         raise ManifestError(
             f"reasoning-gym refuses the config of {name!r}: {error}", where=where, hint="see the dataset's fields"
         ) from error

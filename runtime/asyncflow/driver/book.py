@@ -61,8 +61,7 @@ class PromptBook:
             self._counted[step] = 0
             for serial in state.serials:
                 self.note(serial=serial, step=step)
-            if state.group_size:
-                self._counted[step] -= (state.filtered + state.dropped) // state.group_size
+            self._counted[step] -= state.excluded
         self.next_serial = snapshot.next_serial
         self._missing = sorted(snapshot.missing)
 
@@ -80,6 +79,7 @@ def generating(snapshot: PartitionSnapshot) -> int:
     """Give how many groups are dispatched and not wholly generated."""
     states = [state for state in snapshot.steps.values() if state.group_size]
     return sum(
-        len(state.serials) - (state.done.get("rollout", 0) + state.filtered + state.dropped) // (state.group_size or 1)
+        len(state.serials)
+        - (state.done.get("rollout", 0) + state.trained + state.filtered + state.dropped) // (state.group_size or 1)
         for state in states
     )

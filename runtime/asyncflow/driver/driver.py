@@ -1,8 +1,8 @@
 """The driver: wires data, admission, groups, evaluation and progress to the queue and the catalogue of versions.
 
 Its loops share one bell (``Wake``) and look at levels: what is published, dispatched, trained, evaluated. Its durable
-state is the ledger, the checkpoint, its own two files of lines and ``lives.json``; a driver that is killed starts again
-from those.
+state is the ledger, the checkpoint, its own two files of lines, ``lives.json`` and ``rewards.json``; a driver that is
+killed starts again from those.
 
 Invariants: what a loop does is a function of levels, so it may be ended and begun again at any point; a driver takes
 over before it reads the ledger, so no prompt that a dead one put comes in later; when the job is over is decided in one
@@ -12,6 +12,7 @@ place (``ending``).
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections import Counter
@@ -27,10 +28,12 @@ from asyncflow.driver.ending import Ending
 from asyncflow.driver.evaluation import Evaluation, EvaluationResult
 from asyncflow.driver.gauges import count_step, show
 from asyncflow.driver.groups import GroupPolicy, Groups
+from asyncflow.driver.journal import read_whole, write_whole
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
 from asyncflow.driver.progress import Progress, line_of
 from asyncflow.driver.prompts import PromptColumns
+from asyncflow.driver.rewards import RewardTally
 from asyncflow.driver.status import build_status, waiting_for
 from asyncflow.driver.tasks import EVAL, TRAIN
 from asyncflow.driver.versions import Versions
@@ -107,9 +110,16 @@ class Driver:
             changed=self.wake.changed,
             on_first=self._first_dispatch,
         )
+        self.rewards = RewardTally(
+            needed=spec.algorithm.prompts_per_step * spec.algorithm.group_size,
+            keep=lambda totals: write_whole(folder / "rewards.json", json.dumps(totals)),
+        )
+        self.rewards.restore(read_whole(folder / "rewards.json"))
+        metrics.watch_rewards(self.rewards.outcomes)
         self._groups = Groups(
             queue=queue,
             policy=GroupPolicy.of(spec),
+            rewards=self.rewards,
             finished=self._finished,
             excluded=self._exclude,
         )
@@ -123,6 +133,7 @@ class Driver:
         self._evaluation = Evaluation.of(
             spec,
             queue=queue,
+            rewards=self.rewards,
             prompter=eval_prompts,
             steps=self.schedule.evaluations(),
             due=self.versions.due,
@@ -140,6 +151,7 @@ class Driver:
             export_s=spec.limits.stall_seconds,
             stop_s=spec.limits.stop_seconds,
             devices=spec.trainer.replicas + spec.rollout.replicas,
+            rewards=self.rewards,
         )
         server.route("driver.report", TrainReport, self._report)
 
@@ -187,7 +199,9 @@ class Driver:
             stats=self._stats,
             checkpoint=self._ending.checkpoint,
             idle_share=self.lives.idle_shares(time.time()),
-            waiting_for=waiting_for(
+            rewards=self.rewards.state,
+            waiting_for=self.rewards.paused
+            or waiting_for(
                 self.progress,
                 spec=self.job.spec,
                 members=self.members.counts,
@@ -213,11 +227,26 @@ class Driver:
             raise Refused(
                 "the job is not under way yet", where="suspend", hint="Ask again when /v1/status says Running."
             )
-        if self.phase == "Running":
+        if self.phase in ("Running", "Paused"):
             self.phase = "Suspending"
             self.progress.note("suspend", at=time.time())
             self.checkpoint()
             self.wake.tell()
+
+    def resume(self) -> None:
+        """Go on after a pause. Raises Refused where the job is not paused."""
+        if self.phase != "Paused":
+            raise Refused(f"the job is not paused but {self.phase.lower()}", where="resume")
+        self.rewards.resume()
+        self.phase = "Running"
+        self.progress.note("resume", at=time.time())
+        self.wake.tell()
+
+    def _pause(self) -> None:
+        log.error("%s", self.rewards.paused)
+        self.phase = "Paused"
+        self.progress.note("pause", at=time.time(), why=self.rewards.paused)
+        self.rewards.flush()
 
     async def _restore(self) -> None:
         await self.queue.expire(worker=self.queue.worker, timeout=CALL_TIMEOUT_S)
@@ -234,9 +263,12 @@ class Driver:
         committed, remembered = -1, 0.0
         while True:
             self.members.observe(time.time())
+            if self.rewards.paused and self.phase == "Running":
+                self._pause()
             if time.monotonic() - remembered > REMEMBER_S:
                 remembered = time.monotonic()
                 self.members.remember(time.time())
+                self.rewards.flush()
             self.weights.require(self.versions.required())
             stats = self._stats = await self.queue.stats(timeout=CALL_TIMEOUT_S)
             if stats.committed != committed:
@@ -290,6 +322,7 @@ class Driver:
         if again and self._evaluation is not None:
             self._evaluation.begin_anew()
         count_step(self.metrics, line)
+        self.rewards.forget(report.step)
         self.members.observe(time.time())
         self.lives.closed = time.time() if report.step >= self.schedule.steps else None
         self.wake.tell()

@@ -22,6 +22,7 @@ from asyncflow.driver.dispatch import CALL_TIMEOUT_S
 from asyncflow.driver.journal import write_whole
 from asyncflow.driver.members import Members
 from asyncflow.driver.progress import Progress
+from asyncflow.driver.rewards import RewardTally
 from asyncflow.driver.summary import summarize
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.driver.wake import Wake
@@ -52,6 +53,7 @@ class Ending:
     export_s: float
     stop_s: float
     devices: int
+    rewards: RewardTally
     checkpoint: tuple[int, float] | None = field(default=None, init=False)
 
     async def reached(self) -> Phase:
@@ -91,9 +93,16 @@ class Ending:
         finished = time.time()
         await self.members.hear(within_s=HEAR_S)
         self.members.remember(time.time())
+        self.rewards.flush()
         self.progress.note(phase, at=finished)
         summary = summarize(
-            self.progress, audit=audit, phase=phase, finished=finished, lives=self.members.lives, devices=self.devices
+            self.progress,
+            audit=audit,
+            phase=phase,
+            finished=finished,
+            lives=self.members.lives,
+            rewards=self.rewards.state,
+            devices=self.devices,
         )
         write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         await self.members.dismiss(within_s=self.stop_s)

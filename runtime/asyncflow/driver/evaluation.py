@@ -27,6 +27,7 @@ from asyncflow.api.job import RLJobSpec
 from asyncflow.data.prompter import Prompter
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
 from asyncflow.driver.prompts import PROMPTS_PER_PUT, PromptColumns
+from asyncflow.driver.rewards import RewardTally
 from asyncflow.driver.tasks import EVAL
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 SCORED = "evaluated"
 ROUND = "round"
 RIGHT = 1.0
-"""The least reward of a right answer."""
+"""The least reward of a right answer. A sample that got no reward is not right, and counted with ``RewardTally``."""
 
 
 @dataclass(kw_only=True)
@@ -72,6 +73,7 @@ class Evaluation:
     """
 
     queue: QueueClient
+    rewards: RewardTally
     columns: PromptColumns
     steps: Sequence[int]
     prompts: int
@@ -163,6 +165,8 @@ class Evaluation:
     def _note(self, tally: Tally, row: LeasedRow) -> None:
         greedy = self._is_greedy(row.meta.sample)
         kind = tally.greedy if greedy else tally.sampled
+        if (row.meta.serial, row.meta.sample) not in kind:
+            self.rewards.take(row)
         kind[row.meta.serial, row.meta.sample] = float(row.meta.tags["reward"]) >= RIGHT
 
     def _result(self, step: int, tally: Tally) -> EvaluationResult:

@@ -1,17 +1,21 @@
 """The advantage task: whole groups in, one scalar a sample out.
 
-The driver claims each finished group, decides whether the trainer shall see it, and writes ``advantage``. Everything it
-needs travels as tags with the claim, so no cell is fetched. The trainer never filters after a claim.
+The driver claims each finished group, decides which of its samples the trainer shall see, and writes ``advantage``.
+Everything it needs travels as tags with the claim, so no cell is fetched. The trainer never filters after a claim.
 
-Invariant: every group that the rollouts finished is either given an advantage or dropped with a reason that is counted.
+A sample without a reward is dropped, and the group goes on with the others as long as these can be compared.
+
+Invariant: every sample that the rollouts finished is either given an advantage or dropped with a reason that is
+counted; a driver that takes over in the middle of a group decides as the one before would have.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Final
 
 import numpy as np
 
@@ -19,6 +23,7 @@ from asyncflow.algorithms.advantages import AdvantageName, group_advantages
 from asyncflow.algorithms.filters import zero_variance
 from asyncflow.api.job import RLJobSpec
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
+from asyncflow.driver.rewards import RewardTally, failure_of
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.net.frames import Jagged
 from asyncflow.queue.client.client import QueueClient
@@ -26,9 +31,11 @@ from asyncflow.queue.protocol.messages import LeasedRow
 
 log = logging.getLogger(__name__)
 
-FILTERED_ZERO_VARIANCE = "filtered: zero variance"
-DROPPED_REWARD_TIMEOUT = "reward_timeout"
-GROUPS_PER_CLAIM = 64
+FILTERED_ZERO_VARIANCE: Final = "filtered: zero variance"
+TOO_FEW_REWARDS: Final = "too few rewards in its group"
+GROUPS_PER_CLAIM: Final = 64
+_FEWEST: Final = 2
+"""Rewards that an advantage within a group needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,35 +43,43 @@ class GroupPolicy:
     """What becomes of a finished group.
 
     estimator: the advantage's name (``asyncflow.algorithms.advantages``). drop_zero_variance: DAPO's dynamic sampling.
-    drop_timeouts: a group with a reward that ran into its deadline is dropped instead of getting reward 0.
-    shuffle_seed: permute the rewards of each group by it, the control in which nothing may be learned; None is off.
+    drop_timeouts: a reward that ran into its deadline is none, instead of 0. shuffle_seed: permute the rewards of each
+    group by it, the control in which nothing may be learned; None is off. refills: whether another group takes the
+    place of one that goes no further; in a run that promises the same bits none can, because which one it is would
+    depend on when it happens.
     """
 
     estimator: AdvantageName
     drop_zero_variance: bool
     drop_timeouts: bool
     shuffle_seed: int | None = None
+    refills: bool = True
 
     @classmethod
     def of(cls, spec: RLJobSpec) -> GroupPolicy:
-        """Give the policy that a manifest asks for."""
+        """Return the policy that a manifest asks for."""
         return cls(
             estimator=spec.algorithm.advantage,
             drop_zero_variance=spec.algorithm.filter_zero_variance == "drop",
             drop_timeouts=spec.reward.on_timeout == "drop",
             shuffle_seed=spec.algorithm.seed if spec.reward.shuffle else None,
+            refills=not spec.schedule.deterministic,
         )
 
     def advantages(self, serial: int, rewards: np.ndarray) -> np.ndarray:
-        """Give float32[G] for the rewards [G] of group ``serial``."""
+        """Return float32[G] for the rewards [G] of group ``serial``."""
         if self.shuffle_seed is not None:
             rewards = np.random.default_rng([self.shuffle_seed, serial]).permutation(rewards)
         return group_advantages(rewards, name=self.estimator)
 
-    def refusal(self, rewards: np.ndarray, flags: Sequence[str]) -> str | None:
-        """Give the reason for which the trainer shall not see the group, or None."""
-        if self.drop_timeouts and "timeout" in flags:
-            return DROPPED_REWARD_TIMEOUT
+    def drops(self, failure: str) -> bool:
+        """Tell whether a sample goes no further whose reward failed so; "" is one that has its reward."""
+        return bool(failure) and (failure != "timeout" or self.drop_timeouts)
+
+    def refusal(self, rewards: np.ndarray) -> str | None:
+        """Return the reason for which the trainer shall not see a group with these rewards, or None."""
+        if len(rewards) < _FEWEST:
+            return TOO_FEW_REWARDS
         if self.drop_zero_variance and zero_variance(rewards):
             return FILTERED_ZERO_VARIANCE
         return None
@@ -79,6 +94,7 @@ class Groups:
 
     queue: QueueClient
     policy: GroupPolicy
+    rewards: RewardTally
     finished: Callable[[int], None]
     excluded: Callable[[int], None]
 
@@ -93,14 +109,31 @@ class Groups:
                 await self._decide(serial, list(group))
 
     async def _decide(self, serial: int, group: list[LeasedRow]) -> None:
-        rewards = np.array([float(row.meta.tags["reward"]) for row in group], dtype=np.float64)
-        reason = self.policy.refusal(rewards, [str(row.meta.tags.get("flag", "")) for row in group])
+        for row in group:
+            self.rewards.take(row, step=row.meta.step)
         self.finished(serial)
+        await self._drop_failed([row for row in group if self.policy.drops(failure_of(row))])
+        kept = [row for row in group if not self.policy.drops(failure_of(row))]
+        rewards = np.array([float(row.meta.tags["reward"]) for row in kept], dtype=np.float64)
+        reason = self.policy.refusal(rewards)
         if reason is not None:
             log.info("group %d goes no further: %s", serial, reason)
-            await self.queue.drop(group, reason=reason, timeout=CALL_TIMEOUT_S)
-            self.excluded(serial)
+            if kept:
+                await self.queue.drop(kept, reason=reason, timeout=CALL_TIMEOUT_S)
+            self._exclude(serial, reason)
             return
         advantages = self.policy.advantages(serial, rewards)
-        column = Jagged.from_rows([advantages[i : i + 1] for i in range(len(group))], np.float32)
-        await self.queue.complete(group, {"advantage": column}, timeout=CALL_TIMEOUT_S)
+        column = Jagged.from_rows([advantages[i : i + 1] for i in range(len(kept))], np.float32)
+        await self.queue.complete(kept, {"advantage": column}, timeout=CALL_TIMEOUT_S)
+
+    async def _drop_failed(self, rows: list[LeasedRow]) -> None:
+        for failure, alike in groupby(sorted(rows, key=failure_of), key=failure_of):
+            await self.queue.drop(list(alike), reason=f"reward {failure}", timeout=CALL_TIMEOUT_S)
+
+    def _exclude(self, serial: int, reason: str) -> None:
+        self.excluded(serial)
+        if not self.policy.refills:
+            self.rewards.pause(
+                f"paused: group {serial} goes no further ({reason}), and schedule.deterministic is true: which prompt "
+                "takes its place would depend on when it happens. Mend the reward, or set deterministic: false"
+            )

@@ -25,6 +25,9 @@ class Control(Protocol):
     def suspend(self) -> None:
         """Checkpoint at the next step boundary, then end all roles; the run can be resumed."""
 
+    def resume(self) -> None:
+        """Go on after a pause. Raises Refused where the job is not paused."""
+
 
 def add_routes(http: RoleHttp, *, status: Callable[[], DriverStatus], control: Control) -> None:
     """Add the driver's routes to ``http``, before it starts."""
@@ -44,7 +47,12 @@ def add_routes(http: RoleHttp, *, status: Callable[[], DriverStatus], control: C
         control.suspend()
         return Answer.json({"suspend": "asked for"}, status=202)
 
+    async def resume(_request: Request) -> Answer:
+        control.resume()
+        return Answer.json({"resume": "done"}, status=202)
+
     http.add_get("/v1/status", get_status)
     http.add_post("/v1/rollouts/{id}/drain", drain)
     http.add_post("/v1/checkpoint", checkpoint)
     http.add_post("/v1/suspend", suspend)
+    http.add_post("/v1/resume", resume)

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from asyncflow.api.job import RLJobSpec
-from asyncflow.api.status import CheckpointState, DriverStatus, Lag, Phase, QueueDepth, RolloutState
+from asyncflow.api.status import CheckpointState, DriverStatus, Lag, Phase, QueueDepth, RewardState, RolloutState
 from asyncflow.driver.progress import Progress
 from asyncflow.identity import Version
 from asyncflow.net.roster import Member, Status
@@ -57,6 +57,7 @@ def build_status(
     stats: QueueStats | None,
     checkpoint: tuple[int, float] | None,
     idle_share: Mapping[str, float],
+    rewards: RewardState,
     waiting_for: str,
 ) -> DriverStatus:
     """Put together what is known now.
@@ -85,6 +86,7 @@ def build_status(
         queue=_depth(stats),
         trainer_wait_share=progress.wait_share(),
         idle_share=dict(idle_share),
+        rewards=rewards,
         rollouts=tuple(rollouts),
         checkpoint=CheckpointState(step=checkpoint[0], at=timestamp(checkpoint[1])) if checkpoint else None,
         waiting_for=waiting_for,

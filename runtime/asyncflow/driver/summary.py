@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from asyncflow.api.status import RewardState
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.progress import Progress
 from asyncflow.queue.protocol.messages import AuditReport
@@ -21,6 +22,7 @@ def summarize(
     phase: str,
     finished: float,
     lives: Lives,
+    rewards: RewardState,
     devices: int,
 ) -> dict[str, Any]:
     """Give the summary. finished: unix seconds; devices: trainer ranks and rollouts (on CPU a process is a device)."""
@@ -65,6 +67,8 @@ def summarize(
         "samples_filtered": audit.filtered,
         "samples_dropped": audit.dropped,
         "samples_unfinished": audit.unfinished,
+        "rewards_failed": rewards.failed,
+        "first_failed_reward": rewards.first_failure or None,
         "samples_lost": audit.lost,
         "samples_duplicated": audit.duplicated,
         "idle_share": lives.idle_shares(finished),

@@ -1,27 +1,35 @@
-"""A reward process: ``python -m asyncflow.rewards.child FUNCTION EXTRACTOR WORKDIR PARENT``.
+"""A reward process: ``python -P -m asyncflow.rewards.child``, told over its standard input what to load and to score.
 
-Invariants: the function runs in the main thread and nothing that it prints reaches the pipe; the process ends when its
-parent does (PR_SET_PDEATHSIG, also while the function runs) or when the pipe ends; it never imports torch itself.
+Invariants: it has restricted itself before it loads anybody's code; the function runs in the main thread and nothing
+that it prints reaches the pipe; the process ends when its parent does (PR_SET_PDEATHSIG, also while the function runs)
+or when the pipe ends; it never imports torch itself.
 """
 
 from __future__ import annotations
 
 import ctypes
+import inspect
 import math
 import numbers
 import os
 import signal
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import msgspec
 
+from asyncflow.rewards import sandbox
 from asyncflow.rewards.extract import EXTRACTORS
 from asyncflow.rewards.registry import RewardFunction, load
-from asyncflow.rewards.wire import LENGTH, Example, Ready, Scored, frame
+from asyncflow.rewards.wire import LENGTH, Answer, Load, Question, frame
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 _PR_SET_PDEATHSIG = 1
+_MOST_DETAIL = 4000
 
 
 def die_with_parent(parent: int) -> None:
@@ -31,44 +39,67 @@ def die_with_parent(parent: int) -> None:
         sys.exit(1)
 
 
-def score(function: RewardFunction, extractor: str, example: Example) -> Scored:
-    """Call the function; whatever it raises or returns becomes a Scored."""
+def answer(function: RewardFunction, extractor: Callable[[str], str], question: Question) -> Answer:
+    """Call the function; whatever it raises or returns becomes an answer."""
+    example, nonce = question.example, question.nonce
     try:
-        response = EXTRACTORS[extractor](example.response)
+        response = extractor(example.response)
         value: object = function(response=response, prompt=example.prompt, answer=example.answer, meta=example.meta)
-        if isinstance(value, numbers.Real) and math.isfinite(reward := float(value)):
-            return Scored(value=reward)
-        return Scored(error=f"the reward is {value!r:.200}, not a finite number")
-    except Exception as error:  # noqa: BLE001  somebody else's code: what it raises is the outcome
-        return Scored(error=f"{type(error).__name__}: {error}")
+    except Exception:  # noqa: BLE001  somebody else's code: what it raises is the outcome
+        return Answer(nonce=nonce, failure="raised", detail=traceback.format_exc(limit=-8)[-_MOST_DETAIL:])
+    if isinstance(value, numbers.Real):
+        reward = _as_float(value)
+        if math.isfinite(reward):
+            return Answer(nonce=nonce, value=reward)
+        return Answer(nonce=nonce, failure="invalid", detail=f"the reward function returned {reward}")
+    if inspect.iscoroutine(value):
+        value.close()
+    detail = f"the reward function returned a {type(value).__name__}; it must return a finite number"
+    return Answer(nonce=nonce, failure="invalid", detail=detail)
 
 
-def serve(function: RewardFunction, extractor: str, questions: BinaryIO, answers: BinaryIO) -> None:
-    """Answer one example after the other until the pipe ends."""
-    while len(head := questions.read(LENGTH.size)) == LENGTH.size:
-        body = questions.read(LENGTH.unpack(head)[0])
-        answers.write(frame(score(function, extractor, msgspec.msgpack.decode(body, type=Example))))
-        answers.flush()
+def _as_float(number: numbers.Real) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
 
 
-def main(function: str, extractor: str, workdir: str, parent: str) -> None:
+def main() -> None:
     """Run the process."""
-    die_with_parent(int(parent))
     questions = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    try:
-        scorer = load(function, workdir=Path(workdir))
-    except Exception as error:  # noqa: BLE001  importing somebody else's code: the pool reports it
-        answers.write(frame(Ready(error=f"{type(error).__name__}: {error}")))
-        answers.flush()
+    told = _read(questions, Load)
+    if told is None:
         return
-    answers.write(frame(Ready()))
-    answers.flush()
-    serve(scorer, extractor, questions, answers)
+    die_with_parent(told.parent)
+    unrestricted = sandbox.enter(told.sandbox)
+    try:
+        function = load(told.function, workdir=Path(told.workdir))
+    except Exception as error:  # noqa: BLE001  importing somebody else's code: the pool reports it
+        traceback.print_exc()
+        _write(answers, Answer(nonce=told.nonce, failure="raised", detail=f"{type(error).__name__}: {error}"))
+        return
+    _write(answers, Answer(nonce=told.nonce, unrestricted=unrestricted))
+    while (question := _read(questions, Question)) is not None:
+        sandbox.limit_cpu(question.seconds)
+        _write(answers, answer(function, EXTRACTORS[told.extractor], question))
+
+
+def _read(pipe: BinaryIO, kind: type[T]) -> T | None:
+    head = pipe.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    return msgspec.msgpack.decode(pipe.read(LENGTH.unpack(head)[0]), type=kind)
+
+
+def _write(pipe: BinaryIO, said: Answer) -> None:
+    pipe.write(frame(said))
+    pipe.flush()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
+from asyncflow.api.learning import RewardSpec
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost
-from asyncflow.rewards.process import RewardProcess
-from asyncflow.rewards.wire import Example, Flag, RewardResult
+from asyncflow.rewards.process import RewardProcess, Scorer
+from asyncflow.rewards.wire import FAILURES, Answer, Example, Failure, RewardResult
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 0.5
+PATIENCE_S: Final = 0.5
 
 
 class RewardPool:
     """Reward processes for one function.
 
-    function, extractor: see ``rewards.registry`` and ``rewards.extract``; workdir: the job's folder, from where a
-    user's module is imported; timeout_s: how long one score may run; start_timeout_s: how long loading may take;
-    outcomes: results so far, by flag.
+    low, high: rewards outside of them are failures; timeout_s: how long one score may run; start_timeout_s: how long
+    loading may take; scored: samples that have their reward; failed: those that have none, by why.
 
     Use from one event loop, in a thread that outlives the pool: the kernel kills the processes when the thread that
     started them ends.
@@ -32,18 +35,18 @@ class RewardPool:
 
     def __init__(
         self,
+        scorer: Scorer,
         *,
-        function: str,
-        extractor: str = "text",
-        workdir: Path,
+        low: float = -math.inf,
+        high: float = math.inf,
         min_workers: int = 1,
         max_workers: int = 8,
         timeout_s: float = 10.0,
         start_timeout_s: float = 60.0,
     ) -> None:
-        self._function = function
-        self._extractor = extractor
-        self._workdir = workdir.resolve()
+        self._scorer = scorer
+        self._low = low
+        self._high = high
         self._min = min_workers
         self._max = max(min_workers, max_workers)
         self._timeout_s = timeout_s
@@ -53,7 +56,34 @@ class RewardPool:
         self._growth: asyncio.Task[None] | None = None
         self._failure: AsyncFlowError | None = None
         self._closed = False
-        self.outcomes: dict[Flag, int] = {"": 0, "timeout": 0, "error": 0, "crashed": 0}
+        self._told: set[str] = set()
+        self.scored = 0
+        self.failed: dict[Failure, int] = dict.fromkeys(FAILURES, 0)
+
+    @classmethod
+    def of(cls, spec: RewardSpec, *, workdir: Path) -> RewardPool:
+        """Return the pool that a manifest asks for. workdir: the job's folder, where relative paths start.
+
+        The folders of runs that lie there are hidden from it: they hold the tokens of those runs.
+        """
+        folder = workdir.resolve()
+        return cls(
+            Scorer(
+                function=spec.function,
+                extractor=spec.extractor,
+                workdir=folder,
+                readable=tuple(folder / path for path in spec.files),
+                hidden=tuple(_run_folders(folder)),
+                memory=spec.memory.bytes,
+                network=spec.network,
+                processes=spec.processes,
+            ),
+            low=spec.min,
+            high=spec.max,
+            min_workers=spec.workers.min,
+            max_workers=spec.workers.max,
+            timeout_s=spec.timeout_seconds,
+        )
 
     @property
     def workers(self) -> int:
@@ -71,11 +101,15 @@ class RewardPool:
         A sample whose process died is tried once more: the process may have died of something else.
         """
         result = await self._score(example)
-        if result.flag == "crashed" and not self._closed:
+        if result.failure == "died" and not self._closed:
             result = await self._score(example)
-        self.outcomes[result.flag] += 1
-        if result.flag:
-            logger.warning("reward %s: %s", result.flag, result.detail)
+        if not result.failure:
+            self.scored += 1
+            return result
+        self.failed[result.failure] += 1
+        level = logging.DEBUG if result.failure in self._told else logging.WARNING
+        logger.log(level, "a sample has no reward (%s): %s", result.failure, result.detail)
+        self._told.add(result.failure)
         return result
 
     async def close(self) -> None:
@@ -91,37 +125,50 @@ class RewardPool:
         try:
             worker = await self._take()
         except AsyncFlowError as error:
-            return RewardResult(value=0.0, flag="crashed", detail=str(error))
+            return RewardResult(value=0.0, failure="died", detail=str(error))
         try:
-            scored = await worker.score(example, timeout=self._timeout_s)
+            answer = await worker.score(example, timeout=self._timeout_s)
         except DeadlineExceeded as error:
             await self._bury(worker)
-            return RewardResult(value=0.0, flag="timeout", detail=str(error))
+            return RewardResult(value=0.0, failure="timeout", detail=str(error))
         except PeerLost as error:
             await self._bury(worker)
-            return RewardResult(value=0.0, flag="crashed", detail=str(error))
+            return RewardResult(value=0.0, failure="died", detail=str(error))
         except ValueError as error:
             self._free.put_nowait(worker)
-            return RewardResult(value=0.0, flag="error", detail=str(error))
+            return RewardResult(value=0.0, failure="raised", detail=str(error))
         except BaseException:
             await self._bury(worker)
             raise
         self._free.put_nowait(worker)
-        if scored.error:
-            return RewardResult(value=0.0, flag="error", detail=scored.error)
-        return RewardResult(value=scored.value)
+        return self._judge(answer)
+
+    def _judge(self, answer: Answer) -> RewardResult:
+        if answer.failure:
+            return RewardResult(value=0.0, failure=answer.failure, detail=answer.detail)
+        if not math.isfinite(answer.value):
+            return RewardResult(value=0.0, failure="invalid", detail=f"the reward function returned {answer.value}")
+        if not self._low <= answer.value <= self._high:
+            detail = f"{answer.value:g} is outside of reward.min {self._low:g} and reward.max {self._high:g}"
+            return RewardResult(value=0.0, failure="out_of_range", detail=detail)
+        return RewardResult(value=answer.value)
 
     async def _take(self) -> RewardProcess:
         while True:
             try:
                 async with asyncio.timeout(PATIENCE_S):
-                    return await self._free.get()
+                    worker = await self._free.get()
             except TimeoutError:
                 if self._closed:
                     raise PeerLost("the reward pool is closed") from None
                 if not self._alive and self._failure is not None:
                     raise self._failure from None
                 self._grow(self._max)
+                continue
+            if worker.broken is None:
+                return worker
+            logger.warning("%s; another takes its place", worker.broken)
+            await self._bury(worker)
 
     async def _bury(self, worker: RewardProcess) -> None:
         await worker.kill()
@@ -141,12 +188,15 @@ class RewardPool:
             logger.warning("no further reward process: %s", error)
 
     async def _add(self) -> None:
-        worker = await RewardProcess.start(
-            function=self._function,
-            extractor=self._extractor,
-            workdir=self._workdir,
-            timeout=self._start_timeout_s,
-        )
+        worker = await RewardProcess.start(self._scorer, timeout=self._start_timeout_s)
+        for lacking in set(worker.unrestricted) - self._told:
+            logger.warning("the sandbox of rewards is incomplete: %s", lacking)
+        self._told.update(worker.unrestricted)
         self._failure = None
         self._alive.add(worker)
         self._free.put_nowait(worker)
+
+
+def _run_folders(folder: Path) -> Iterator[Path]:
+    for above in ("", "*/", "*/*/"):
+        yield from (token.parents[1] for token in folder.glob(f"{above}run/token"))

@@ -1,90 +1,223 @@
 """The parent's end of one reward process: start it, ask it, kill it.
 
-Invariant: a question has an answer within its deadline or the process is killed with its process group, so that an
-answer never belongs to an earlier question.
+Invariants: an answer counts only with the nonce of the question that is open; anything else that comes through the pipe
+ends the process, so that no code in it can answer for a later sample. A process has the pipes to its parent, a folder
+of its own to write to, and no variable, descriptor or argument that says anything of the job.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
+import secrets
+import shutil
 import signal
 import sys
+import tempfile
 from asyncio.subprocess import PIPE, Process
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
-from asyncflow.errors import DeadlineExceeded, ManifestError, PeerLost
-from asyncflow.rewards.wire import LENGTH, MAX_FRAME, Example, Ready, Scored, frame
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, PeerLost
+from asyncflow.rewards.sandbox import Sandbox
+from asyncflow.rewards.wire import LENGTH, MAX_ANSWER, Answer, Example, Load, Question, frame
 
-T = TypeVar("T", bound=msgspec.Struct)
+log = logging.getLogger(__name__)
+
+_KEPT_VARIABLES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
+_SET_VARIABLES = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_COMPUTE_FACTOR = 2.0
+"""A sample may compute for so many times the seconds that it may take: by several threads, say."""
+_MOST_LINES = 1000
+_MOST_LINE_BYTES = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scorer:
+    """What a reward process is: the function that it loads and how it is confined.
+
+    function, extractor: see ``rewards.registry`` and ``rewards.extract``; workdir: the job's folder, from where a
+    user's module is imported; readable: what it may read beside that folder and Python; hidden: folders that it may not
+    see, wherever they are; memory: bytes; processes: how many it may start.
+    """
+
+    function: str
+    extractor: str = "text"
+    workdir: Path
+    readable: tuple[Path, ...] = ()
+    hidden: tuple[Path, ...] = ()
+    memory: int = 4 << 30
+    network: bool = False
+    processes: int = 0
 
 
 class RewardProcess:
-    """One child, with its function loaded."""
+    """One child, with its function loaded. unrestricted: what this kernel could not take from it.
 
-    def __init__(self, process: Process) -> None:
-        self._process = process
+    broken: why it can be asked no more, None while it can.
+    """
+
+    def __init__(self, process: Process, *, scratch: Path) -> None:
         self.pid = process.pid
+        self.unrestricted: list[str] = []
+        self.broken: PeerLost | None = None
+        self._process = process
+        self._scratch = scratch
+        self._nonce = b""
+        self._answered: asyncio.Future[Answer] | None = None
+        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._show_output())]
 
     @classmethod
-    async def start(cls, *, function: str, extractor: str, workdir: Path, timeout: float) -> RewardProcess:
-        """Start a child and wait until it has loaded ``function``.
+    async def start(cls, scorer: Scorer, *, timeout: float) -> RewardProcess:
+        """Start a child and wait until it has loaded its function.
 
         timeout: seconds. Raises ManifestError where the function cannot be loaded, DeadlineExceeded, PeerLost.
         """
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "asyncflow.rewards.child", function, extractor, str(workdir), str(os.getpid())),
-            stdin=PIPE,
-            stdout=PIPE,
-            cwd=workdir,
-            process_group=0,
-        )
-        child = cls(process)
+        scratch = Path(tempfile.mkdtemp(prefix="asyncflow-reward-"))
         try:
-            ready = await child._answer(Ready, timeout=timeout, what=f"the reward {function!r} to load")
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "asyncflow.rewards.child"),
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=PIPE,
+                cwd=scorer.workdir,
+                env=_environment(scratch),
+                process_group=0,
+            )
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+        child = cls(process, scratch=scratch)
+        try:
+            ready = await child._ask(
+                Load(
+                    nonce=child._next(),
+                    function=scorer.function,
+                    extractor=scorer.extractor,
+                    workdir=str(scorer.workdir),
+                    parent=os.getpid(),
+                    sandbox=_sandbox(scorer, scratch=scratch),
+                ),
+                timeout=timeout,
+                what=f"the reward {scorer.function!r} to load",
+            )
+            child.unrestricted = ready.unrestricted
+            if ready.failure:
+                raise ManifestError(
+                    f"{scorer.function!r} cannot be loaded: {ready.detail}",
+                    where="reward.function",
+                    hint="It is loaded in a sandbox (docs/rewards.md); the log of the role has the traceback.",
+                )
         except BaseException:
             await child.kill()
             raise
-        if ready.error:
-            await child.kill()
-            raise ManifestError(
-                f"{function!r} cannot be loaded: {ready.error}", where="reward.function", hint="see the log of the role"
-            )
         return child
 
-    async def score(self, example: Example, *, timeout: float) -> Scored:
+    async def score(self, example: Example, *, timeout: float) -> Answer:
         """Have one example scored. After any exception but ValueError the child must be killed.
 
         Raises ValueError where the example is too large or is no JSON (nothing was sent), DeadlineExceeded after
-        ``timeout`` seconds, PeerLost where the process died.
+        ``timeout`` seconds, PeerLost where the process died or broke the protocol.
         """
-        writer = self._process.stdin
-        assert writer is not None
-        writer.write(frame(example))
-        return await self._answer(Scored, timeout=timeout, what="a reward")
+        question = Question(nonce=self._next(), example=example, seconds=_COMPUTE_FACTOR * timeout)
+        return await self._ask(question, timeout=timeout, what="a reward")
 
     async def kill(self) -> None:
-        """End the process and what it started in its process group, at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        """End the process and what it started in its process group, at once, and remove what it wrote."""
+        self._break("was killed")
         if self._process.stdin is not None:
             self._process.stdin.close()
         await self._process.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
-    async def _answer(self, kind: type[T], *, timeout: float, what: str) -> T:
+    def _next(self) -> bytes:
+        self._nonce = secrets.token_bytes(16)
+        return self._nonce
+
+    async def _ask(self, message: Load | Question, *, timeout: float, what: str) -> Answer:
+        writer = self._process.stdin
+        assert writer is not None
+        asked = frame(message)
+        if self.broken is not None:
+            raise self.broken
+        self._answered = asyncio.get_running_loop().create_future()
+        try:
+            writer.write(asked)
+            async with asyncio.timeout(timeout):
+                return await self._answered
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{what} did not come in {timeout:g} s", where=f"pid {self.pid}") from error
+        finally:
+            self._answered = None
+
+    async def _listen(self) -> None:
+        """Hand on answers until the pipe ends or something else comes through it."""
         reader = self._process.stdout
         assert reader is not None
         try:
-            async with asyncio.timeout(timeout):
+            while True:
                 (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                if length > MAX_FRAME:
-                    raise PeerLost(f"a reward process announced {length} bytes")
-                return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"{what} did not come in {timeout:g} s", where=f"pid {self.pid}") from error
-        except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise PeerLost(f"the reward process died while it worked: {error}", where=f"pid {self.pid}") from error
+                if length > MAX_ANSWER:
+                    raise PeerLost(f"announced an answer of {length} bytes")
+                self._take(msgspec.msgpack.decode(await reader.readexactly(length), type=Answer))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self._break(f"ended ({_ending(await self._process.wait())})")
+        except (AsyncFlowError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            self._break(f"wrote something that is no answer: {error}")
+
+    def _take(self, answer: Answer) -> None:
+        if self._answered is None or self._answered.done() or not secrets.compare_digest(answer.nonce, self._nonce):
+            raise PeerLost("it has another nonce than the open question")
+        self._answered.set_result(answer)
+
+    def _break(self, why: str) -> None:
+        """Ask it nothing more, and end it with what it started in its process group."""
+        self.broken = self.broken or PeerLost(f"the reward process {why}", where=f"pid {self.pid}")
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_exception(self.broken)
+
+    async def _show_output(self) -> None:
+        """Log what the function prints, as long as that is not too much."""
+        reader = self._process.stderr
+        assert reader is not None
+        shown = 0
+        while data := await reader.read(_MOST_LINE_BYTES):
+            for line in data.decode(errors="replace").splitlines() if shown < _MOST_LINES else ():
+                shown += 1
+                log.info("reward process %d: %s", self.pid, line)
+                if shown == _MOST_LINES:
+                    log.warning("reward process %d: what it prints from here on is not shown", self.pid)
+                    break
+
+
+def _environment(scratch: Path) -> dict[str, str]:
+    kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+    return kept | _SET_VARIABLES | {"HOME": str(scratch), "TMPDIR": str(scratch)}
+
+
+def _sandbox(scorer: Scorer, *, scratch: Path) -> Sandbox:
+    return Sandbox(
+        readable=[str(path) for path in (scorer.workdir, *scorer.readable)],
+        hidden=[str(path) for path in scorer.hidden],
+        writable=[str(scratch)],
+        memory=scorer.memory,
+        network=scorer.network,
+        processes=scorer.processes,
+    )
+
+
+def _ending(status: int) -> str:
+    return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

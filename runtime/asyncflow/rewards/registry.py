@@ -10,6 +10,7 @@ Invariant: nothing is imported before ``load``, which only a reward process call
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import sys
 from importlib.machinery import PathFinder
@@ -64,12 +65,30 @@ def check(function: str, extractor: str, *, workdir: Path) -> None:
 
 
 def load(function: str, *, workdir: Path) -> RewardFunction:
-    """Import the function. Raises ManifestError where it has no such attribute; an import may raise anything."""
+    """Import the function.
+
+    Raises ManifestError where there is no such function, or it cannot be called as it will be; an import may raise
+    anything.
+    """
     if str(workdir) not in sys.path:
         sys.path.insert(0, str(workdir))
     module, _, attribute = BUILT_IN.get(function, function).partition(":")
     found = getattr(importlib.import_module(module), attribute, None)
     if not callable(found):
         raise ManifestError(f"module {module!r} has no function {attribute!r}", where="reward.function")
+    if inspect.iscoroutinefunction(found):
+        raise ManifestError(
+            f"{function!r} is an async function, and a reward is computed by calling a plain one",
+            where="reward.function",
+            hint="define it with `def`",
+        )
+    try:
+        inspect.signature(found).bind(response="", prompt="", answer=None, meta={})
+    except TypeError as error:
+        raise ManifestError(
+            f"{function!r} cannot be called with response, prompt, answer and meta by name: {error}",
+            where="reward.function",
+            hint="define it as `def score(*, response, prompt, answer, meta)`",
+        ) from error
     scorer: RewardFunction = found
     return scorer

@@ -44,14 +44,7 @@ async def serve(post: JobPost) -> None:
         seed=spec.algorithm.seed,
         options=spec.rollout.engine.options,
     )
-    rewards = RewardPool(
-        function=spec.reward.function,
-        extractor=spec.reward.extractor,
-        workdir=job_folder(post.job, options),
-        min_workers=spec.reward.workers.min,
-        max_workers=spec.reward.workers.max,
-        timeout_s=spec.reward.timeout_seconds,
-    )
+    rewards = RewardPool.of(spec.reward, workdir=job_folder(post.job, options))
     if spec.schedule.swap_at == "token":
         raise ManifestError("swapAt token does not work yet", where="spec.schedule.swapAt")
     instance = Instance(swap_at=spec.schedule.swap_at, slots=spec.rollout.engine.slots, ahead=spec.algorithm.group_size)

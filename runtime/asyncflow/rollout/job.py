@@ -25,6 +25,8 @@ from asyncflow.rollout.sampling import purpose_seed
 
 INPUTS = ("prompt_ids", "task")
 """Columns that the ``rollout`` task reads: int32 ids, and a packed ``Prompt``."""
+_MOST_DETAIL = 2000
+"""Characters of a failed reward's traceback that travel with the sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,12 +113,14 @@ class Outcome:
     def tags(self) -> dict[str, Tag]:
         """The tags, so that counting and advantages need no fetch.
 
-        tokens, response_tokens: of the response; version_min, version_max: steps of its oldest and newest token.
+        failure, detail: why there is no reward, where there is none; tokens, response_tokens: of the response;
+        version_min, version_max: steps of its oldest and newest token.
         """
         versions = self.completion.versions
+        failure = {"failure": self.reward.failure, "detail": self.reward.detail[:_MOST_DETAIL]}
         return {
             "reward": self.reward.value,
-            "flag": self.reward.flag,
+            **(failure if self.reward.failure else {}),
             "finish": self.completion.finish,
             TOKENS_TAG: len(versions),
             "response_tokens": len(versions),

@@ -72,8 +72,8 @@ class Meter:
     def scored(self, outcome: Outcome, seconds: float) -> None:
         """Take in a sample that got its reward."""
         self._metrics.reward_seconds.observe(seconds)
-        if outcome.reward.flag:
-            self._metrics.reward_flags.labels(outcome.reward.flag).inc()
+        if outcome.reward.failure:
+            self._metrics.rewards_failed.labels(outcome.reward.failure).inc()
 
     def settled(self, *, taken: bool) -> None:
         """Take in what became of a result at the queue."""

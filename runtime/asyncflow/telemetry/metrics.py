@@ -8,7 +8,8 @@ Invariant: what an object counts itself (busy seconds, calls) is read from it wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily
@@ -74,6 +75,10 @@ class DriverMetrics(RoleMetrics):
         self.idle_share = self.gauge("idle_share_ratio", "share of time in which the role did no work", "of")
         self.members = self.gauge("members_count", "members of the job", "of")
 
+    def watch_rewards(self, outcomes: Callable[[], Mapping[str, int]]) -> None:
+        """Show what became of the samples that were judged as ``asyncflow_driver_rewards_total{outcome}``."""
+        self.registry.register(_CountCollector("asyncflow_driver_rewards", "samples judged", "outcome", outcomes))
+
 
 class ControllerMetrics(RoleMetrics):
     """The queue as its controller sees it."""
@@ -137,7 +142,7 @@ class RolloutMetrics(RoleMetrics):
         self.swap_seconds = self.histogram("swap_seconds", "time that generation stood still for a change of weights")
         self.pull_seconds = self.histogram("pull_seconds", "time to pull a version into host memory")
         self.reward_seconds = self.histogram("reward_seconds", "time to score one sample")
-        self.reward_flags = self.counter("reward_flags", "samples whose reward was flagged", "flag")
+        self.rewards_failed = self.counter("rewards_failed", "samples that got no reward", "failure")
 
 
 class TrainerMetrics(RoleMetrics):
@@ -170,6 +175,21 @@ class _BusyCollector(Collector):
         yield family
 
 
+class _CountCollector(Collector):
+    """A counter with one label whose values somebody else keeps."""
+
+    def __init__(self, name: str, words: str, label: str, counts: Callable[[], Mapping[str, int]]) -> None:
+        self._describe = (name, words, label)
+        self._counts = counts
+
+    def collect(self) -> Iterable[Metric]:
+        name, words, label = self._describe
+        family = CounterMetricFamily(name, words, labels=[label])
+        for value, count in self._counts().items():
+            family.add_metric([value], count)
+        yield family
+
+
 class _RpcCollector(Collector):
     def __init__(self, name: str, counters: RpcCounters) -> None:
         self._name = name
@@ -184,7 +204,4 @@ class _RpcCollector(Collector):
             ("cancelled", "calls whose caller waited no longer", "reason", {"deadline or cancel": counters.cancelled}),
         )
         for what, words, label, counts in families:
-            family = CounterMetricFamily(f"{self._name}_{what}", words, labels=[label])
-            for value, count in dict(counts).items():
-                family.add_metric([value], count)
-            yield family
+            yield from _CountCollector(f"{self._name}_{what}", words, label, partial(dict, counts)).collect()

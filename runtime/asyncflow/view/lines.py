@@ -10,7 +10,7 @@ import re
 from asyncflow.api.status import DriverStatus
 from asyncflow.substrates.local.events import Ended, Event, Restarting, Started, Stopping
 from asyncflow.substrates.local.exits import ExitStatus
-from asyncflow.view.words import amount, duration, score
+from asyncflow.view.words import amount, duration, failures, score
 
 _FIGURE = re.compile(r"[0-9]+(\.[0-9]+)?")
 
@@ -27,6 +27,8 @@ def news(before: DriverStatus, now: DriverStatus, *, ending: bool = False) -> li
         lines.append(step_line(now))
     if now.eval is not None and (now.eval, now.eval_greedy) != (before.eval, before.eval_greedy):
         lines.append(f"eval  pass@1 {score(now.eval)}  greedy {score(now.eval_greedy)}")
+    if now.rewards.failed and not before.rewards.failed:
+        lines.append(f"a sample has no reward: {now.rewards.first_failure}")
     if now.waiting_for and not ending and _FIGURE.sub("", now.waiting_for) != _FIGURE.sub("", before.waiting_for):
         lines.append(f"waiting for {now.waiting_for}")
     return lines
@@ -34,10 +36,11 @@ def news(before: DriverStatus, now: DriverStatus, *, ending: bool = False) -> li
 
 def step_line(status: DriverStatus) -> str:
     """Give the line of the newest step."""
+    failed = f"  rewards failed {failures(status.rewards.failed)}" if status.rewards.failed else ""
     return (
         f"step {status.step}/{status.steps}  reward {score(status.reward)}  "
         f"{amount(status.tokens_per_second)} tokens/s  lag {amount(status.lag.start)}  "
-        f"ready {status.queue.ready}  ETA {duration(status.eta_seconds)}"
+        f"ready {status.queue.ready}  ETA {duration(status.eta_seconds)}{failed}"
     )
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from asyncflow.api.status import DriverStatus
 from asyncflow.view.frame import Frame
-from asyncflow.view.words import ABSENT, amount, duration, score, share
+from asyncflow.view.words import ABSENT, amount, duration, failures, score, share
 
 _STATES = {"running": "green", "waiting": "yellow", "ending": "yellow", "down": "red", "done": "dim"}
 _MOST_ROWS = 24
@@ -56,7 +56,7 @@ def _figures(status: DriverStatus) -> Table:
             "held",
             f"{amount(queue.bytes, 'B')} of {amount(queue.limit, 'B')}",
         ),
-        ("checkpoint", _checkpoint(status), "", ""),
+        ("checkpoint", _checkpoint(status), "rewards failed", failures(status.rewards.failed)),
     )
     for name, value, other, other_value in rows:
         table.add_row(Text(name, style="dim"), value, Text(other, style="dim"), other_value)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from asyncflow.view.words import ABSENT, amount, duration, score, share
+from asyncflow.view.words import ABSENT, amount, duration, failures, score, share
 
 _ROWS: tuple[tuple[str, Callable[[Any], str], tuple[str, ...]], ...] = (
     ("steps", amount, ("steps",)),
@@ -26,6 +26,7 @@ _ROWS: tuple[tuple[str, Callable[[Any], str], tuple[str, ...]], ...] = (
     ("samples dispatched", str, ("samples_dispatched",)),
     ("trained / filtered", str, ("samples_trained", "samples_filtered")),
     ("dropped / unfinished", str, ("samples_dropped", "samples_unfinished")),
+    ("rewards failed", failures, ("rewards_failed",)),
     ("lost / duplicated", str, ("samples_lost", "samples_duplicated")),
     ("log-prob gap, p99", amount, ("logprob_gap_p99",)),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 ABSENT = "–"
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
@@ -29,6 +31,12 @@ def amount(number: float | None, unit: str = "") -> str:
             return f"{number / limit:.3g}{suffix}{unit}"
     text = f"{number:.0f}" if number == int(number) or abs(number) >= 100 else f"{number:.3g}"
     return f"{text}{unit}"
+
+
+def failures(counts: Mapping[str, int]) -> str:
+    """Return counts by what failed, the most frequent first: ``12 raised, 3 timeout``; ``none`` without any."""
+    by_count = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{count} {failure}" for failure, count in by_count) or "none"
 
 
 def share(part: float | None) -> str:

@@ -122,7 +122,11 @@ class Wanted(Struct, frozen=True, kw_only=True):
 
 
 class StepState(Struct, frozen=True, kw_only=True):
-    """A step not yet committed: groups it was opened with (None: not yet), what was created and how far that came."""
+    """A step not yet committed: groups it was opened with (None: not yet), what was created and how far that came.
+
+    done: rows that a task has done and that are not final; trained, filtered, dropped: rows; excluded: groups that are
+    final and of which nothing is trained.
+    """
 
     groups: int | None
     group_size: int | None
@@ -132,6 +136,7 @@ class StepState(Struct, frozen=True, kw_only=True):
     trained: int
     filtered: int
     dropped: int
+    excluded: int
     staged: bool
 
 

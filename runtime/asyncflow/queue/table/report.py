@@ -95,7 +95,7 @@ def _step(partition: Partition, number: int) -> StepState:
         group_size=step.size if step else None,
         serials=sorted([*finished, *(group.serial for group in groups)]),
         done={
-            task: sum(bool((work := row.work.get(task)) and work.done) for row in rows)
+            task: sum(not row.state.final and bool((work := row.work.get(task)) and work.done) for row in rows)
             for task, queue in partition.queues.items()
             if queue.spec.kind == "lease"
         },
@@ -103,5 +103,6 @@ def _step(partition: Partition, number: int) -> StepState:
         trained=count(State.TRAINED, "t"),
         filtered=count(State.FILTERED, "f"),
         dropped=count(State.DROPPED, "d"),
+        excluded=sum("t" not in f.outcome for f in finished.values()),
         staged=bool(step and partition.gang.staged(step)),
     )

@@ -1,0 +1,138 @@
+"""Answers read as values, without running them: Python literals, arithmetic, and algebra.
+
+A response is text that a model made up, so ``eval`` and ``sympy.parse_expr`` (which is ``eval`` behind a tokenizer)
+would hand the process to it. Here the text is parsed to a syntax tree, and only the nodes that a function names are
+given a meaning; everything else is a ValueError.
+
+Invariant: the work and the memory of each function are bounded by constants, whatever the text says.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any, Final, cast
+
+import sympy
+
+MAX_LENGTH: Final = 20_000
+MAX_NODES: Final = 5_000
+MAX_DIGITS: Final = 400
+MAX_POWER: Final = 100
+"""Largest exponent of anything that holds a symbol or a root."""
+MAX_BITS: Final = 8_192
+"""Largest numerator or denominator that a power may make."""
+
+_BINARY: Final[dict[type[ast.operator], Callable[[Any, Any], Any]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_UNARY: Final[dict[type[ast.unaryop], Callable[[Any], Any]]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_FUNCTION_NAMES: Final = "sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh exp log ln sqrt"
+_FUNCTIONS: Final = {name: getattr(sympy, name) for name in _FUNCTION_NAMES.split(" ")}
+_CONSTANTS: Final = MappingProxyType({"pi": sympy.pi, "E": sympy.E, "I": sympy.I})
+
+
+def literal(text: str) -> Any:
+    """Return the value of a Python literal: numbers, strings, lists, tuples, sets and dictionaries of them.
+
+    Raises ValueError for any other text, and for one longer than MAX_LENGTH characters.
+    """
+    try:
+        return ast.literal_eval(_parse(text))
+    except (TypeError, MemoryError, RecursionError) as error:
+        raise ValueError(f"no literal: {type(error).__name__}") from None
+
+
+def arithmetic(text: str) -> Fraction:
+    """Return the exact value of an expression of decimal numbers, ``+ - * /`` and parentheses.
+
+    Raises ValueError for any other text, ZeroDivisionError.
+    """
+    return cast(Fraction, _Arithmetic().evaluate(text))
+
+
+def algebra(text: str, local_dict: Mapping[str, Any] = _CONSTANTS) -> Any:
+    """Return the sympy expression of ``text``: numbers, symbols, ``+ - * / **`` and elementary functions.
+
+    local_dict: meaning of names; any other name is a constant or a symbol. The function takes the place of
+    ``sympy.parse_expr``, whose arguments it shares. Raises ValueError for any other text, and for powers too large to
+    be worked out.
+    """
+    return _Algebra({**_CONSTANTS, **local_dict}).evaluate(text)
+
+
+def _parse(text: str) -> ast.Expression:
+    if len(text) > MAX_LENGTH:
+        raise ValueError(f"{len(text)} characters are more than {MAX_LENGTH}")
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise ValueError(f"no expression: {type(error).__name__}") from None
+    if sum(1 for _ in ast.walk(tree)) > MAX_NODES:
+        raise ValueError(f"more than {MAX_NODES} terms")
+    return tree
+
+
+class _Arithmetic:
+    """Numbers and the four operations."""
+
+    def evaluate(self, text: str) -> Any:
+        tree = _parse(text)
+        try:
+            return self.value(tree.body)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+
+    def value(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+            return _BINARY[type(node.op)](self.value(node.left), self.value(node.right))
+        if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
+            return _UNARY[type(node.op)](self.value(node.operand))
+        if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+            digits = repr(node.value)
+            if len(digits) > MAX_DIGITS:
+                raise ValueError(f"a number of {len(digits)} digits")
+            return self.number(digits)
+        return self.other(node)
+
+    def number(self, digits: str) -> Any:
+        return Fraction(digits)
+
+    def other(self, node: ast.expr) -> Any:
+        raise ValueError(f"{type(node).__name__} has no meaning in an answer")
+
+
+class _Algebra(_Arithmetic):
+    """Names, powers and functions too."""
+
+    def __init__(self, names: Mapping[str, Any]) -> None:
+        self._names = names
+
+    def number(self, digits: str) -> Any:
+        return sympy.Integer(digits) if digits.isdigit() else sympy.Float(digits)
+
+    def other(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Name(id=name) if name not in _FUNCTIONS:
+                return self._names[name] if name in self._names else sympy.Symbol(name)
+            case ast.BinOp(left=base, op=ast.Pow(), right=exponent):
+                return _power(self.value(base), self.value(exponent))
+            case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in _FUNCTIONS:
+                return _FUNCTIONS[name](self.value(argument))
+        return super().other(node)
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    """Return ``base ** exponent``. Raises ValueError where working it out could take too long."""
+    if exponent.is_number:
+        size = abs(exponent)
+        bits = max(abs(int(base.p)), int(base.q)).bit_length() if base.is_Rational else 0
+        if not (size.is_real and size <= (max(1, MAX_BITS // bits) if bits else MAX_POWER)):
+            raise ValueError("a power that is too large")
+    return base**exponent

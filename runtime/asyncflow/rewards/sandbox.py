@@ -1,0 +1,334 @@
+"""What a process that runs somebody else's code may do: little, and nothing that could reach a secret.
+
+The process restricts itself, before it loads that code, and can never undo it: no new privileges, no capabilities,
+resource limits, Landlock for files and signals, and a seccomp filter for sockets, other processes and the system calls
+by which sandboxes are left. Where a kernel lacks one of these the others still hold, and ``enter`` says what is
+missing.
+
+Invariant: what is not named in ``Sandbox`` is denied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import resource
+import struct
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+_SYSTEM: Final = (
+    *("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/etc/passwd", "/etc/group"),
+    *("/etc/ssl", "/etc/pki", "/etc/hosts", "/etc/resolv.conf", "/etc/nsswitch.conf", "/etc/gai.conf"),
+    *("/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/sys/devices/system"),
+    *("/dev/urandom", "/dev/random", "/dev/zero"),
+)
+"""What a Python process reads of its machine, and nobody's data."""
+_DEVICES: Final = ("/dev/null",)
+_OPEN_FILES: Final = 256
+_FILE_BYTES: Final = 256 << 20
+
+
+class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
+    """What is allowed.
+
+    readable, writable: files and folders, beside what Python itself needs; hidden: folders in these whose files cannot
+    be read; network: whether sockets of the internet families may be opened; processes: how many further processes may
+    be started; memory: bytes of data.
+    """
+
+    readable: list[str]
+    writable: list[str]
+    memory: int
+    hidden: list[str] = []
+    network: bool = False
+    processes: int = 0
+
+
+def enter(sandbox: Sandbox) -> list[str]:
+    """Restrict this process, which must have one thread, for ever.
+
+    Return what could not be restricted, and why; empty on a kernel of 6.12 or newer. Raises OSError where the kernel
+    refuses a limit that every kernel has.
+    """
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    _limit(sandbox)
+    _drop_capabilities()
+    return [*_restrict_files(sandbox), *_filter_calls(sandbox)]
+
+
+def limit_cpu(seconds: float) -> None:
+    """Let this process compute for ``seconds`` from now; beyond them the kernel ends it (SIGXCPU)."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + seconds) + 1, resource.RLIM_INFINITY))
+
+
+def _limit(sandbox: Sandbox) -> None:
+    limits = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_DATA: sandbox.memory,
+        resource.RLIMIT_NOFILE: _OPEN_FILES,
+        resource.RLIMIT_FSIZE: _FILE_BYTES,
+    }
+    if sandbox.processes:
+        limits[resource.RLIMIT_NPROC] = _tasks_of_user() + sandbox.processes
+    for name, most in limits.items():
+        hard = resource.getrlimit(name)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(name, (most, most))
+
+
+def _tasks_of_user() -> int:
+    """Count the threads of this user, which RLIMIT_NPROC counts too."""
+    count, user = 0, os.getuid()
+    for process in Path("/proc").iterdir():
+        try:
+            if process.name.isdigit() and process.stat().st_uid == user:
+                count += len(list((process / "task").iterdir()))
+        except OSError:
+            continue
+    return count
+
+
+# --- prctl and capabilities
+
+_PR_CAPBSET_READ: Final = 23
+_PR_CAPBSET_DROP: Final = 24
+_PR_SET_NO_NEW_PRIVS: Final = 38
+_CAPABILITIES: Final = 64
+_CAPABILITY_VERSION: Final = 0x20080522
+
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, argument: int) -> int:
+    result: int = _libc.prctl(option, *(ctypes.c_ulong(value) for value in (argument, 0, 0, 0)))
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {argument}): {os.strerror(ctypes.get_errno())}")
+    return result
+
+
+def _drop_capabilities() -> None:
+    """Give up all capabilities, also for programs that root starts later."""
+    for capability in range(_CAPABILITIES):
+        try:
+            if _prctl(_PR_CAPBSET_READ, capability):
+                _prctl(_PR_CAPBSET_DROP, capability)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                break
+            if error.errno != errno.EPERM:
+                raise
+    header, none = struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24)
+    if _libc.capset(header, none) != 0:
+        raise OSError(ctypes.get_errno(), f"capset: {os.strerror(ctypes.get_errno())}")
+
+
+# --- Landlock: https://docs.kernel.org/userspace-api/landlock.html
+
+_LANDLOCK_CREATE, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT = 444, 445, 446
+_LANDLOCK_VERSION_FLAG: Final = 1
+_RULE_PATH_BENEATH: Final = 1
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = (1 << bit for bit in range(4))
+_REFER, _TRUNCATE, _IOCTL_DEVICE = (1 << bit for bit in (13, 14, 15))
+_RIGHTS_BY_VERSION: Final = {1: (1 << 13) - 1, 2: _REFER, 3: _TRUNCATE, 5: _IOCTL_DEVICE}
+_OF_FILES: Final = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEVICE
+_READ: Final = _EXECUTE | _READ_FILE | _READ_DIR
+_TCP_VERSION, _SCOPE_VERSION = 4, 6
+_BIND_AND_CONNECT: Final = 3
+_ABSTRACT_SOCKETS_AND_SIGNALS: Final = 3
+
+
+def _restrict_files(sandbox: Sandbox) -> list[str]:
+    version = _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), _LANDLOCK_VERSION_FLAG)
+    if version < 1:
+        return [f"files are not restricted: the kernel has no Landlock ({os.strerror(ctypes.get_errno())})"]
+    handled = sum(rights for since, rights in _RIGHTS_BY_VERSION.items() if since <= version)
+    network = _BIND_AND_CONNECT if version >= _TCP_VERSION and not sandbox.network else 0
+    scoped = _ABSTRACT_SOCKETS_AND_SIGNALS if version >= _SCOPE_VERSION else 0
+    attributes = struct.pack("QQQ", handled, network, scoped)
+    size = 24 if version >= _SCOPE_VERSION else 16 if version >= _TCP_VERSION else 8
+    ruleset = _landlock(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(size), 0)
+    try:
+        hidden = [Path(folder).resolve() for folder in sandbox.hidden]
+        for path in (*_SYSTEM, *_python(), *sandbox.readable):
+            for shown, rights in _without(Path(path).resolve(), hidden):
+                _allow(ruleset, str(shown), rights & handled)
+        for path in (*_DEVICES, *sandbox.writable):
+            _allow(ruleset, path, handled)
+        _landlock(_LANDLOCK_RESTRICT, ruleset, 0)
+    finally:
+        os.close(ruleset)
+    if sandbox.processes and version < _SCOPE_VERSION:
+        return ["signals to other processes of this user are not restricted: the kernel is older than 6.12"]
+    return []
+
+
+def _python() -> Iterator[str]:
+    yield from {sys.prefix, sys.base_prefix, sys.exec_prefix}
+    yield str(Path(__file__).parents[1])
+    yield from (path for path in sys.path if path)
+
+
+def _without(path: Path, hidden: Sequence[Path]) -> Iterator[tuple[Path, int]]:
+    """Yield places and the right to read them, so that ``path`` can be read but for the files in ``hidden``.
+
+    Rights are those of all below a place too, so names in ``hidden`` can be listed where their folder can.
+    """
+    if any(path.is_relative_to(folder) for folder in hidden):
+        return
+    if not any(folder.is_relative_to(path) for folder in hidden):
+        yield path, _READ
+        return
+    yield path, _READ_DIR
+    for inside in path.iterdir():
+        yield from _without(inside, hidden)
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    try:
+        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        folder = Path(path).is_dir()
+        rule = struct.pack("=Qi", rights if folder else rights & _OF_FILES, place)
+        _landlock(_LANDLOCK_ADD_RULE, ruleset, _RULE_PATH_BENEATH, rule, 0)
+    finally:
+        os.close(place)
+
+
+def _landlock(call: int, *arguments: object) -> int:
+    result: int = _libc.syscall(call, *arguments)
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"Landlock (system call {call}): {os.strerror(ctypes.get_errno())}")
+    return result
+
+
+# --- seccomp: https://docs.kernel.org/userspace-api/seccomp_filter.html
+
+
+class _Machine(NamedTuple):
+    """What a filter must know of a processor: its number, that of the call ``seccomp``, and those of others by name."""
+
+    audit: int
+    seccomp: int
+    numbers: dict[str, int]
+
+
+_NUMBERS: Final = {
+    "x86_64": """
+        socket 41 clone 56 fork 57 vfork 58 kill 62 ptrace 101 rt_sigqueueinfo 129 tkill 200 tgkill 234 add_key 248
+        request_key 249 keyctl 250 unshare 272 rt_tgsigqueueinfo 297 perf_event_open 298 prlimit64 302
+        open_by_handle_at 304 setns 308 process_vm_readv 310 process_vm_writev 311 kcmp 312 bpf 321 userfaultfd 323
+    """,
+    "aarch64": """
+        unshare 97 ptrace 117 kill 129 tkill 130 tgkill 131 rt_sigqueueinfo 138 socket 198 add_key 217 request_key 218
+        keyctl 219 clone 220 rt_tgsigqueueinfo 240 perf_event_open 241 prlimit64 261 open_by_handle_at 265 setns 268
+        process_vm_readv 270 process_vm_writev 271 kcmp 272 bpf 280 userfaultfd 282
+    """,
+    "all": """
+        pidfd_send_signal 424 io_uring_setup 425 io_uring_enter 426 io_uring_register 427 clone3 435 pidfd_getfd 438
+    """,
+}
+"""System calls by processor, each followed by its number (the kernel's unistd.h)."""
+
+
+def _numbers(*tables: str) -> dict[str, int]:
+    words = " ".join(_NUMBERS[table] for table in tables).split()
+    return dict(zip(words[::2], map(int, words[1::2]), strict=True))
+
+
+_MACHINES: Final = {
+    "x86_64": _Machine(audit=0xC000003E, seccomp=317, numbers=_numbers("x86_64", "all")),
+    "aarch64": _Machine(audit=0xC00000B7, seccomp=277, numbers=_numbers("aarch64", "all")),
+}
+_ALWAYS: Final = (
+    *("ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "kcmp", "open_by_handle_at", "unshare"),
+    *("setns", "bpf", "perf_event_open", "userfaultfd", "io_uring_setup", "io_uring_enter", "io_uring_register"),
+    *("add_key", "request_key", "keyctl"),
+)
+"""Ways to look into other processes, to get new rights, or to make system calls that no filter sees."""
+_SIGNALS: Final = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
+_INTERNET: Final = (2, 10, 16)
+"""AF_INET, AF_INET6, and AF_NETLINK, by which the resolver learns of addresses."""
+_CLONE_THREAD: Final = 0x00010000
+_NEW_NAMESPACES: Final = 0x7E020000
+_X32: Final = 0x40000000
+
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER_AT, _AUDIT_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
+_ALLOW, _KILL = 0x7FFF0000, 0x80000000
+_SET_FILTER, _ALL_THREADS = 1, 1
+
+
+def _error(number: int) -> int:
+    return 0x00050000 | number
+
+
+_Filter = list[tuple[int, int, int, int]]
+
+
+def _filter_calls(sandbox: Sandbox) -> list[str]:
+    machine = _MACHINES.get(platform.machine())
+    if machine is None:
+        return [f"system calls are not filtered: no table of them for {platform.machine()}"]
+    instructions = _program(machine, sandbox, pid=os.getpid())
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in instructions))
+    program = struct.pack("HxxxxxxP", len(instructions), ctypes.addressof(code))
+    if _libc.syscall(machine.seccomp, _SET_FILTER, _ALL_THREADS, program) != 0:
+        return [f"system calls are not filtered: the kernel has no seccomp ({os.strerror(ctypes.get_errno())})"]
+    return []
+
+
+def _program(machine: _Machine, sandbox: Sandbox, *, pid: int) -> _Filter:
+    """Return the filter: the first rule that knows the call decides, and what no rule knows is allowed."""
+    rules: _Filter = [
+        (_LOAD, 0, 0, _AUDIT_AT),
+        (_EQUAL, 1, 0, machine.audit),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NUMBER_AT),
+    ]
+    if machine.audit == _MACHINES["x86_64"].audit:
+        rules += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _error(errno.EPERM))]
+    for name in _ALWAYS:
+        rules += _on(machine, name, _deny())
+    rules += _on(machine, "socket", _unless_argument_in(_INTERNET) if sandbox.network else _deny())
+    rules += _on(machine, "clone3", _deny(errno.ENOSYS))
+    rules += _on(machine, "prlimit64", _unless_argument_in((0, pid)))
+    if sandbox.processes:
+        return [*rules, *_on(machine, "clone", _deny_with(_NEW_NAMESPACES)), (_RETURN, 0, 0, _ALLOW)]
+    for name in ("fork", "vfork", "pidfd_send_signal"):
+        rules += _on(machine, name, _deny())
+    for name in _SIGNALS:
+        rules += _on(machine, name, _unless_argument_in((pid,)))
+    return [*rules, *_on(machine, "clone", _deny_without(_CLONE_THREAD)), (_RETURN, 0, 0, _ALLOW)]
+
+
+def _on(machine: _Machine, name: str, verdict: _Filter) -> _Filter:
+    """Return a rule for one system call; the number is in the accumulator before and, where it is another, after."""
+    number = machine.numbers.get(name)
+    return [] if number is None else [(_EQUAL, 0, len(verdict), number), *verdict]
+
+
+def _deny(reason: int = errno.EPERM) -> _Filter:
+    return [(_RETURN, 0, 0, _error(reason))]
+
+
+def _unless_argument_in(allowed: Sequence[int]) -> _Filter:
+    tests = [(_EQUAL, len(allowed) - index, 0, value) for index, value in enumerate(allowed)]
+    return [(_LOAD, 0, 0, _FIRST_ARGUMENT_AT), *tests, *_deny(), (_RETURN, 0, 0, _ALLOW)]
+
+
+def _deny_with(bits: int) -> _Filter:
+    return [(_LOAD, 0, 0, _FIRST_ARGUMENT_AT), (_ANY_BIT, 0, 1, bits), *_deny(), (_RETURN, 0, 0, _ALLOW)]
+
+
+def _deny_without(bits: int) -> _Filter:
+    return [(_LOAD, 0, 0, _FIRST_ARGUMENT_AT), (_ANY_BIT, 1, 0, bits), *_deny(), (_RETURN, 0, 0, _ALLOW)]

@@ -1,0 +1,66 @@
+"""What has no reward is counted by why, and when most of a step has none the job pauses."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncflow.driver.rewards import RewardTally
+
+OUTCOMES = ["", "raised", "timeout", "invalid"]
+
+
+def row(failure: str = "", detail: str = "") -> Any:
+    tags = {"failure": failure, "detail": detail} if failure else {}
+    return SimpleNamespace(meta=SimpleNamespace(tags=tags))
+
+
+def tally(needed: int = 8, kept: list[Any] | None = None) -> RewardTally:
+    return RewardTally(needed=needed, keep=(kept if kept is not None else []).append)
+
+
+@given(st.lists(st.sampled_from(OUTCOMES), max_size=40), st.integers(1, 16))
+def test_it_pauses_when_more_than_half_of_what_a_step_needs_and_got_have_failed(
+    outcomes: list[str], needed: int
+) -> None:
+    made = tally(needed)
+    for count, outcome in enumerate(outcomes, start=1):
+        before = made.paused
+        made.take(row(outcome, "Traceback\n  File\nKeyError: 'x'"), step=3)
+        failed = sum(bool(each) for each in outcomes[:count])
+        assert bool(made.paused) == (bool(before) or (bool(outcome) and 2 * failed > max(needed, count)))
+    if made.paused:
+        assert "of step 3 have no reward" in made.paused
+        assert "KeyError: 'x'" in made.paused
+    assert sum(made.outcomes().values()) == len(outcomes)
+
+
+def test_steps_are_judged_on_their_own_and_anew_after_a_pause() -> None:
+    made = tally(needed=4)
+    for step in (1, 2):
+        for _ in range(2):
+            made.take(row("raised"), step=step)
+    assert not made.paused
+    made.take(row("raised"), step=1)
+    assert made.paused.startswith("paused: 3 of 3 samples of step 1")
+    made.resume()
+    made.take(row("raised"), step=1)
+    assert not made.paused
+    assert made.failed == {"raised": 6}
+
+
+def test_totals_and_the_first_traceback_go_on_in_the_next_driver() -> None:
+    kept: list[Any] = []
+    made = tally(kept=kept)
+    made.flush()
+    made.take(row("raised", "Traceback: KeyError"), step=1)
+    made.take(row("timeout", "too slow"), step=1)
+    made.take(row(), step=1)
+    made.flush()
+    made.flush()
+    assert len(kept) == 2
+    again = tally()
+    again.restore(kept[-1])
+    assert again.outcomes() == {"scored": 1, "raised": 1, "timeout": 1}
+    assert again.first_failure == "raised: Traceback: KeyError"

@@ -1,0 +1,127 @@
+"""What a reward function may do is what its manifest allows, tried in real reward processes."""
+
+import os
+import socket
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from asyncflow.api.learning import RewardSpec
+from asyncflow.rewards import sandbox
+from asyncflow.rewards.pool import RewardPool
+from asyncflow.rewards.wire import Example, RewardResult
+
+FUNCTION = """
+    import os, resource, socket, subprocess, threading
+
+    def score(*, response, prompt, answer, meta):
+        match response:
+            case "read":
+                return float(len(open(answer).read()))
+            case "write":
+                open(answer, "w").write("x")
+            case "scratch":
+                path = os.path.join(os.environ["TMPDIR"], "x")
+                open(path, "w").write("x" * 10)
+                return float(os.path.getsize(path))
+            case "connect":
+                socket.create_connection(("127.0.0.1", answer), timeout=5).close()
+            case "run":
+                return float(subprocess.run(["/bin/true"]).returncode == 0)
+            case "thread":
+                thread = threading.Thread(target=print)
+                thread.start()
+                thread.join()
+            case "memory":
+                return float(len(bytearray(answer)) >> 20)
+            case "variables":
+                return float(len([name for name in os.environ if name.startswith("ASYNCFLOW")]))
+            case "descriptors":
+                return float(len(os.listdir("/proc/self/fd")))
+            case "computing time":
+                used = resource.getrusage(resource.RUSAGE_SELF)
+                return resource.getrlimit(resource.RLIMIT_CPU)[0] - used.ru_utime - used.ru_stime
+        return 1.0
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(textwrap.dedent(FUNCTION))
+    (tmp_path / "table.json").write_text("[1, 2]")
+    for run in ("runs/one", "other/two"):
+        (tmp_path / run / "run").mkdir(parents=True)
+        (tmp_path / run / "run" / "token").write_text("secret")
+    return tmp_path
+
+
+async def ask(folder: Path, *questions: tuple[str, object], **said: object) -> list[RewardResult]:
+    spec = RewardSpec.model_validate({"function": "mine:score", "timeout_seconds": 3.0, **said})
+    pool = RewardPool.of(spec, workdir=folder)
+    await pool.start()
+    try:
+        return [await pool.score(Example(prompt="", response=what, answer=of)) for what, of in questions]
+    finally:
+        await pool.close()
+
+
+async def test_it_reads_the_jobs_folder_and_writes_to_a_folder_of_its_own(folder: Path) -> None:
+    reads = [("read", str(folder / "table.json")), ("read", "table.json"), ("scratch", None)]
+    assert [result.value for result in await ask(folder, *reads)] == [6.0, 6.0, 10.0]
+    refused = await ask(folder, ("write", "table.json"), ("write", "new"), ("read", "/etc/shadow"))
+    assert ["PermissionError" in result.detail for result in refused] == [True] * 3
+
+
+async def test_tokens_of_runs_in_the_jobs_folder_are_out_of_sight(folder: Path) -> None:
+    runs = ("runs/one/run/token", "other/two/run/token")
+    results = await ask(folder, *(("read", run) for run in runs))
+    assert ["PermissionError" in result.detail for result in results] == [True, True]
+
+
+async def test_other_files_are_read_where_the_manifest_names_them(folder: Path, tmp_path_factory) -> None:
+    other = tmp_path_factory.mktemp("elsewhere") / "table.json"
+    other.write_text("[1]")
+    assert "PermissionError" in (await ask(folder, ("read", str(other))))[0].detail
+    assert (await ask(folder, ("read", str(other)), files=[str(other)]))[0].value == 3.0
+
+
+async def test_a_network_connection_needs_leave(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert "PermissionError" in (await ask(folder, ("connect", port)))[0].detail
+        assert (await ask(folder, ("connect", port), network=True))[0].value == 1.0
+
+
+async def test_a_process_needs_leave_and_a_thread_does_not(folder: Path) -> None:
+    run, thread = await ask(folder, ("run", None), ("thread", None))
+    assert "PermissionError" in run.detail
+    assert thread.value == 1.0
+    assert (await ask(folder, ("run", None), processes=4))[0].value == 1.0
+
+
+async def test_memory_and_computing_time_are_bounded(folder: Path) -> None:
+    some, much = await ask(folder, ("memory", 100 << 20), ("memory", 600 << 20), memory="512Mi")
+    assert some.value == 100.0
+    assert "MemoryError" in much.detail
+    for result in await ask(folder, ("computing time", None), ("computing time", None), timeout_seconds=3.0):
+        assert 5.0 < result.value < 8.0, "twice what a sample may take, for each sample anew"
+
+
+async def test_it_sees_no_variable_and_no_descriptor_of_the_job(folder: Path, monkeypatch) -> None:
+    monkeypatch.setenv("ASYNCFLOW_KEY_FILE", "/somewhere")
+    inherited = os.open("/dev/null", os.O_RDONLY)
+    os.set_inheritable(inherited, True)
+    try:
+        variables, descriptors = await ask(folder, ("variables", None), ("descriptors", None))
+    finally:
+        os.close(inherited)
+    assert variables.value == 0.0
+    assert descriptors.value == 6.0, "its three, the two ends of its pipes, and the listing"
+
+
+def test_both_processors_have_a_number_for_all_that_is_denied() -> None:
+    for name in ("x86_64", "aarch64"):
+        numbers = sandbox._MACHINES[name].numbers
+        assert set(sandbox._ALWAYS) | set(sandbox._SIGNALS) | {"socket", "clone", "clone3", "prlimit64"} <= set(numbers)
+        assert len(set(numbers.values())) == len(numbers)
