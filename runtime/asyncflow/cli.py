@@ -106,6 +106,16 @@ def role(name: str, job: Path, driver: str, index: int, attempt: int, workdir: P
     return command.run(name, job=job, driver=driver, index=index, attempt=attempt, workdir=workdir, http_port=http_port)
 
 
+@app.command(hidden=True)
+@click.option("--job", type=_DIRECTORY, required=True, help="The job's manifest.")
+@click.option("--socket", type=_DIRECTORY, required=True, help="Where to listen, a path.")
+def rewards(job: Path, socket: Path) -> None:
+    """Score samples for a rollout beside this process. The operator's pods call this."""
+    from asyncflow.commands import rewards as command
+
+    command.serve(job, socket=socket)
+
+
 @app.group()
 def model() -> None:
     """Models as files."""

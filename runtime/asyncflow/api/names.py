@@ -33,6 +33,10 @@ TOKEN_FILE: Final = f"{CONFIG_DIR}/token"
 """Where the bearer token of the driver's POST routes lies in a pod."""
 TOKEN_FILE_ENV: Final = "ASYNCFLOW_TOKEN_FILE"  # noqa: S105 — a name, not a token
 """Variable that names the file with the bearer token."""
+REWARD_SOCKET: Final = "/run/asyncflow/rewards/socket"
+"""Where, in a rollout's pod, the container listens that scores."""
+REWARD_SOCKET_ENV: Final = "ASYNCFLOW_REWARD_SOCKET"
+"""Variable that names that socket to the rollout."""
 LAST_WORD_FILE: Final = "/dev/termination-log"
 LAST_WORD_ENV: Final = "ASYNCFLOW_LAST_WORD"
 """Names the file into which a driver that is done writes the phase in which it leaves the job."""
@@ -70,6 +74,8 @@ FOLDER: Final = f"{GROUP}/folder"
 """Annotation of a resolved manifest: the folder of the file that it was made from, where relative paths start."""
 CONTAINER: Final = "asyncflow"
 """The container of a pod in which the role runs; a template that names it changes it."""
+REWARD_CONTAINER: Final = "rewards"
+"""The container of a rollout's pod in which samples are scored: without any Secret."""
 
 
 def instance(job: str, role: RoleName, index: int) -> str:

@@ -55,8 +55,8 @@ _PARSERS: Final[dict[str, dict[str, object]]] = {
 }
 """By module of reasoning_gym: the names that its checker finds in place of those that run text."""
 
-for _module, _names in _PARSERS.items():
-    vars(importlib.import_module(f"reasoning_gym.{_module}")).update(_names)
+for _place, _names in _PARSERS.items():
+    vars(importlib.import_module(f"reasoning_gym.{_place}")).update(_names)
 
 
 def score(*, response: str, prompt: str, answer: Any, meta: dict[str, Any]) -> float:
@@ -106,7 +106,7 @@ class _Guard:
         elif event == "exec" and _runs_answers(inspect.currentframe()):
             source, self._compiled = self._compiled, None
             text = source.decode(errors="replace") if isinstance(source, bytes) else source
-            if text not in _texts(self._entry):
+            if text not in set(_texts(self._entry)):
                 self._refused = True
                 raise PermissionError("an answer is not run as Python")
 

@@ -11,7 +11,7 @@ from asyncflow.models.source import materialize_config
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.net.roster import Status
 from asyncflow.queue.client.client import QueueClient
-from asyncflow.rewards.pool import RewardPool
+from asyncflow.rewards.service import open_rewards
 from asyncflow.roles.base import run_role
 from asyncflow.roles.post import JobPost, RoleOptions, job_folder
 from asyncflow.rollout.engines import open_engine
@@ -44,7 +44,7 @@ async def serve(post: JobPost) -> None:
         seed=spec.algorithm.seed,
         options=spec.rollout.engine.options,
     )
-    rewards = RewardPool.of(spec.reward, workdir=job_folder(post.job, options))
+    rewards = open_rewards(spec.reward, workdir=job_folder(post.job, options), within_s=post.start_s)
     if spec.schedule.swap_at == "token":
         raise ManifestError("swapAt token does not work yet", where="spec.schedule.swapAt")
     instance = Instance(swap_at=spec.schedule.swap_at, slots=spec.rollout.engine.slots, ahead=spec.algorithm.group_size)

@@ -22,7 +22,7 @@ from asyncflow.flow.instance import Instance
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.net.roster import Status
 from asyncflow.queue.client.client import QueueClient
-from asyncflow.rewards.pool import RewardPool
+from asyncflow.rewards.service import Rewards
 from asyncflow.rollout.claimer import Claimer
 from asyncflow.rollout.delivery import Delivery
 from asyncflow.rollout.desk import Desk
@@ -56,7 +56,7 @@ class RolloutWorker:
         queue: QueueClient,
         receiver: WeightReceiver,
         engine: RolloutEngine,
-        rewards: RewardPool,
+        rewards: Rewards,
         tokenizer: Tokenizer,
         instance: Instance,
         settings: RolloutSettings,

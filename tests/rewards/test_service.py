@@ -1,0 +1,154 @@
+"""Rewards from a process of their own over a Unix socket: the container of a rollout's pod that holds no Secret."""
+
+import asyncio
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from asyncflow.api.load import load_job
+from asyncflow.api.names import REWARD_SOCKET_ENV
+from asyncflow.errors import DeadlineExceeded, ManifestError
+from asyncflow.rewards.pool import RewardPool
+from asyncflow.rewards.service import RewardClient, open_rewards
+from asyncflow.rewards.wire import Example
+
+JOB = """
+    apiVersion: asyncflow.dev/v1alpha1
+    kind: RLJob
+    metadata: {name: scored}
+    spec:
+      model: {source: "tiny://reverse-digits"}
+      data: {train: {source: "tiny://reverse-digits"}}
+      reward: {function: "%s", timeoutSeconds: 5}
+      algorithm: {steps: 1}
+      sampling: {maxTokens: 8}
+"""
+FUNCTION = """
+    import time
+
+    def score(*, response, prompt, answer, meta):
+        if response == "slow":
+            time.sleep(2)
+        if response == "raise":
+            raise KeyError(prompt)
+        return float(response == answer)
+"""
+
+
+class Place:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.socket = folder / "socket"
+        (folder / "mine.py").write_text(textwrap.dedent(FUNCTION))
+
+    def client(self, *, start_timeout_s: float = 20.0, silence_s: float = 20.0) -> RewardClient:
+        return RewardClient(self.socket, start_timeout_s=start_timeout_s, silence_s=silence_s)
+
+    @contextmanager
+    def server(self, function: str = "mine:score") -> Iterator[subprocess.Popen[bytes]]:
+        job = self.folder / "job.yaml"
+        job.write_text(textwrap.dedent(JOB % function))
+        command = [sys.executable, "-m", "asyncflow", "rewards", "--job", str(job), "--socket", str(self.socket)]
+        process = subprocess.Popen(command)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def example(response: str, answer: str = "") -> Example:
+    return Example(prompt="p", response=response, answer=answer)
+
+
+async def test_samples_are_scored_there_side_by_side(place: Place) -> None:
+    with place.server() as process:
+        client = place.client()
+        await client.start()
+        assert stat.S_IMODE(place.socket.stat().st_mode) == 0o600
+        results = await asyncio.gather(*(client.score(example(str(n), str(n % 2))) for n in range(6)))
+        assert [result.value for result in results] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+        raised = await client.score(example("raise"))
+        assert raised.failure == "raised"
+        assert "KeyError: 'p'" in raised.detail
+        assert (await client.score(Example(prompt="", response="", answer=object()))).failure == "raised"
+        await client.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+    assert not place.socket.exists()
+
+
+async def test_a_sample_outlives_the_process_that_scores_it_once(place: Place) -> None:
+    client = place.client()
+    with place.server() as process:
+        await client.start()
+        pending = asyncio.create_task(client.score(example("slow", "slow")))
+        await asyncio.sleep(0.5)
+        process.kill()
+        process.wait()
+    with place.server():
+        assert (await pending).value == 1.0
+        await client.close()
+
+
+async def test_a_sample_whose_process_dies_twice_has_failed(place: Place) -> None:
+    client = place.client()
+    pending = asyncio.create_task(client.score(example("slow")))
+    for _ in range(2):
+        with place.server():
+            while client._connection is None or client._connection.over:
+                await asyncio.sleep(0.05)
+        while not client._connection.over:
+            await asyncio.sleep(0.05)
+    result = await pending
+    assert (result.failure, result.value) == ("died", 0.0)
+    assert "hung up" in result.detail
+    await client.close()
+
+
+async def test_a_server_that_hangs_is_given_up(place: Place) -> None:
+    with place.server() as process:
+        await place.client().start()
+        client = place.client(silence_s=1.0, start_timeout_s=2.0)
+        await client.start()
+        process.send_signal(signal.SIGSTOP)
+        result = await client.score(example("1", "1"))
+        assert result.failure == "died"
+        assert "nothing scores there" in result.detail, "the second try finds nobody either"
+        process.send_signal(signal.SIGCONT)
+        assert (await client.score(example("1", "1"))).value == 1.0
+        await client.close()
+
+
+async def test_a_function_that_cannot_be_loaded_is_refused_by_its_name(place: Place) -> None:
+    with place.server("mine:absent"):
+        client = place.client()
+        with pytest.raises(ManifestError, match=r"reward\.function: 'mine:absent' cannot be loaded"):
+            await client.start()
+        await client.close()
+
+
+async def test_where_nobody_listens_it_says_whose_log_tells_why(place: Place) -> None:
+    client = place.client(start_timeout_s=0.3)
+    with pytest.raises(DeadlineExceeded, match="container `rewards`"):
+        await client.start()
+
+
+def test_a_substrate_chooses_by_a_variable(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place.folder / "job.yaml").write_text(textwrap.dedent(JOB % "mine:score"))
+    spec = load_job(place.folder / "job.yaml").spec.reward
+    assert isinstance(open_rewards(spec, workdir=place.folder, within_s=1.0), RewardPool)
+    monkeypatch.setenv(REWARD_SOCKET_ENV, str(place.socket))
+    assert isinstance(open_rewards(spec, workdir=place.folder, within_s=1.0), RewardClient)
