@@ -31,7 +31,7 @@ def test_it_pauses_when_more_than_half_of_what_a_step_needs_and_got_have_failed(
         failed = sum(bool(each) for each in outcomes[:count])
         assert bool(made.paused) == (bool(before) or (bool(outcome) and 2 * failed > max(needed, count)))
     if made.paused:
-        assert "of step 3 have no reward" in made.paused
+        assert "samples of step 3 have none" in made.paused
         assert "KeyError: 'x'" in made.paused
     assert sum(made.outcomes().values()) == len(outcomes)
 
@@ -43,7 +43,7 @@ def test_steps_are_judged_on_their_own_and_anew_after_a_pause() -> None:
             made.take(row("raised"), step=step)
     assert not made.paused
     made.take(row("raised"), step=1)
-    assert made.paused.startswith("paused: 3 of 3 samples of step 1")
+    assert made.paused.startswith("the reward to be mended: 3 of 3 samples of step 1")
     made.resume()
     made.take(row("raised"), step=1)
     assert not made.paused

@@ -19,8 +19,8 @@ CANARY = "canary-7f3a"
 UNREACHABLE = "composite"
 """A data set that no manifest can name, because its config is made of Python objects."""
 VARIABLE = "ASYNCFLOW_TEST_CANARY"
-HEAVY = {"power", "latex power", "repeat"}
-"""Answers that need a sandbox's limits where they are worked out."""
+HEAVY = {"math_verify": {"latex power"}, "hostile:run_it": {"power", "latex power", "repeat"}}
+"""Answers that a scorer works out, for which it needs the limits of a sandbox."""
 _SECONDS = 20
 
 
@@ -132,7 +132,7 @@ def main(place: Path, port: int, scorer: str) -> None:
         f"{prompt['meta'].get('dataset', scorer)}: {kind}": scored(function, answer, prompt)
         for prompt in prompts(scorer)
         for kind, answer in answers(place, port=port).items()
-        if kind not in HEAVY
+        if kind not in HEAVY.get(scorer, ())
     }
     (place / "rewards.json").write_text(json.dumps(rewards))
 

@@ -95,6 +95,18 @@ def test_the_set_that_is_left_out_cannot_be_had(place: Place) -> None:
         make_dataset(UNREACHABLE, {"datasets": [{"name": "countdown"}]}, where="data.train")
 
 
+async def test_a_power_that_takes_for_ever_costs_its_own_sample_only(tmp_path: Path) -> None:
+    pool = RewardPool(Scorer(function="math_verify", workdir=tmp_path), timeout_s=5.0)
+    await pool.start()
+    heavy = answers(tmp_path, port=1)["latex power"]
+    results = await asyncio.gather(
+        *(pool.score(Example(prompt="", response=text, answer="31")) for text in (heavy, "$31$", "so 31"))
+    )
+    await pool.close()
+    assert results[0].value == 0.0
+    assert [result.value for result in results[1:]] == [1.0, 1.0]
+
+
 async def test_what_is_run_all_the_same_finds_nothing_and_harms_nobody(place: Place) -> None:
     """A scorer that runs every answer, in its sandbox, between samples that are scored as they should be."""
     pool = RewardPool(Scorer(function="hostile:run_it", workdir=HERE), timeout_s=2.0)

@@ -79,7 +79,7 @@ def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
     in_time = draft.alarm.until(began + STOPS * spec.limits.stop_seconds + SPARE_S)
     saves = status.phase in ("Running", "Suspending") and _may_save(state)
     if status.phase != "Suspended" and driver is not None and ended is None and in_time and saves:
-        draft.do_first([Ask(path="/v1/suspend")] if seen is None or seen.phase == "Running" else [])
+        draft.do_first([Ask(path="/v1/suspend")] if seen is None or seen.phase in ("Running", "Paused") else [])
         _say_suspended(draft, done=False)
         return draft.plan(figures=FIGURES)
     draft.do_first(removed(state.pods))

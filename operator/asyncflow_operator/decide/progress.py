@@ -17,7 +17,7 @@ from asyncflow_operator.observed import PodView, Probe
 FIGURES: Final = frozenset(
     (
         *("step", "steps", "progress", "reward", "eval", "tokens_per_second", "lag", "version", "queue_depth", "eta"),
-        *("last_step_at", "checkpoint_step", "waiting_for", "ready_rollouts", "wish", "wish_time"),
+        *("last_step_at", "checkpoint_step", "failed_rewards", "waiting_for", "ready_rollouts", "wish", "wish_time"),
     )
 )
 """Fields of a job's status that may wait; all others are transitions."""
@@ -46,6 +46,7 @@ def figures(seen: DriverStatus | None, rollouts: Collection[PodView]) -> dict[st
         "eta": "" if seen.eta_seconds is None else spoken(seen.eta_seconds),
         "last_step_at": seen.last_step_at,
         "checkpoint_step": seen.checkpoint.step if seen.checkpoint is not None else None,
+        "failed_rewards": sum(seen.rewards.failed.values()),
         "waiting_for": seen.waiting_for[:_LINE],
         "ready_rollouts": sum(each.state == "ready" for each in seen.rollouts),
     }
@@ -62,6 +63,9 @@ def judge(
         board.say("Stalled", None, "DriverSilent", "The driver does not answer, so nobody knows how far the job is")
         return
     seen = probe.status
+    if seen.phase == "Paused":
+        board.say("Stalled", True, "Paused", seen.waiting_for)
+        return
     usual = max(_STEPS * seen.step_p95, _LEAST_S) if seen.step_p95 is not None else limits.stall_seconds
     patience = min(limits.stall_seconds, usual)
     began = max((pod.started or 0.0 for pod in trainers), default=0.0)

@@ -14,6 +14,7 @@ from typing import Any, Final
 from asyncflow.api.accelerators import PROFILES
 from asyncflow.api.base import Spec
 from asyncflow.api.job import RLJob
+from asyncflow.api.learning import RewardSpec
 from asyncflow.api.names import LABEL_QUEUE, QUEUE_ROLES, RPC_PORT, RoleName, service
 from asyncflow.api.placement import SchedulingSpec, TemplateSpec
 from asyncflow.api.queue import LEAVE_S, StoreSpec, TransferQueue
@@ -36,7 +37,8 @@ class Blueprint:
     templates: the user's, the later wins; wish: what the user said of the role, as JSON values; leader: the address
     that others dial, where process 0 of the role listens if ``leads``; world: ranks that meet, 1 for none; first_seat,
     first_slot: number of process 0 among all of the family, and among those that have devices; store: one that others
-    run, which the role uses; grace_s: seconds from SIGTERM to SIGKILL; readers: roles that read from this one.
+    run, which the role uses; reward: what its pods score by, None for nothing; grace_s: seconds from SIGTERM to
+    SIGKILL; readers: roles that read from this one.
     """
 
     family: Family
@@ -50,6 +52,7 @@ class Blueprint:
     mounts: tuple[Mounted, ...]
     scheduling: SchedulingSpec
     store: StoreSpec | None = None
+    reward: RewardSpec | None = None
     grace_s: float = _GRACE_S
     world: int = 1
     first_seat: int = 0
@@ -98,6 +101,7 @@ def job_blueprint(
         first_slot=_before(role, [other for other in planned.roles if other.resources.accelerators]),
         scheduling=spec.scheduling,
         store=spec.transfer_queue.store if name == "storage" else None,
+        reward=spec.reward if name == "rollout" else None,
         readers=("trainer", "rollout") if name == "storage" else (),
     )
 
@@ -154,7 +158,10 @@ def wish_of(job: RLJob, name: RoleName) -> dict[str, object]:
             "checkpoints": spec.storage.checkpoints.claim,
             "access": spec.storage.checkpoints.access_mode,
         },
-        "rollout": {"rollout": spec.rollout.model_dump(mode="json", include=_SHAPE, exclude_defaults=True)},
+        "rollout": {
+            "rollout": spec.rollout.model_dump(mode="json", include=_SHAPE, exclude_defaults=True),
+            "rewards": spec.reward.resources,
+        },
     }
     return _said(template=spec.template, scheduling=spec.scheduling, **of_role[name])
 

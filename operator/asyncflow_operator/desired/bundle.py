@@ -26,7 +26,7 @@ from asyncflow_operator.desired.images import Registry, image_of
 from asyncflow_operator.desired.keys import make_keys, token
 from asyncflow_operator.desired.objects import job_family, queue_family
 from asyncflow_operator.desired.pods import make_pod
-from asyncflow_operator.desired.policy import make_account, make_budget, make_network_policy
+from asyncflow_operator.desired.policy import make_account, make_budget, make_egress_policy, make_network_policy
 from asyncflow_operator.desired.queues import queue_roles
 from asyncflow_operator.desired.services import make_gang_service, make_leader_service
 from asyncflow_operator.desired.storage import job_claims, queue_claims
@@ -63,6 +63,7 @@ class Desired:
             make_config(job, family),
             make_keys(family, master=self.settings.master),
             make_network_policy(family, watchers=self.settings.watchers),
+            make_egress_policy(family, network=job.spec.reward.network),
             make_leader_service(family, "driver"),
             *(make_gang_service(family, role.name) for role in gangs),
             *job_claims(job, family),

@@ -19,6 +19,9 @@ from asyncflow.api.names import (
     LAST_WORD_ENV,
     LAST_WORD_FILE,
     LEAVE_ENV,
+    REWARD_SOCKET,
+    REWARD_SOCKET_ENV,
+    REWARD_VARIABLES,
     TOKEN_FILE,
     TOKEN_FILE_ENV,
     instance,
@@ -56,6 +59,7 @@ def make_environment(blueprint: Blueprint, index: int) -> list[Manifest]:
         {"name": TOKEN_FILE_ENV, "value": TOKEN_FILE},
         {"name": LAST_WORD_ENV, "value": LAST_WORD_FILE},
         *([{"name": LEAVE_ENV, "value": f"{LEAVE_S:g}"}] if blueprint.role.name == "storage" else []),
+        *([{"name": REWARD_SOCKET_ENV, "value": REWARD_SOCKET}] if blueprint.reward is not None else []),
         *(
             {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
             for name, path in referred.items()
@@ -63,6 +67,13 @@ def make_environment(blueprint: Blueprint, index: int) -> list[Manifest]:
         ),
         *({"name": name, "value": value} for name, value in plain.items()),
     ]
+
+
+def make_reward_environment(blueprint: Blueprint) -> list[Manifest]:
+    """Return the variables of the container that scores: of the user's, only those that say where things are."""
+    theirs = {variable.name: variable.value for template in blueprint.templates for variable in template.env}
+    kept: dict[str, str] = {name: theirs[name] for name in REWARD_VARIABLES if name in theirs}
+    return [{"name": name, "value": value} for name, value in (dict(_HOME) | kept).items()]
 
 
 def _rank(blueprint: Blueprint, index: int) -> dict[str, str]:

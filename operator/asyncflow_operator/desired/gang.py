@@ -29,10 +29,10 @@ from asyncflow_operator.observed import Manifest
 VOLCANO_GROUP: Final = "scheduling.k8s.io/group-name"
 VOLCANO_QUEUE: Final = "scheduling.volcano.sh/queue-name"
 KUEUE_QUEUE: Final = "kueue.x-k8s.io/queue-name"
+_CONTAINERS: Final = ("initContainers", "containers")
 _KUEUE_USUAL: Final = "default"
 """The LocalQueue that Kueue takes where none is named."""
 _SCHEDULED_BY: Final = (
-    "initContainers",
     "nodeSelector",
     "affinity",
     "tolerations",
@@ -104,19 +104,25 @@ def _workload(
 
 
 def _shape(spec: Manifest) -> Manifest:
-    containers = [
-        {name: container[name] for name in ("name", "image", "resources") if name in container}
-        for container in spec["containers"]
-    ]
-    shape: Manifest = {"restartPolicy": "Never", "containers": containers}
-    return shape | {name: spec[name] for name in _SCHEDULED_BY if name in spec}
+    shape: Manifest = {"restartPolicy": "Never"} | {name: spec[name] for name in _SCHEDULED_BY if name in spec}
+    return shape | {kind: [_cost(each) for each in spec[kind]] for kind in _CONTAINERS if kind in spec}
+
+
+def _cost(container: Manifest) -> Manifest:
+    return {name: container[name] for name in ("name", "image", "resources", "restartPolicy") if name in container}
+
+
+def _running(spec: Manifest) -> list[Manifest]:
+    """Return the containers that run as long as the pod."""
+    beside = [each for each in spec.get("initContainers", ()) if each.get("restartPolicy") == "Always"]
+    return [*beside, *spec["containers"]]
 
 
 def _requests(core: Sequence[tuple[Role, Manifest]]) -> dict[str, str]:
     """Add up what the core's containers ask for; what is no quantity is for the API server to refuse, in the pod."""
     total: Counter[str] = Counter()
     for role, pod in core:
-        for container in pod["spec"]["containers"]:
+        for container in _running(pod["spec"]):
             for name, amount in container.get("resources", {}).get("requests", {}).items():
                 if re.fullmatch(PATTERN, str(amount)):
                     total[name] += int(Quantity(str(amount)).amount * 1000) * role.core

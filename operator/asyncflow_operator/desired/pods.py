@@ -25,24 +25,33 @@ from asyncflow.api.names import (
     LABEL_ATTEMPT,
     LABEL_INDEX,
     LABEL_ROLE,
+    REWARD_CONTAINER,
+    REWARD_SOCKET,
     RPC_PORT,
     WORKDIR,
     instance,
     service,
 )
 from asyncflow_operator.desired.blueprint import Blueprint
-from asyncflow_operator.desired.environment import make_environment
+from asyncflow_operator.desired.environment import make_environment, make_reward_environment
 from asyncflow_operator.desired.gang import Membership, membership
 from asyncflow_operator.desired.merge import merge
 from asyncflow_operator.desired.objects import make_object, stamped
 from asyncflow_operator.desired.placement import make_placement
-from asyncflow_operator.desired.volumes import make_volumes
+from asyncflow_operator.desired.volumes import make_volumes, reward_mounts
 from asyncflow_operator.observed import Manifest
 
 USER: Final = 65532
 """User and group of the runtime images."""
 _EVERYWHERE: Final = f"tcp://0.0.0.0:{RPC_PORT}"
 _DEFAULT_CONTAINER: Final = MappingProxyType({"kubectl.kubernetes.io/default-container": CONTAINER})
+_CONTAINER_SECURITY: Final[Manifest] = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+_REWARD_CPU: Final = 0.1
+"""Cores that scoring asks for where the manifest does not say."""
 _START_PERIOD_S: Final = 1
 _READY_PERIOD_S: Final = 2
 _LIVE_PERIOD_S: Final = 10
@@ -92,6 +101,7 @@ def _spec(blueprint: Blueprint, member: Membership, *, index: int, attempt: int)
         "securityContext": _pod_security(blueprint),
         **make_placement(blueprint),
         **member.spec,
+        **_rewards(blueprint),
         "containers": [{**container, "volumeMounts": volumes.mounts}],
         "volumes": volumes.volumes,
     }
@@ -123,11 +133,7 @@ def _container(blueprint: Blueprint, *, index: int, attempt: int, http_port: int
         "env": make_environment(blueprint, index),
         "ports": [{"name": name, "containerPort": number} for name, number in listens.items()],
         "resources": _resources(blueprint),
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": _CONTAINER_SECURITY,
         "startupProbe": {
             "httpGet": {"path": "/healthz", "port": "http"},
             "periodSeconds": _START_PERIOD_S,
@@ -149,15 +155,43 @@ def _container(blueprint: Blueprint, *, index: int, attempt: int, http_port: int
     }
 
 
+def _rewards(blueprint: Blueprint) -> Manifest:
+    """Return the container in which samples are scored; it starts before the rollout, and ends after it.
+
+    It runs other people's code on what a model wrote, so it has no Secret and no token, and sees nothing of the
+    rollout's but a folder with a socket.
+    """
+    if blueprint.reward is None:
+        return {}
+    stated = blueprint.reward.resources
+    cpu = float(stated.cpu.amount) if stated.cpu is not None else _REWARD_CPU
+    hard = {"memory": str(stated.memory.bytes)} if stated.memory is not None else {}
+    container = {
+        "name": REWARD_CONTAINER,
+        "image": blueprint.image,
+        "restartPolicy": "Always",
+        "command": ["python", "-m", "asyncflow", "rewards", "--job", JOB_FILE, "--socket", REWARD_SOCKET],
+        "env": make_reward_environment(blueprint),
+        "resources": _asked(cpu, hard),
+        "securityContext": _CONTAINER_SECURITY,
+        "volumeMounts": reward_mounts(blueprint),
+    }
+    return {"initContainers": [container]}
+
+
 def _resources(blueprint: Blueprint) -> Manifest:
-    """Memory and devices are limits too: what goes beyond takes the node down, or belongs to another."""
     resources = blueprint.role.resources
     hard: dict[str, str] = {}
     if resources.memory is not None:
         hard["memory"] = str(resources.memory)
     if resources.accelerators:
         hard[resources.resource] = str(resources.accelerators)
-    requests = {"cpu": f"{math.ceil(resources.cpu * 1000)}m", **hard}
+    return _asked(resources.cpu, hard)
+
+
+def _asked(cpu: float, hard: dict[str, str]) -> Manifest:
+    """Memory and devices are limits too: what goes beyond takes the node down, or belongs to another."""
+    requests = {"cpu": f"{math.ceil(cpu * 1000)}m", **hard}
     return {"requests": requests, "limits": hard} if hard else {"requests": requests}
 
 

@@ -14,6 +14,7 @@ from asyncflow_operator.desired.objects import Family, make_object, stamped
 from asyncflow_operator.observed import Manifest
 
 _NAMESPACE_NAME: Final = "kubernetes.io/metadata.name"
+_DNS_PORT: Final = 53
 
 
 def make_account(family: Family) -> Manifest:
@@ -36,6 +37,21 @@ def make_budget(family: Family, *, roles: Sequence[RoleName], pods: int) -> Mani
         "spec": {"minAvailable": max(0, pods - 1), "selector": selector, "unhealthyPodEvictionPolicy": "AlwaysAllow"}
     }
     return stamped(make_object("policy/v1", "PodDisruptionBudget", family, name=family.name, body=body))
+
+
+def make_egress_policy(family: Family, *, network: bool) -> Manifest:
+    """Let the pods in which samples are scored open connections to the family and to DNS only; with network, to all.
+
+    A policy is of a pod, so it holds for the rollout too, which dials nobody else.
+    """
+    inside: list[Manifest] = [
+        {"to": [{"podSelector": {"matchLabels": dict(family.selector)}}]},
+        {"ports": [{"protocol": protocol, "port": _DNS_PORT} for protocol in ("UDP", "TCP")]},
+    ]
+    selector = {"matchLabels": {**family.selector, LABEL_ROLE: "rollout"}}
+    spec = {"podSelector": selector, "policyTypes": ["Egress"], "egress": [{}] if network else inside}
+    name = f"{family.name}-rewards"
+    return stamped(make_object("networking.k8s.io/v1", "NetworkPolicy", family, name=name, body={"spec": spec}))
 
 
 def make_network_policy(family: Family, *, watchers: Sequence[str], open_to_namespace: bool = False) -> Manifest:

@@ -11,12 +11,22 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from asyncflow.api.accelerators import PROFILES, host_paths
-from asyncflow.api.names import CONFIG_DIR, JOB_FILE, KEY_FILE, STORE_PASSWORD_FILE, TOKEN_FILE, WORKDIR, keys_secret
+from asyncflow.api.names import (
+    CONFIG_DIR,
+    JOB_FILE,
+    KEY_FILE,
+    REWARD_SOCKET,
+    STORE_PASSWORD_FILE,
+    TOKEN_FILE,
+    WORKDIR,
+    keys_secret,
+)
 from asyncflow.api.queue import SecretEntry
 from asyncflow_operator.desired.blueprint import Blueprint
 from asyncflow_operator.observed import Manifest
 
 _READ_BY_GROUP: Final = 0o440
+_REWARD_SOCKET_MOUNT: Final[Manifest] = {"name": "rewards", "mountPath": REWARD_SOCKET.rpartition("/")[0]}
 
 
 class Volumes(NamedTuple):
@@ -37,21 +47,44 @@ def make_volumes(blueprint: Blueprint, index: int) -> Volumes:
         {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 — the pod's own volume
     ]
     claims = _claims(blueprint, index)
-    for part in (_run(claims), claims, _shared_memory(blueprint), _host(blueprint)):
+    for part in (_run(claims), claims, _shared_memory(blueprint), _host(blueprint), _rewards(blueprint)):
         volumes += part.volumes
         mounts += part.mounts
     return Volumes(volumes, mounts)
 
 
+def reward_mounts(blueprint: Blueprint) -> list[Manifest]:
+    """Return what the container that scores mounts: the manifest, a /tmp of its own, the socket, claims to read."""
+    read = [mount for mount in _claims(blueprint, 0).mounts if mount.get("readOnly")]
+    return [
+        {"name": "rewards-config", "mountPath": CONFIG_DIR, "readOnly": True},
+        {"name": "rewards-tmp", "mountPath": "/tmp"},  # noqa: S108 — its own volume
+        _REWARD_SOCKET_MOUNT,
+        *read,
+    ]
+
+
+def _rewards(blueprint: Blueprint) -> Volumes:
+    if blueprint.reward is None:
+        return Volumes([], [])
+    manifest = {"name": blueprint.family.name, "items": _items(JOB_FILE), "defaultMode": _READ_BY_GROUP}
+    volumes: list[Manifest] = [
+        {"name": "rewards-config", "configMap": manifest},
+        {"name": "rewards-tmp", "emptyDir": {}},
+        {"name": "rewards", "emptyDir": {}},
+    ]
+    return Volumes(volumes, [_REWARD_SOCKET_MOUNT])
+
+
+def _items(*paths: str) -> list[Manifest]:
+    return [{"key": path.rpartition("/")[2], "path": path.rpartition("/")[2]} for path in paths]
+
+
 def _config(blueprint: Blueprint) -> list[Manifest]:
     family, store = blueprint.family.name, blueprint.store
-
-    def items(*paths: str) -> list[Manifest]:
-        return [{"key": path.rpartition("/")[2], "path": path.rpartition("/")[2]} for path in paths]
-
     return [
-        {"configMap": {"name": family, "items": items(JOB_FILE)}},
-        {"secret": {"name": keys_secret(family), "items": items(KEY_FILE, TOKEN_FILE)}},
+        {"configMap": {"name": family, "items": _items(JOB_FILE)}},
+        {"secret": {"name": keys_secret(family), "items": _items(KEY_FILE, TOKEN_FILE)}},
         *([_entry(store.password, STORE_PASSWORD_FILE)] if store is not None and store.password is not None else []),
     ]
 

@@ -35,6 +35,8 @@ TOKEN_FILE_ENV: Final = "ASYNCFLOW_TOKEN_FILE"  # noqa: S105 — a name, not a t
 """Variable that names the file with the bearer token."""
 REWARD_SOCKET: Final = "/run/asyncflow/rewards/socket"
 """Where, in a rollout's pod, the container listens that scores."""
+REWARD_VARIABLES: Final = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
+"""Variables that a process which scores has from whoever starts it; all others are kept from it."""
 REWARD_SOCKET_ENV: Final = "ASYNCFLOW_REWARD_SOCKET"
 """Variable that names that socket to the rollout."""
 LAST_WORD_FILE: Final = "/dev/termination-log"

@@ -289,7 +289,7 @@ class Driver:
 
     def _flow(self) -> Flow | None:
         newest = self.versions.newest
-        if newest is None or self.phase != "Running":
+        if newest is None or self.phase != "Running" or self.rewards.paused:
             return None
         return Flow(
             published=newest,

@@ -2,7 +2,8 @@
 
 A run succeeds when its last weights are safe and known to be: they are in a checkpoint, every evaluation that is still
 possible is recorded, and the trainer has written what the run leaves behind. It is suspended when the newest step is in
-a checkpoint. Only then is anybody told to stop.
+a checkpoint. Only then is anybody told to stop. A job that is paused reaches no further step, so it is suspended at
+once: a trainer that is told to stop writes a checkpoint of the last step that it finished.
 
 Invariant: nothing that a success promises is still being written when it is declared; each wait for it is one that
 ``/v1/status`` names, and the last has a deadline.
@@ -65,7 +66,7 @@ class Ending:
             if trained and not self.unevaluated() and await self.committed():
                 await self._exported()
                 return "Succeeded"
-            if self.suspending() and await self.committed():
+            if self.suspending() and (self.rewards.paused or await self.committed()):
                 return "Suspended"
             if self.suspending() and self.progress.done > asked:
                 asked = self.progress.done

@@ -134,6 +134,6 @@ class Groups:
         self.excluded(serial)
         if not self.policy.refills:
             self.rewards.pause(
-                f"paused: group {serial} goes no further ({reason}), and schedule.deterministic is true: which prompt "
-                "takes its place would depend on when it happens. Mend the reward, or set deterministic: false"
+                f"the reward to be mended: group {serial} goes no further ({reason}), and schedule.deterministic is "
+                "true: which prompt takes its place would depend on when that happened"
             )

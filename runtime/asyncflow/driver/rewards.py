@@ -29,7 +29,8 @@ class RewardTally:
     """The outcomes of all samples of a run.
 
     needed: samples of one optimizer step; keep: writes the totals down for the next driver.
-    first_failure: what is known of the first sample without a reward; paused: why the job is paused, "" while it runs.
+    first_failure: what is known of the first sample without a reward; paused: what a paused job waits for, "" while
+    it runs.
     """
 
     needed: int
@@ -98,6 +99,6 @@ class RewardTally:
             said = ", ".join(f"{count} {failure}" for failure, count in failures.most_common())
             last_line = self.first_failure.strip().rpartition("\n")[2][:300]
             self.pause(
-                f"paused: {failed} of {judged} samples of step {step} have no reward ({said}). The first: {last_line}. "
-                "Mend the reward and resume the job (suspend it first where it runs on Kubernetes), or POST /v1/resume"
+                f"the reward to be mended: {failed} of {judged} samples of step {step} have none ({said}). The first: "
+                f"{last_line}. Suspend the job, mend the reward and resume; or POST /v1/resume to go on as it is"
             )

@@ -22,13 +22,13 @@ from pathlib import Path
 
 import msgspec
 
+from asyncflow.api.names import REWARD_VARIABLES
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, PeerLost
 from asyncflow.rewards.sandbox import Sandbox
 from asyncflow.rewards.wire import LENGTH, MAX_ANSWER, Answer, Example, Load, Question, frame
 
 log = logging.getLogger(__name__)
 
-_KEPT_VARIABLES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
 _SET_VARIABLES = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
     "PYTHONDONTWRITEBYTECODE": "1",
@@ -204,7 +204,7 @@ class RewardProcess:
 
 
 def _environment(scratch: Path) -> dict[str, str]:
-    kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+    kept = {name: os.environ[name] for name in REWARD_VARIABLES if name in os.environ}
     return kept | _SET_VARIABLES | {"HOME": str(scratch), "TMPDIR": str(scratch)}
 
 

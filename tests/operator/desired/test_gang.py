@@ -30,7 +30,7 @@ def test_volcano_places_the_core_as_one_group(desired: Desired, job_state: JobSt
     spec = gang_of(desired, state_of(job_state, "volcano"))["spec"]
     assert (spec["minMember"], spec["queue"]) == (1 + 1 + 2 + 2 + 2, "rl")
     assert spec["minResources"]["huawei.com/Ascend910"] == str(16 * 4)
-    assert spec["minResources"]["cpu"] == str(1 + 1 + 2 + 1 + 2)
+    assert spec["minResources"]["cpu"] == f"{1000 * (1 + 1 + 2 + 1 + 2) + 2 * 100}m", "each rollout scores, too"
 
 
 @pytest.mark.parametrize(
@@ -87,4 +87,4 @@ def test_a_role_without_a_place_in_the_core_is_not_asked_for(desired: Desired, j
 def test_odd_quantities_of_a_user_are_for_the_api_server_to_judge(desired: Desired, job_state: JobStates):
     side = {"name": "side", "image": "side:1", "resources": {"requests": {"cpu": "1e3", "memory": "lots"}}}
     state = job_state(scheduling={"gang": "volcano"}, template={"podSpec": {"containers": [side]}})
-    assert gang_of(desired, state)["spec"]["minResources"]["cpu"] == str(1 + 1 + 2 + 1 + 1)
+    assert gang_of(desired, state)["spec"]["minResources"]["cpu"] == f"{1000 * (1 + 1 + 2 + 1 + 1) + 100}m"

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -100,7 +101,43 @@ def test_pods_keep_the_restricted_standard(desired: Desired, job_state: JobState
         "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"]},
     }
-    assert {kind for volume in spec["volumes"] for kind in volume} - {"name"} <= {"projected", "emptyDir"}
+    allowed = {"projected", "emptyDir", "configMap"}
+    assert {kind for volume in spec["volumes"] for kind in volume} - {"name"} <= allowed
+
+
+def test_samples_are_scored_in_a_container_without_any_secret(desired: Desired, job_state: JobStates):
+    state = job_state(
+        model={"source": "pvc://models/seven"},
+        template={"env": [{"name": "PYTHONPATH", "value": "/mnt/code"}, {"name": "HF_TOKEN", "value": "hf"}]},
+        reward={"function": "mine:score", "resources": {"cpu": 2, "memory": "1Gi"}},
+    )
+    spec = desired.pod(state, "rollout", 0, 0)["spec"]
+    (scores,) = spec["initContainers"]
+    assert scores["restartPolicy"] == "Always", "it runs beside the rollout, and ends after it"
+    assert scores["resources"] == {
+        "requests": {"cpu": "2000m", "memory": str(1 << 30)},
+        "limits": {"memory": str(1 << 30)},
+    }
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    seen = {mount["name"]: mount["mountPath"] for mount in scores["volumeMounts"]}
+    assert not any("secret" in str(volumes[name]).lower() for name in seen)
+    assert seen["model"] == "/mnt/models"
+    rollout = container({"spec": spec})
+    shared = {mount["name"] for mount in rollout["volumeMounts"]} & set(seen)
+    assert shared == {"rewards", "model"}, "a socket, and what both only read"
+    variables = {variable["name"]: variable.get("value") for variable in rollout["env"]}
+    assert variables["ASYNCFLOW_REWARD_SOCKET"] == scores["command"][-1]
+    assert Path(scores["command"][-1]).parent == Path(seen["rewards"])
+    told = {variable["name"]: variable["value"] for variable in scores["env"]}
+    assert told["PYTHONPATH"] == "/mnt/code"
+    assert "HF_TOKEN" not in told
+    assert not [name for name in told if name.startswith("ASYNCFLOW_")]
+    assert scores["securityContext"] == rollout["securityContext"]
+
+
+@pytest.mark.parametrize("role", sorted(set(ROLES) - {"rollout"}))
+def test_nobody_else_scores(desired: Desired, job_state: JobStates, role):
+    assert "initContainers" not in desired.pod(job_state(), role, 0, 0)["spec"]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def test_what_a_small_job_needs_and_no_more(desired: Desired, job_state: JobStat
         "ConfigMap/math",
         "Secret/math-keys",
         "NetworkPolicy/math",
+        "NetworkPolicy/math-rewards",
         "Service/math-driver",
         "PodDisruptionBudget/math",
     ]
@@ -66,6 +67,17 @@ def test_only_the_family_talks_to_pods_and_watchers_reach_one_port(desired: Desi
     (namespaces,) = watchers["from"][0]["namespaceSelector"]["matchExpressions"]
     assert namespaces["values"] == ["asyncflow-system", "monitoring"]
     assert watchers["ports"] == [{"protocol": "TCP", "port": "http"}]
+
+
+def test_where_samples_are_scored_only_the_family_and_names_can_be_reached(desired: Desired, job_state: JobStates):
+    spec = by_name(desired.supporting(job_state()))["NetworkPolicy/math-rewards"]["spec"]
+    assert spec["podSelector"] == {"matchLabels": {"asyncflow.dev/job": "math", "asyncflow.dev/role": "rollout"}}
+    assert spec["policyTypes"] == ["Egress"]
+    family, names = spec["egress"]
+    assert family == {"to": [{"podSelector": {"matchLabels": {"asyncflow.dev/job": "math"}}}]}
+    assert {(port["protocol"], port["port"]) for port in names["ports"]} == {("UDP", 53), ("TCP", 53)}
+    opened = job_state(reward={"function": "mine:score", "network": True})
+    assert by_name(desired.supporting(opened))["NetworkPolicy/math-rewards"]["spec"]["egress"] == [{}]
 
 
 def config_of(desired: Desired, state: JobState) -> str:
