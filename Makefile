@@ -58,9 +58,10 @@ fuzz: $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check atheris==3.0.0
 	$(BIN)/python hack/fuzz.py --seconds 60
 
-# A real node, our images, our chart; root, Debian packages and many minutes: see docs/e2e.md.
-e2e: $(STAMP) kube
-	$(BIN)/python hack/kube/build.py coredns
+# A real node, our images, our chart; needs root, installs Debian packages, takes many minutes: see docs/e2e.md.
+e2e: $(STAMP)
+	PYTHONPATH=hack $(BIN)/python -m node prepare
+	$(BIN)/python hack/kube/build.py kube helm coredns
 	PYTHONPATH=hack $(BIN)/python -m e2e
 
 # A real model: its package carries the weights, its dependencies would only compile for minutes.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from e2e.scene import NAMESPACE, RELEASE, SYSTEM, Json, Scene
-from images.recipes import ROOT, image
+from images.recipes import PREFIX, ROOT, image
 from kube.process import PlaneError
 
 IMAGES: Final = ("operator", "runtime-cpu")
@@ -47,7 +47,8 @@ def install(scene: Scene) -> None:
     scene.kubectl("create", "namespace", SYSTEM)
     scene.kubectl("label", "namespace", SYSTEM, NAMESPACE, _RESTRICTED)
     chart = str(ROOT / "charts" / "asyncflow")
-    scene.helm("install", RELEASE, chart, "--namespace", SYSTEM, "--wait", "--timeout", "120s")
+    ours = ("--set", f"image.repository={PREFIX}/operator", "--set", f"runtime.prefix={PREFIX}")
+    scene.helm("install", RELEASE, chart, "--namespace", SYSTEM, *ours, "--wait", "--timeout", "120s")
     scene.kubectl("--namespace", SYSTEM, "get", "pods")
 
 
@@ -62,7 +63,7 @@ def train(scene: Scene) -> None:
 def disturb(scene: Scene) -> None:
     """Train it again, while rollouts come and go and processes die."""
     job = "quickstart-disturbed"
-    scene.telling.chapter("The same with 120 steps, disturbed")
+    scene.telling.chapter("The same with more steps, disturbed")
     ledger = _begin(scene, job, _HERE / "disturbed")
     _reach(scene, job, 5)
     trainer = scene.uid(f"{job}-trainer-0")

@@ -35,7 +35,8 @@ from images.python import (
 from kube.build import binary
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-PREFIX: Final = "asyncflow"
+PREFIX: Final = "localhost/asyncflow"
+"""A name without a registry in front is looked for under a public one, where ours are not."""
 _CERTIFICATES: Final = "/etc/ssl/certs/ca-certificates.crt"
 _CUDA: Final = ("nvidia-", "cuda-", "triton")
 """Distributions that torch brings from PyPI, and not from the CPU index: left out, but for the libraries it links."""

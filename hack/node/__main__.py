@@ -20,6 +20,7 @@ from images.recipes import RECIPES, image
 from kube.build import BuildError, binary
 from kube.folder import owner, place_of
 from kube.process import PlaneError, wait_until
+from node import machine
 from node.node import PLACE, Node
 
 _UP_DEADLINE_S: Final = 900.0
@@ -31,7 +32,7 @@ def main() -> int:
     """Run one command."""
     parser = argparse.ArgumentParser(prog="node", description="A cluster of one real node on this machine. Needs root.")
     commands = parser.add_subparsers(required=True)
-    for run in (up, hold, down, env):
+    for run in (prepare, up, hold, down, env):
         command = commands.add_parser(run.__name__, description=run.__doc__)
         command.set_defaults(run=run)
         if run in (up, hold):
@@ -43,6 +44,12 @@ def main() -> int:
     except (BuildError, ImageError, PlaneError) as error:
         print(error, file=sys.stderr)
         return 1
+
+
+def prepare(_: argparse.Namespace) -> int:
+    """Install the Debian packages that a node needs, and say what else is missing."""
+    machine.prepare(print)
+    return 0
 
 
 def up(_: argparse.Namespace) -> int:

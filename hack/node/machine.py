@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -29,24 +29,38 @@ _OUTSIDE: Final = "af-node0"
 _INSIDE: Final = "af-node1"
 _PREFIX: Final = 30
 _DEADLINE_S: Final = 20.0
+_INSTALL_S: Final = 600.0
+
+
+def prepare(say: Callable[[str], None]) -> None:
+    """Install the Debian packages that are missing. Raises PlaneError where a node cannot be had all the same."""
+    if os.geteuid() == 0 and _missing() and shutil.which("apt-get") is not None:
+        say(f"installing {' '.join(PACKAGES)}")
+        run("apt-get", "-qq", "update", within_s=_INSTALL_S)
+        quietly = ("env", "DEBIAN_FRONTEND=noninteractive")
+        run(*quietly, "apt-get", "-qq", "install", "--no-install-recommends", *PACKAGES, within_s=_INSTALL_S)
+    check()
 
 
 def check() -> None:
     """Raise PlaneError where something is missing, with how to get it."""
     if os.geteuid() != 0:
         raise PlaneError("a node needs root: it makes namespaces, mounts and a network link")
-    missing = [name for name in _PROGRAMS if shutil.which(name) is None]
-    missing += [] if (_PLUGINS / "bridge").exists() else [str(_PLUGINS / "bridge")]
-    if missing:
+    if missing := _missing():
         install = f"apt-get install --no-install-recommends {' '.join(PACKAGES)}"
         raise PlaneError(f"a node needs {', '.join(missing)}: {install}")
     if not Path("/sys/fs/cgroup/memory").is_dir():
         raise PlaneError("a node needs cgroup v1, which this machine does not mount")
 
 
-def run(*command: str | Path) -> str:
-    """Run a short command and give what it printed. Raises PlaneError with what it said."""
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+def _missing() -> list[str]:
+    missing = [name for name in _PROGRAMS if shutil.which(name) is None]
+    return missing if (_PLUGINS / "bridge").exists() else [*missing, str(_PLUGINS / "bridge")]
+
+
+def run(*command: str | Path, within_s: float = _DEADLINE_S) -> str:
+    """Run a command and return what it printed. Raises PlaneError with what it said."""
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=within_s, check=False)
     if ended.returncode != 0:
         raise PlaneError(f"`{' '.join(map(str, command))}` ended with {ended.returncode}: {ended.stderr.strip()}")
     return ended.stdout

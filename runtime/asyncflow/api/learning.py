@@ -107,9 +107,9 @@ class RewardSpec(Spec):
     """``task`` (the source's own check), ``gym``, ``math_verify``, or ``module:function`` of your own."""
     extractor: PluginName = "text"
     """How the answer is found in a response: ``text`` (all of it), ``last_number``, ``boxed``."""
-    min: Annotated[float, Field(ge=-1e30, le=1e30)] = -1e6
+    min: Annotated[float, Field(ge=-1e15, le=1e15)] = -1e6
     """Least reward; a sample that gets less has none."""
-    max: Annotated[float, Field(ge=-1e30, le=1e30)] = 1e6
+    max: Annotated[float, Field(ge=-1e15, le=1e15)] = 1e6
     """Greatest reward; a sample that gets more has none."""
     timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
     """Seconds that one response may take to judge."""
