@@ -12,7 +12,6 @@ from asyncflow.net.frames import Jagged, decode_batch
 from asyncflow.queue.client import putting
 from asyncflow.queue.client.placement import Placement
 from asyncflow.queue.client.putting import Putter
-from asyncflow.queue.protocol.messages import SERIAL_BITS
 from asyncflow.queue.protocol.moving_calls import Shares
 from asyncflow.queue.protocol.unit_calls import Numbers
 
@@ -49,24 +48,22 @@ def taken(asked):
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 3), st.integers(1, 5))
-def test_all_rows_arrive_once_whole_groups_together_and_serials_follow_each_other(sizes, group_size, units):
+def test_all_rows_arrive_once_whole_groups_together_and_numbers_follow_each_other(sizes, group_size, units):
     putter, asked = putter_of(lambda: range(units)), []
     for groups in sizes:
         before = len(asked)
         carry_out(put(putter, groups * group_size, group_size=group_size), taken(asked))
         came = []
-        for ask in sorted(asked[before:], key=lambda ask: ask.request.serial):
+        for ask in sorted(asked[before:], key=lambda ask: ask.request.group):
             assert ask.request.header.rows % group_size == 0
             came += values_of(ask)
         assert came == list(range(groups * group_size))
-    serials = sorted(
-        serial
+    numbers = sorted(
+        number
         for ask in asked
-        for serial in range(ask.request.serial, ask.request.serial + ask.request.header.rows // group_size)
+        for number in range(ask.request.group, ask.request.group + ask.request.header.rows // group_size)
     )
-    assert len(set(serials)) == len(serials) == sum(sizes)
-    assert serials[-1] - serials[0] == sum(sizes) - 1
-    assert serials[0] % (1 << SERIAL_BITS) == 0
+    assert numbers == list(range(sum(sizes)))
 
 
 def test_small_puts_go_to_one_unit_after_another():
@@ -103,7 +100,7 @@ def test_no_part_has_more_rows_than_can_be_told_of_at_once(monkeypatch):
     assert sorted(value for ask in asked for value in values_of(ask)) == list(range(27))
 
 
-def test_what_got_no_answer_is_put_again_elsewhere_under_the_same_serial():
+def test_what_got_no_answer_is_put_again_elsewhere_under_the_same_number():
     putter, asked = putter_of(lambda: [0, 1]), []
 
     def answer(ask):
@@ -113,15 +110,16 @@ def test_what_got_no_answer_is_put_again_elsewhere_under_the_same_serial():
         return Numbers([7])
 
     assert carry_out(put(putter, 1), answer).rows == [7]
-    assert len({ask.request.serial for ask in asked}) == 1
+    assert len({(ask.request.client, ask.request.group) for ask in asked}) == 1
     assert asked[0].unit == asked[2].unit != asked[1].unit
 
 
-def test_two_clients_never_share_a_serial():
+def test_two_clients_never_share_a_name():
     asked = []
     for _ in range(50):
         carry_out(put(putter_of(lambda: [0]), 3), taken(asked))
-    assert len({ask.request.serial for ask in asked}) == 50
+    assert len({ask.request.client for ask in asked}) == 50
+    assert all(len(ask.request.client) == 16 for ask in asked)
 
 
 @pytest.mark.parametrize(("rows", "options"), [(0, {}), (3, {"group_size": 2}), (3, {"tags": [{}]})])

@@ -1,9 +1,9 @@
 """Rows of open partitions on their way to storage units: to one after another, where there is room.
 
-Who puts does not number rows: a group's serial is made of this client's nonce and its own count, and a part that got no
-answer is put again under the same serials, here or at another unit, which the controller admits once.
+Who puts does not number rows: a group is known by this client's name, 128 random bits, and its own count, and a part
+that got no answer is put again under the same numbers, here or at another unit, which the controller admits once.
 
-Invariant: a group goes to one unit, whole; no two groups of all clients ever have the same serial.
+Invariant: a group goes to one unit, whole; no two clients have the same name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncflow.net.frames import BatchHeader, Jagged, encode_batch
 from asyncflow.queue.client.patience import patience
 from asyncflow.queue.client.placement import Placement
 from asyncflow.queue.client.verbs import Ask, Clock, Verb, left_of, persist, together
-from asyncflow.queue.protocol.messages import SERIAL_BITS, Tag
+from asyncflow.queue.protocol.messages import Tag
 from asyncflow.queue.protocol.runs import MOST, expand
 from asyncflow.queue.protocol.unit_calls import Numbers, PutRows
 
@@ -33,7 +33,7 @@ class Putter:
         self._placement = placement
         self._worker = worker
         self._clock = clock
-        self._nonce = 1 + secrets.randbelow((1 << 31) - 1)
+        self._client = secrets.token_bytes(16)
         self._groups = 0
         self._lock = threading.Lock()
 
@@ -56,8 +56,7 @@ class Putter:
         if not self._placement.begun:
             yield from self._placement.begin()
         with self._lock:
-            serial = self._nonce << SERIAL_BITS | self._groups
-            self._groups += groups
+            group, self._groups = self._groups, self._groups + groups
 
         def part(start: int, stop: int, mine: Mapping[str, Jagged]) -> Verb[Numbers]:
             rows = (stop - start) * group_size
@@ -72,7 +71,15 @@ class Putter:
                     tried.clear()
                 room_s, answer_s = patience(left_of(deadline, self._clock), nbytes=nbytes, others=len(there) > 1)
                 request = PutRows(
-                    partition, serial + start, group_size, header, told, dict(outputs), room_s, producer=self._worker
+                    partition=partition,
+                    client=self._client,
+                    group=group + start,
+                    group_size=group_size,
+                    header=header,
+                    tags=told,
+                    outputs=dict(outputs),
+                    wait_s=room_s,
+                    producer=self._worker,
                 )
                 unit = self._placement.choose(rows, there=there, but=tried)
                 tried.add(unit)
