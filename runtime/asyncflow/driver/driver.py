@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncflow import clock
 from asyncflow.api.job import RLJob
 from asyncflow.api.status import DriverStatus, Phase
 from asyncflow.data.prompter import Prompter
@@ -74,7 +75,7 @@ class Driver:
         self.queue = queue
         self.metrics = metrics
         self.schedule = Schedule.of(spec)
-        self.progress = Progress(folder, steps=spec.algorithm.steps, now=time.time())
+        self.progress = Progress(folder, steps=spec.algorithm.steps, now=clock.now())
         self.book = PromptBook(prompts_per_step=spec.algorithm.prompts_per_step, steps=spec.algorithm.steps)
         self.weights = CatalogueService(server)
         self.wake = Wake()
@@ -96,6 +97,7 @@ class Driver:
         self._generated = 0
         self._seen: set[int] = set()
         self._full_at = -1
+        self._moved = clock.now()
         self._dispatcher = Dispatcher(
             queue=queue,
             prompts=PromptColumns.of(spec, prompter=train_prompts, what="prompt"),
@@ -149,7 +151,7 @@ class Driver:
         needed = Counter(controller=queue.controllers, storage=queue.storage_units)
         await self.members.gather(needed, changed=self.wake.changed, within_s=self.job.spec.limits.start_seconds)
         await self._restore()
-        self.phase = "Running"
+        self.phase, self._moved = "Running", clock.now()
         loops = {
             "dispatching": self._dispatcher.run,
             "replacing lost samples": self._dispatcher.replace_lost,
@@ -186,7 +188,8 @@ class Driver:
             rollouts=self.members.rollouts(newest=newest, lag=self.schedule.lag),
             stats=self._stats,
             checkpoint=self._ending.checkpoint,
-            idle_share=self.lives.idle_shares(time.time()),
+            idle_share=self.lives.idle_shares(clock.now()),
+            clock_ahead_s=clock.ahead(),
             waiting_for=waiting_for(
                 self.progress,
                 spec=self.job.spec,
@@ -195,7 +198,7 @@ class Driver:
                 evaluating=self.versions.unevaluated(),
                 exported=self.members.exported,
                 stats=self._stats,
-                quiet_s=time.time() - (self.progress.last_step_at or self.lives.opened or time.time()),
+                quiet_s=clock.now() - self._moved,
             ),
         )
 
@@ -215,7 +218,7 @@ class Driver:
             )
         if self.phase == "Running":
             self.phase = "Suspending"
-            self.progress.note("suspend", at=time.time())
+            self.progress.note("suspend", at=clock.now())
             self.checkpoint()
             self.wake.tell()
 
@@ -233,10 +236,11 @@ class Driver:
     async def _pulse(self) -> None:
         committed, remembered = -1, 0.0
         while True:
-            self.members.observe(time.time())
+            self.members.observe(clock.now())
             if time.monotonic() - remembered > REMEMBER_S:
                 remembered = time.monotonic()
-                self.members.remember(time.time())
+                self.members.remember(clock.now())
+                self.progress.write()
             self.weights.require(self.versions.required())
             stats = self._stats = await self.queue.stats(timeout=CALL_TIMEOUT_S)
             if stats.committed != committed:
@@ -266,7 +270,7 @@ class Driver:
         )
 
     def _evaluated(self, result: EvaluationResult) -> None:
-        self.progress.evaluated(result, at=time.time())
+        self.progress.evaluated(result, at=clock.now())
         log.info("evaluated: %s", result)
         self.wake.tell()
 
@@ -280,17 +284,19 @@ class Driver:
         self.wake.tell()
 
     def _first_dispatch(self) -> None:
+        self._moved = clock.now()
         if self.lives.opened is None:
-            self.lives.opened = time.time()
+            self.lives.opened = self._moved
             self.progress.note("first dispatch", at=self.lives.opened)
 
     async def _report(self, report: TrainReport, _frames: Sequence[memoryview]) -> Reported:
-        line = line_of(report)
+        self._moved = clock.now()
+        line = line_of(report, at=self._moved)
         again = self.progress.step(line)
         if again and self._evaluation is not None:
             self._evaluation.begin_anew()
         count_step(self.metrics, line)
-        self.members.observe(time.time())
-        self.lives.closed = time.time() if report.step >= self.schedule.steps else None
+        self.members.observe(clock.now())
+        self.lives.closed = self._moved if report.step >= self.schedule.steps else None
         self.wake.tell()
         return Reported()
