@@ -11,7 +11,11 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: bytes, *, mode: int = 0o644) -> None:
-    """Replace ``path``, or make it with ``mode``. An OSError leaves what was there, and nothing beside it."""
+    """Replace ``path``, or make it with ``mode``.
+
+    An OSError leaves what was there, and nothing beside it; where only the folder could not be synced, it leaves the
+    new bytes, which may not outlive the machine.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)

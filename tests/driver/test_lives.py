@@ -1,13 +1,12 @@
 """Idle shares: between 0 and 1, only of the window that counts, weighted by how long an instance lived; time counts
 while anybody was there, and all of it survives the driver."""
 
-import json
-
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.driver.lives import Lives
+from asyncflow.driver.lives import Life, Lives
 
 
 def test_the_window_begins_with_the_first_dispatch_and_ends_with_the_last_step() -> None:
@@ -71,7 +70,7 @@ def test_what_the_next_driver_hears_is_added_to_what_the_last_one_knew() -> None
     before.observe("gone", role="rollout", started=0.0, busy_s=5.0, tokens=40, now=10.0)
     before.observe("stays", role="rollout", started=0.0, busy_s=5.0, tokens=50, now=10.0)
     after = Lives(opened=0.0)
-    after.restore(json.loads(json.dumps(before.dump())))
+    after.restore(msgspec.json.decode(msgspec.json.encode(before.dump()), type=dict[str, Life]))
     assert after.idle_shares(10.0) == before.idle_shares(10.0)
     after.observe("stays", role="rollout", started=0.0, busy_s=15.0, tokens=90, now=20.0)
     assert after.tokens_generated == 130

@@ -44,7 +44,7 @@ def beat(directory: Directory, worker: str, **status: float) -> None:
 
 
 def join(directory: Directory, worker: str, *, index: int = 0) -> None:
-    directory.register(Member(role="rollout", index=index, incarnation=worker, info={"started": 0.0}))
+    directory.register(Member(role="rollout", index=index, incarnation=worker))
 
 
 def test_a_member_is_known_to_have_lived_up_to_its_last_heartbeat(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_member_is_known_to_have_lived_up_to_its_last_heartbeat(tmp_path: Path
     seen = members(directory, tmp_path)
     join(directory, "a")
     clock.now = 4.0
-    beat(directory, "a", busy_s=1.0, tokens_generated=7)
+    beat(directory, "a", busy_s=1.0, tokens_generated=7, age_s=4.0)
     clock.now = 6.0
     seen.observe(6.0)
     assert seen.lives.idle_shares(6.0) == {"rollout": pytest.approx(0.75)}
@@ -76,6 +76,29 @@ async def test_figures_survive_the_driver_and_those_who_died_before_it(tmp_path:
     second.observe(60.0)
     assert second.lives.tokens_generated == 35
     assert second.lives.up_s(0.0, 60.0) == pytest.approx(60.0, abs=1.0), "b lived while there was no driver"
+
+
+LIFE = b'{"a":{"role":"rollout","started":0,"seen":1,"busy_s":-1}}'
+
+
+@pytest.mark.parametrize("damaged", [b"", bytes(99), b"[]", b'{"a":7}', b'{"a":{"role":"rollout"}}', LIFE])
+def test_a_damaged_memory_costs_figures_and_no_run(tmp_path: Path, damaged: bytes) -> None:
+    (tmp_path / "lives.json").write_bytes(damaged)
+    there = members(Directory(), tmp_path)
+    assert there.lives.dump() == {}
+    assert (tmp_path / "lives.json.bad").read_bytes() == damaged
+    there.remember(1.0)
+    assert list(members(Directory(), tmp_path).lives.dump()) == ["driver 0.0"]
+
+
+def test_a_memory_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    there = members(Directory(), tmp_path / "none")
+    for now in (1.0, 2.0):
+        there.remember(now)
+    assert ["cannot be written" in record.message for record in caplog.records] == [True]
+    (tmp_path / "none").mkdir()
+    there.remember(3.0)
+    assert (tmp_path / "none" / "lives.json").exists()
 
 
 async def test_hearing_ends_when_everybody_was_heard_since(tmp_path: Path) -> None:

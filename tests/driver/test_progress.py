@@ -1,6 +1,5 @@
 """Progress is what the files of lines say, also after the driver was killed in the middle of a line."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 
 from asyncflow.api.status import RewardState
 from asyncflow.driver.evaluation import EvaluationResult
-from asyncflow.driver.journal import Journal
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.progress import Progress
 from asyncflow.driver.summary import summarize
@@ -35,15 +33,6 @@ def step_line(step: int, *, attempt: int = 0, at: float = 0.0, **fields: Any) ->
     return line | fields
 
 
-def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    path.write_bytes(b'{"a":1}\n{"a":2')
-    journal = Journal(path)
-    journal.append({"a": 3})
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"a": 1}, {"a": 3}]
-    assert journal.lines == [{"a": 1}, {"a": 3}]
-
-
 def test_a_restarted_driver_sees_the_same_figures(tmp_path: Path) -> None:
     progress = Progress(tmp_path, steps=10, now=100.0)
     progress.note("first dispatch", at=101.0)
@@ -57,6 +46,45 @@ def test_a_restarted_driver_sees_the_same_figures(tmp_path: Path) -> None:
     assert again.evaluations == progress.evaluations
     assert again.tokens_per_second() == pytest.approx(50.0)
     assert again.eta_seconds() == pytest.approx(12.0)
+
+
+@pytest.mark.parametrize("bad", ["{", "[]", '{"step":3}', '{"event":"evaluation","at":1.0,"step":2}', '{"at":1}'])
+def test_a_line_that_says_nothing_costs_its_figures_alone(tmp_path: Path, bad: str) -> None:
+    progress = Progress(tmp_path, steps=10, now=100.0)
+    for step in range(1, 5):
+        progress.step(step_line(step, at=100.0 + 2 * step))
+    progress.evaluated(EvaluationResult(step=0, prompts=8, accuracy=0.25, greedy=None), at=104.0)
+    progress.close()
+    for name in ("metrics.jsonl", "events.jsonl"):
+        first, rest = (tmp_path / name).read_text().split("\n", 1)
+        (tmp_path / name).write_text(f"{first}\n{bad}\n{rest}")
+    again = Progress(tmp_path, steps=10, now=500.0)
+    assert (again.lines, again.evaluations) == (progress.lines, progress.evaluations)
+    assert again.started == 100.0
+
+
+def test_what_the_lines_lack_the_ledger_knows(tmp_path: Path) -> None:
+    progress = Progress(tmp_path, steps=10, now=0.0)
+    for step in (1, 2):
+        progress.step(step_line(step, at=float(step)))
+    again = Progress(tmp_path, steps=10, now=10.0)
+    again.begin_at(4, attempt=0)
+    assert again.done == 4
+    assert not again.step(step_line(5, at=11.0))
+    assert again.done == 5
+    behind = Progress(tmp_path, steps=10, now=20.0)
+    behind.begin_at(2, attempt=1)
+    assert behind.done == 5
+    assert behind.step(step_line(3, attempt=1, at=21.0))
+    assert behind.done == 3
+
+
+def test_a_clock_that_is_set_back_changes_no_duration(tmp_path: Path) -> None:
+    progress = Progress(tmp_path, steps=10, now=10_000.0)
+    for step in range(1, 5):
+        progress.step(step_line(step, at=10_000.0 - 3600.0 * step))
+    assert progress.step_seconds() == [2.0, 2.0, 2.0]
+    assert (progress.eta_seconds(), progress.step_p95(), progress.tokens_per_second()) == (12.0, 2.0, 50.0)
 
 
 def test_a_step_made_again_replaces_it_and_all_that_followed(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ async def test_the_unit_is_answered_before_the_claims_whose_rows_it_sends(tmp_pa
     claim = ClaimRows("p", "t", "w", "k", 1, None, None, [], wait_s=9.0, ahead=Ahead(5, 7, ["x"]))
     await call("claimer", "queue.claim", claim, answers=0)
     row = RowPlace(session.epoch, 0, 0).row
-    put = OpenRows("p", 0, 1, [row], Cells(dtypes={"x": "int64"}, sizes={"x": pack([8])}), [])
+    put = OpenRows("p", b"a client", 0, 1, [row], Cells(dtypes={"x": "int64"}, sizes={"x": pack([8])}), [])
     told = await call("unit", "units.admit", Admit(session, [put]), answers=2)
     assert told == [("unit", "units.admit"), ("claimer", "queue.claim")]
     await controller.close()

@@ -13,7 +13,9 @@ from asyncflow.queue.table.state import State
 from asyncflow.queue.table.table import Table
 
 P = "open"
-NONCE = 7 << 32
+CLIENT = b"a client"
+FIRST = 1 << 32
+"""The serial of its first group."""
 
 
 class Rows:
@@ -26,13 +28,14 @@ class Rows:
         self.epoch = self.table.join_unit(0, "unit")
         self.put_so_far = 0
 
-    def put(self, count, *, size=1, tags=(), serial=None):
+    def put(self, count, *, size=1, tags=(), client=CLIENT, group=None):
         first = RowPlace(self.epoch, 0, self.put_so_far).row
-        serial = NONCE + self.put_so_far if serial is None else serial
+        group = self.put_so_far if group is None else group
         self.put_so_far += count
         _, rows = self.table.puts.put(
             P,
-            serial=serial,
+            client=client,
+            group=group,
             size=size,
             rows=range(first, first + count),
             cells=Cells(dtypes={"x": "int64"}, sizes={"x": b"\x08\0\0\0"}),
@@ -115,7 +118,7 @@ def test_a_task_that_clears_leaves_nothing_of_its_rows():
     rows.table.claims.acknowledge([rows.claim(max_rows=9).lease])
     assert not rows.partition.groups
     assert len(rows.partition.finished) == 0
-    assert rows.put(2, serial=NONCE) == [0, 0]
+    assert rows.put(2, group=0) == [0, 0]
 
 
 def test_nobody_is_told_of_the_end_while_others_hold_rows_if_it_asks_so():
@@ -141,9 +144,19 @@ def test_a_key_of_a_lost_row_makes_it_again_under_its_own_serial():
     rows.table.lose_rows([first])
     assert rows.partition.counts[State.WANTED] == 1
     (again,) = rows.put(1, tags=[{KEY_TAG: "a"}])
-    assert rows.partition.groups.keys() == {NONCE}
+    assert rows.partition.groups.keys() == {FIRST}
     assert rows.claim(max_rows=9).rows == [again]
     assert not rows.partition.wanted
+
+
+def test_a_client_whose_rows_live_is_known_however_many_others_put(monkeypatch):
+    monkeypatch.setattr("asyncflow.queue.table.serials._IDLE", 4)
+    rows = Rows(("t", {}))
+    mine = rows.put(2)
+    for number in range(20):
+        rows.table.clear_rows(P, rows.put(1, client=b"client %02d" % number))
+    assert rows.put(2, group=0) == mine
+    assert len(rows.table.books.rows) == 2
 
 
 def test_keys_wait_until_the_units_have_spoken():

@@ -53,36 +53,60 @@ def test_sizes_of_other_rows_are_refused(sizes):
         by_row(Cells(dtypes={}, sizes=sizes), 3)
 
 
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 60), st.integers(1, 9)), max_size=30))
+NAMES = st.sampled_from([b"one", b"two", b""])
+
+
+@given(st.lists(st.tuples(NAMES, st.integers(0, 60), st.integers(1, 9)), max_size=30))
 def test_serials_are_known_once_they_were_used(puts):
     serials, used = Serials(), set()
-    for nonce, first, count in puts:
-        start = (nonce << SERIAL_BITS) + first
+    for name, first, count in puts:
+        number = 7 if not name else serials.number(name) or serials.unused_number()
+        if name:
+            serials.name(name, number)
+        start = (number << SERIAL_BITS) + first
         assert serials.overlaps(start, count) == (not used.isdisjoint(range(start, start + count)))
         serials.add(start, count)
         used |= set(range(start, start + count))
     assert all(serial in serials for serial in used)
     again = Serials()
+    for name, number, spans in serials.clients():
+        again.name(name, number)
+        again.update(spans)
     again.update(serials.spans())
+    assert list(again.clients()) == list(serials.clients())
     assert list(again.spans()) == list(serials.spans())
-    assert sum(end - first for first, end in serials.spans()) == len(used)
+    spans = [*serials.spans(), *(span for _, _, spans in serials.clients() for span in spans)]
+    assert sum(end - first for first, end in spans) == len(used)
 
 
-def test_serials_forget_the_creator_that_was_silent_longest(monkeypatch):
-    monkeypatch.setattr("asyncflow.queue.table.serials._CREATORS", 3)
+def test_of_the_clients_those_without_rows_that_were_silent_longest_are_forgotten(monkeypatch):
+    monkeypatch.setattr("asyncflow.queue.table.serials._IDLE", 4)
+    serials, living = Serials(), {1 << SERIAL_BITS}
+    for count in range(20):
+        number = serials.unused_number()
+        serials.name(b"client %d" % count, number)
+        serials.add(number << SERIAL_BITS, 1, living=living)
+    known = [name for name, _, _ in serials.clients()]
+    assert known[0] == b"client 0"
+    assert known[-2:] == [b"client 18", b"client 19"]
+    assert len(known) <= 5
+    assert len({number for _, number, _ in serials.clients()}) == len(known)
+
+
+def test_numbers_begin_anew_when_all_were_given_and_pass_over_those_that_are_taken(monkeypatch):
+    monkeypatch.setattr("asyncflow.queue.table.serials._NUMBERS", 3)
     serials = Serials()
-    for nonce in (1, 2, 3, 1, 4):
-        serials.add((nonce << SERIAL_BITS) + len(list(serials.spans())), 1)
-    assert [first >> SERIAL_BITS for first, _ in serials.spans()] == [3, 1, 1, 4]
+    for name, number in ((b"a", 1), (b"b", 3)):
+        serials.name(name, number)
+    assert serials.unused_number() == 2
 
 
-def test_many_holes_of_one_creator_are_closed_from_the_oldest():
+def test_what_was_not_put_yet_is_not_taken_for_used_however_many_puts_are_under_way():
     serials = Serials()
+    first = 1 << SERIAL_BITS
     for number in range(0, 1000, 2):
-        serials.add((1 << SERIAL_BITS) + number, 1)
-    assert len(list(serials.spans())) == 64
-    assert (1 << SERIAL_BITS) + 1 in serials
-    assert (1 << SERIAL_BITS) + 997 not in serials
+        serials.add(first + number, 1)
+    assert not any(first + number in serials for number in range(1, 1000, 2))
 
 
 outcome = st.builds(Finished, st.integers(1, 2), st.just(Window(0, NEWEST)), st.sampled_from(["t", "f"]))

@@ -73,7 +73,7 @@ async def test_rows_are_sent_ahead_when_they_are_there_and_before_their_putters_
     column = {"x": Jagged.from_rows([[7]], "int64")}
     for number in (5, 6):
         parcel = await holdings.store_new(column, rows=1, outputs={}, producer="", timeout=0)
-        entry = OpenRows("p", number << 32, 1, [number], parcel.cells, [])
+        entry = OpenRows("p", b"a client", number, 1, [number], parcel.cells, [])
         puts.append(holdings.propose(entry, parcel, outputs={}))
     telling.begin(Session(0, 1, 7))
     assert seen == [(order, [True, False], [False, False])]

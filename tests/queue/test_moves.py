@@ -25,7 +25,7 @@ from asyncflow.queue.unit.holdings import Holdings
 from asyncflow.queue.unit.transit import Transit
 
 P = "p"
-NONCE = 7 << 32
+CLIENT = b"a client"
 OUTPUTS = {"late": 16}
 
 
@@ -76,7 +76,7 @@ class Movement(RuleBasedStateMachine):
         self.table = Table()
         self.table.start(0.0)
         self.log, self.truth, self.units = [], {}, {}
-        self.names, self.serial, self.version, self.kills = 0, NONCE, 0, 0
+        self.names, self.serial, self.version, self.kills = 0, 0, 0, 0
         for index in range(3):
             self.enter(index)
             self.runner.run(self.placed(self.units[index], 2, 2))
@@ -123,11 +123,11 @@ class Movement(RuleBasedStateMachine):
         self.runner.run(self.placed(self.one(data, self.stays), groups, size))
 
     async def placed(self, unit, groups, size):
-        rows, serial = unit.fresh(groups * size), self.serial
+        rows, group = unit.fresh(groups * size), self.serial
         values = range(self.version + 1, self.version + 1 + len(rows))
-        self.version, self.serial = self.version + len(rows), serial + groups
+        self.version, self.serial = self.version + len(rows), group + groups
         columns = {"x": Jagged.from_rows([[value] * 3 for value in values], "int64")}
-        await unit.put(rows, columns, lambda cells: OpenRows(P, serial, size, rows, cells, []))
+        await unit.put(rows, columns, lambda cells: OpenRows(P, CLIENT, group, size, rows, cells, []))
 
     @precondition(lambda self: self.table.books.rows)
     @rule(data=st.data(), name=st.sampled_from(["x", "late"]), answered=st.booleans())
@@ -175,7 +175,7 @@ class Movement(RuleBasedStateMachine):
         if isinstance(entry, MovedRows):
             ok = take_over(self.table, unit.home, rows, entry)
         elif isinstance(entry, OpenRows):
-            known = {"serial": entry.serial, "size": entry.group_size, "rows": rows, "tags": []}
+            known = {"client": entry.client, "group": entry.group, "size": entry.group_size, "rows": rows, "tags": []}
             ok, _ = self.table.puts.put(P, cells=entry.cells, **known)
             self.truth |= {
                 row: values[row] for row, good in zip(rows, ok, strict=True) if good and row not in self.truth

@@ -25,13 +25,15 @@ P = "scores"
 NEEDS = {"grade": ["text"], "both": ["text", "score"], "whole": ["text"]}
 TASK = st.sampled_from(sorted(NEEDS))
 COLUMN = st.sampled_from(["text", "score"])
-NONCE = 7 << 32
+CLIENT = b"a client"
+FIRST = 1 << 32
+"""The serial of its first group."""
 
 
 class OpenMachine(RuleBasedStateMachine):
     @initialize()
     def start(self):
-        self.now, self.epochs, self.counter, self.serial, self.tickets = 0.0, 0, 0, NONCE, 0
+        self.now, self.epochs, self.counter, self.serial, self.tickets = 0.0, 0, 0, FIRST, 0
         self.log, self.rows, self.gone, self.lost, self.leases = [], {}, set(), {}, []
         self.expected, self.cleared, self.resets, self.peeked = None, 0, 0, 0
         self.table = Table()
@@ -50,7 +52,8 @@ class OpenMachine(RuleBasedStateMachine):
         for _ in range(1 + again):
             ok, answer = self.table.puts.put(
                 P,
-                serial=self.serial,
+                client=CLIENT,
+                group=self.serial - FIRST,
                 size=size,
                 rows=numbers,
                 cells=Cells(dtypes={"text": "text"}, sizes={"text": b"\3\0\0\0"}),

@@ -21,7 +21,8 @@ from asyncflow.queue.table.folding import empty_books
 
 WORDS = st.sampled_from(["p", "t", "a", "b", "key", "", "880000100000000"])
 NUMBERS = st.sampled_from([0, 1, 2, 7, 8, 9, -1, -2, 1 << 20, 1 << 32, (1 << 63) - 1])
-LEAVES = {int: NUMBERS, str: WORDS, bool: st.booleans(), float: st.floats(allow_nan=False)}
+RAW = st.sampled_from([b"", b"a client", b"\3\0\0\0"])
+LEAVES = {int: NUMBERS, str: WORDS, bool: st.booleans(), bytes: RAW, float: st.floats(allow_nan=False)}
 BEGINNING = [
     ev.Declared(TaskSpec(partition="p", name="t", needs=["a"]), 1),
     ev.Declared(TaskSpec(partition="p", name="b", needs=["a", "b"], groups=True), 1),

@@ -12,13 +12,13 @@ place (``ending``).
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncflow import clock
 from asyncflow.api.job import RLJob
 from asyncflow.api.status import DriverStatus, Phase
 from asyncflow.data.prompter import Prompter
@@ -28,12 +28,12 @@ from asyncflow.driver.ending import Ending
 from asyncflow.driver.evaluation import Evaluation, EvaluationResult
 from asyncflow.driver.gauges import count_step, show
 from asyncflow.driver.groups import GroupPolicy, Groups
-from asyncflow.driver.journal import read_whole, write_whole
+from asyncflow.driver.journal import StateFile
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
 from asyncflow.driver.progress import Progress, line_of
 from asyncflow.driver.prompts import PromptColumns
-from asyncflow.driver.rewards import RewardTally
+from asyncflow.driver.rewards import RewardTally, Totals
 from asyncflow.driver.status import build_status, waiting_for
 from asyncflow.driver.tasks import EVAL, TRAIN
 from asyncflow.driver.versions import Versions
@@ -77,7 +77,7 @@ class Driver:
         self.queue = queue
         self.metrics = metrics
         self.schedule = Schedule.of(spec)
-        self.progress = Progress(folder, steps=spec.algorithm.steps, now=time.time())
+        self.progress = Progress(folder, steps=spec.algorithm.steps, now=clock.now())
         self.book = PromptBook(prompts_per_step=spec.algorithm.prompts_per_step, steps=spec.algorithm.steps)
         self.weights = CatalogueService(server)
         self.wake = Wake()
@@ -99,6 +99,7 @@ class Driver:
         self._generated = 0
         self._seen: set[int] = set()
         self._full_at = -1
+        self._moved = clock.now()
         self._dispatcher = Dispatcher(
             queue=queue,
             prompts=PromptColumns.of(spec, prompter=train_prompts, what="prompt"),
@@ -110,11 +111,12 @@ class Driver:
             changed=self.wake.changed,
             on_first=self._first_dispatch,
         )
+        kept = StateFile(folder / "rewards.json")
         self.rewards = RewardTally(
             needed=spec.algorithm.prompts_per_step * spec.algorithm.group_size,
-            keep=lambda totals: write_whole(folder / "rewards.json", json.dumps(totals)),
+            keep=kept.write,
         )
-        self.rewards.restore(read_whole(folder / "rewards.json"))
+        self.rewards.restore(kept.read(Totals))
         metrics.watch_rewards(self.rewards.outcomes)
         self._groups = Groups(
             queue=queue,
@@ -161,7 +163,7 @@ class Driver:
         needed = Counter(controller=queue.controllers, storage=queue.storage_units)
         await self.members.gather(needed, changed=self.wake.changed, within_s=self.job.spec.limits.start_seconds)
         await self._restore()
-        self.phase = "Running"
+        self.phase, self._moved = "Running", clock.now()
         loops = {
             "dispatching": self._dispatcher.run,
             "replacing lost samples": self._dispatcher.replace_lost,
@@ -198,8 +200,9 @@ class Driver:
             rollouts=self.members.rollouts(newest=newest, lag=self.schedule.lag),
             stats=self._stats,
             checkpoint=self._ending.checkpoint,
-            idle_share=self.lives.idle_shares(time.time()),
+            idle_share=self.lives.idle_shares(clock.now()),
             rewards=self.rewards.state,
+            clock_ahead_s=clock.ahead(),
             waiting_for=self.rewards.paused
             or waiting_for(
                 self.progress,
@@ -209,7 +212,7 @@ class Driver:
                 evaluating=self.versions.unevaluated(),
                 exported=self.members.exported,
                 stats=self._stats,
-                quiet_s=time.time() - (self.progress.last_step_at or self.lives.opened or time.time()),
+                quiet_s=clock.now() - self._moved,
             ),
         )
 
@@ -229,7 +232,7 @@ class Driver:
             )
         if self.phase in ("Running", "Paused"):
             self.phase = "Suspending"
-            self.progress.note("suspend", at=time.time())
+            self.progress.note("suspend", at=clock.now())
             self.checkpoint()
             self.wake.tell()
 
@@ -239,13 +242,13 @@ class Driver:
             raise Refused(f"the job is not paused but {self.phase.lower()}", where="resume")
         self.rewards.resume()
         self.phase = "Running"
-        self.progress.note("resume", at=time.time())
+        self.progress.note("resume", at=clock.now())
         self.wake.tell()
 
     def _pause(self) -> None:
         log.error("%s", self.rewards.paused)
         self.phase = "Paused"
-        self.progress.note("pause", at=time.time(), why=self.rewards.paused)
+        self.progress.note("pause", at=clock.now(), why=self.rewards.paused)
         self.rewards.flush()
 
     async def _restore(self) -> None:
@@ -262,12 +265,13 @@ class Driver:
     async def _pulse(self) -> None:
         committed, remembered = -1, 0.0
         while True:
-            self.members.observe(time.time())
+            self.members.observe(clock.now())
             if self.rewards.paused and self.phase == "Running":
                 self._pause()
             if time.monotonic() - remembered > REMEMBER_S:
                 remembered = time.monotonic()
-                self.members.remember(time.time())
+                self.members.remember(clock.now())
+                self.progress.write()
                 self.rewards.flush()
             self.weights.require(self.versions.required())
             stats = self._stats = await self.queue.stats(timeout=CALL_TIMEOUT_S)
@@ -298,7 +302,7 @@ class Driver:
         )
 
     def _evaluated(self, result: EvaluationResult) -> None:
-        self.progress.evaluated(result, at=time.time())
+        self.progress.evaluated(result, at=clock.now())
         log.info("evaluated: %s", result)
         self.wake.tell()
 
@@ -312,18 +316,20 @@ class Driver:
         self.wake.tell()
 
     def _first_dispatch(self) -> None:
+        self._moved = clock.now()
         if self.lives.opened is None:
-            self.lives.opened = time.time()
+            self.lives.opened = self._moved
             self.progress.note("first dispatch", at=self.lives.opened)
 
     async def _report(self, report: TrainReport, _frames: Sequence[memoryview]) -> Reported:
-        line = line_of(report)
+        self._moved = clock.now()
+        line = line_of(report, at=self._moved)
         again = self.progress.step(line)
         if again and self._evaluation is not None:
             self._evaluation.begin_anew()
         count_step(self.metrics, line)
         self.rewards.forget(report.step)
-        self.members.observe(time.time())
-        self.lives.closed = time.time() if report.step >= self.schedule.steps else None
+        self.members.observe(clock.now())
+        self.lives.closed = self._moved if report.step >= self.schedule.steps else None
         self.wake.tell()
         return Reported()

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from asyncflow import clock
 from asyncflow.api.status import Phase
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
 from asyncflow.driver.journal import write_whole
@@ -41,7 +41,7 @@ class Ending:
     unevaluated: gives the versions whose evaluation is still to come; suspending: whether the job is to be suspended;
     export_s: how long the trainer may take from the last commit to the end of its export; stop_s: how long the others
     have to leave; devices: that the job uses.
-    checkpoint: step of the newest commit and when it was first seen, in unix seconds.
+    checkpoint: step of the newest commit and when it was first seen, by ``clock.now``.
     """
 
     folder: Path
@@ -84,16 +84,16 @@ class Ending:
     def note_commit(self, step: int) -> None:
         """Take in which step the newest checkpoint holds, 0 for none."""
         if step > 0 and (self.checkpoint is None or step > self.checkpoint[0]):
-            self.checkpoint = (step, time.time())
+            self.checkpoint = (step, clock.now())
 
     async def conclude(self, phase: Phase) -> None:
         """Write the summary, then tell everybody to stop and wait until they have left."""
         if phase == "Succeeded":
             await self.queue.close_partition(partition=TRAIN, step=self.progress.steps, timeout=CALL_TIMEOUT_S)
         audit = await self.queue.audit(timeout=CALL_TIMEOUT_S)
-        finished = time.time()
+        finished = clock.now()
         await self.members.hear(within_s=HEAR_S)
-        self.members.remember(time.time())
+        self.members.remember(clock.now())
         self.rewards.flush()
         self.progress.note(phase, at=finished)
         summary = summarize(

@@ -1,54 +1,163 @@
-"""Files that survive their writer.
+"""Files that people read, most of them lines, and that a restarted driver reads back.
 
-Invariant: a line is written by one ``write`` call; a last line that a killed writer left unfinished is cut off when the
-file is opened again, so every line that is read is whole.
+Invariants: whatever such a file holds, and whatever the disk does, the run goes on: a line that cannot be read is set
+aside in ``NAME.bad``, one that cannot be written is kept here and written with the next; a line is in the file whole or
+not at all, but for the last one of a writer that was killed, which is cut off when the file is opened again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from asyncflow import durable
 from asyncflow.errors import AsyncFlowError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FULL_DISK = "Free some space; the run can be resumed."
 
 
 class Journal:
-    """Appends to ``path`` and remembers what it holds. Raises AsyncFlowError where the file cannot be written."""
+    """The lines of ``path``, to be appended to.
+
+    check: raises ValueError or msgspec.ValidationError for what is JSON, but no line of this file.
+    """
+
+    def __init__(self, path: Path, *, check: Callable[[Any], object]) -> None:
+        self.path = path
+        self.lines: list[dict[str, Any]] = []
+        self._check = check
+        self._descriptor = -1
+        self._whole = 0
+        self._torn = False
+        self._unwritten = b""
+        self._failing = False
+        self._read()
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Write one line, with those that could not be written before."""
+        self.lines.append(line)
+        self._unwritten += json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        self.write()
+
+    def write(self) -> None:
+        """Write the lines that could not be written before."""
+        if not self._unwritten:
+            return
+        try:
+            self._write()
+        except OSError as error:
+            if not self._failing:
+                log.warning("%s cannot be written, its lines are kept until it can: %s", self.path, error)
+            self._failing = True
+        else:
+            self._unwritten, self._failing = b"", False
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        self.write()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _write(self) -> None:
+        if self._descriptor < 0:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        if self._torn:
+            os.ftruncate(self._descriptor, min(self._whole, os.fstat(self._descriptor).st_size))
+        self._whole = os.fstat(self._descriptor).st_size
+        self._torn = True
+        written = os.write(self._descriptor, self._unwritten)
+        if written < len(self._unwritten):
+            os.ftruncate(self._descriptor, self._whole)
+            raise OSError(f"only {written} of {len(self._unwritten)} bytes were written")
+        self._torn = False
+
+    def _read(self) -> None:
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            log.warning("%s cannot be read, its figures are not known any more: %s", self.path, error)
+            return
+        *whole, torn = data.split(b"\n")
+        self._torn, self._whole = bool(torn), len(data) - len(torn)
+        sound, bad = [], []
+        for written in whole:
+            try:
+                line = json.loads(written)
+                self._check(line)
+            except (ValueError, msgspec.ValidationError):
+                bad.append(written)
+            else:
+                sound.append(written)
+                self.lines.append(line)
+        if bad:
+            self._set_aside(sound, bad)
+
+    def _set_aside(self, sound: list[bytes], bad: list[bytes]) -> None:
+        """Keep the bad lines in a file of their own."""
+        aside = self.path.with_name(f"{self.path.name}.bad")
+        what = f"{len(bad)} line{'s' * (len(bad) > 1)} of {self.path.name} cannot be read"
+        try:
+            with aside.open("ab") as file:
+                file.writelines(line + b"\n" for line in bad)
+            durable.write_whole(self.path, b"".join(line + b"\n" for line in sound))
+        except OSError as error:
+            log.warning("%s, and cannot be set aside: %s", what, error)
+        else:
+            self._torn = False
+            log.warning("%s; see %s", what, aside)
+
+
+class StateFile:
+    """A file with one JSON value, which a driver replaces now and then and the next one reads."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lines: list[dict[str, Any]] = []
+        self._failing = False
+
+    def read(self, kind: type[T]) -> T | None:
+        """Return what was written last; None where nothing was, or nothing that can be read.
+
+        A damaged file is set aside in ``NAME.bad``.
+        """
+        path = self.path
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab+", buffering=0)
-            self._recover()
+            return msgspec.json.decode(path.read_bytes(), type=kind)
+        except FileNotFoundError:
+            return None
         except OSError as error:
-            raise AsyncFlowError(f"cannot be opened: {error}", where=str(path)) from error
+            log.warning("%s cannot be read: %s", path, error)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
+            aside = path.with_name(f"{path.name}.bad")
+            log.warning("%s is damaged, see %s: %s", path.name, aside, wrong)
+            with contextlib.suppress(OSError):
+                path.rename(aside)
+        return None
 
-    def append(self, line: dict[str, Any]) -> None:
-        """Write one line; it is there for every reader when this returns."""
+    def write(self, value: object) -> None:
+        """Replace the file, so that a reader sees it whole; where it cannot be written, the one before stays."""
         try:
-            self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+            durable.write_whole(self.path, msgspec.json.encode(value))
         except OSError as error:
-            raise AsyncFlowError(f"cannot be written: {error}", where=str(self.path), hint=FULL_DISK) from error
-        self.lines.append(line)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _recover(self) -> None:
-        self._file.seek(0)
-        data = self._file.read()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            os.truncate(self.path, whole)
-        self.lines = [json.loads(line) for line in data[:whole].splitlines()]
+            if not self._failing:
+                log.warning("%s cannot be written, the next driver will not know of it: %s", self.path, error)
+            self._failing = True
+        else:
+            self._failing = False
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -57,11 +166,3 @@ def write_whole(path: Path, text: str) -> None:
         durable.write_whole(path, text.encode())
     except OSError as error:
         raise AsyncFlowError(f"cannot be written: {error}", where=str(path), hint=FULL_DISK) from error
-
-
-def read_whole(path: Path) -> Any:
-    """Give the JSON that ``write_whole`` wrote, None where nothing was written yet."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None

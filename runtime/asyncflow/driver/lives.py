@@ -14,19 +14,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 
 @dataclass(kw_only=True)
 class Life:
-    """One incarnation of a role; times in unix seconds. busy_s: what it told last, at ``busy_seen``, of its work."""
+    """One incarnation of a role; times by ``clock.now``. busy_s: what it told last, at ``busy_seen``, of its work."""
 
     role: str
     started: float
     seen: float
-    busy_s: float | None = None
+    busy_s: Annotated[float, Meta(ge=0)] | None = None
     busy_seen: float = 0.0
-    tokens: int = 0
+    tokens: Annotated[int, Meta(ge=0)] = 0
 
 
 @dataclass(kw_only=True)
@@ -49,7 +51,7 @@ class Lives:
     ) -> None:
         """Take in a heartbeat; what was worked after the window is closed does not count any more."""
         life = self._lives.setdefault(incarnation, Life(role=role, started=started, seen=now))
-        life.seen = now
+        life.started, life.seen = min(life.started, started), now
         life.tokens = max(life.tokens, tokens)
         if busy_s is not None and self.closed is None:
             life.busy_s, life.busy_seen = busy_s, now
@@ -86,6 +88,6 @@ class Lives:
         """Give all lives as JSON."""
         return {incarnation: asdict(life) for incarnation, life in self._lives.items()}
 
-    def restore(self, dumped: Mapping[str, Mapping[str, Any]]) -> None:
+    def restore(self, lives: Mapping[str, Life]) -> None:
         """Take over what an earlier driver knew."""
-        self._lives = {incarnation: Life(**life) for incarnation, life in dumped.items()} | self._lives
+        self._lives = {**lives, **self._lives}

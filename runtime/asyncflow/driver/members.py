@@ -8,7 +8,6 @@ lived, and to have worked, up to its last heartbeat and no further.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import statistics
 import time
@@ -17,11 +16,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from asyncflow.api.status import RolloutState
-from asyncflow.driver.journal import read_whole, write_whole
-from asyncflow.driver.lives import Lives
+from asyncflow.driver.journal import StateFile
+from asyncflow.driver.lives import Life, Lives
 from asyncflow.driver.status import rollout_state
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, StaleHandle
 from asyncflow.net.directory import Directives, Directory, Member
+from asyncflow.net.roster import AGE
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.weights.service import CatalogueService
 
@@ -37,7 +37,7 @@ class Members:
     """Watches a directory.
 
     lives: what is known of them, and was by earlier drivers, from ``memory``, a file. started: when this driver was,
-    in unix seconds. changed: told whenever somebody came or went.
+    by ``clock.now``. changed: told whenever somebody came or went.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class Members:
     ) -> None:
         self.trainer_attempt = 0
         self.lives = lives
-        self.lives.restore(read_whole(memory) or {})
-        self._memory = memory
+        self._memory = StateFile(memory)
+        self.lives.restore(self._memory.read(dict[str, Life]) or {})
         self._started = started
         self._directory = directory
         self._queue = queue
@@ -118,18 +118,19 @@ class Members:
     def remember(self, now: float) -> None:
         """Observe, and write down for the next driver what is known."""
         self.observe(now)
-        write_whole(self._memory, json.dumps(self.lives.dump()))
+        self._memory.write(self.lives.dump())
 
     def observe(self, now: float) -> None:
-        """Take in what members said in their last heartbeats, and that this driver is there; now: unix seconds."""
+        """Take in what members said in their last heartbeats, and that this driver is there; now: ``clock.now()``."""
         self.lives.observe(f"driver {self._started}", role="driver", started=self._started, now=now)
         for member in self._directory.members():
             status = self._directory.status(member.incarnation)
+            seen = now - (self._directory.silent_s(member.incarnation) or 0.0)
             self.lives.observe(
                 member.incarnation,
                 role=member.role,
-                started=float(member.info.get("started", now)),
-                now=now - (self._directory.silent_s(member.incarnation) or 0.0),
+                started=seen - float(status.get(AGE, 0.0)),
+                now=seen,
                 busy_s=float(status["busy_s"]) if "busy_s" in status else None,
                 tokens=int(status.get("tokens_generated", 0)),
             )

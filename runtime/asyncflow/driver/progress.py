@@ -6,7 +6,8 @@ restarted trainer made again has two lines; the later attempt's counts. Evaluati
 weights that are no more: an event says from which step on they are void.
 
 Invariants: no figure is kept that is not computed from lines, so what a person sees before and after a restart agrees;
-an evaluation that counts is one of the weights that survive.
+an evaluation that counts is one of the weights that survive; how far the run has come is known from the ledger where
+lines are missing; durations are those that the trainer measured with a clock that nobody sets.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import statistics
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta, Struct
 
 from asyncflow.driver.evaluation import EvaluationResult
 from asyncflow.driver.journal import Journal
@@ -27,12 +29,48 @@ RECENT_STEPS = 10
 AGAIN = "step made again"
 
 
-def line_of(report: TrainReport) -> dict[str, Any]:
-    """Give the line of ``metrics.jsonl`` that says what ``report`` says; times in seconds, ``at`` in unix seconds."""
+_Count = Annotated[int, Meta(ge=0)]
+_Seconds = Annotated[float, Meta(ge=0)]
+
+
+class _Step(Struct, kw_only=True):
+    """What figures are drawn from in a line of ``metrics.jsonl``."""
+
+    at: float
+    step: Annotated[int, Meta(ge=1)]
+    attempt: _Count
+    samples: _Count
+    tokens: _Count
+    response_tokens: _Count
+    reward: float | None
+    lag_start_max: float
+    lag_start_mean: float
+    lag_end_max: float
+    lag_token_mean: float
+    logprob_gap_p99: float | None = None
+    wall_s: _Seconds
+    wait_s: _Seconds
+
+
+class _Event(Struct, kw_only=True):
+    """What every line of ``events.jsonl`` has."""
+
+    event: str
+    at: float
+
+
+class _Again(Struct, kw_only=True):
+    """What ``AGAIN`` has besides."""
+
+    step: int
+
+
+def line_of(report: TrainReport, *, at: float) -> dict[str, Any]:
+    """Return the line of ``metrics.jsonl`` that says what ``report`` says; at: when it came, in unix seconds."""
     fields: dict[str, Any] = msgspec.to_builtins(report)
     seconds, metrics = fields.pop("seconds"), fields.pop("metrics")
     spent = {f"{cause}_s": value for cause, value in seconds.items()}
-    return {"at": report.ended, **fields, **spent, **metrics}
+    return {"at": at, **fields, **spent, **metrics}
 
 
 @dataclass
@@ -48,16 +86,16 @@ class Progress:
 
     def __post_init__(self) -> None:
         """Read what an earlier driver of this run wrote."""
-        self._metrics = Journal(self.folder / "metrics.jsonl")
-        self._events = Journal(self.folder / "events.jsonl")
+        self._metrics = Journal(self.folder / "metrics.jsonl", check=lambda line: msgspec.convert(line, _Step))
+        self._events = Journal(self.folder / "events.jsonl", check=_told)
         for line in self._metrics.lines:
             self._take(line)
         for line in self._events.lines:
-            if line["event"] == AGAIN:
-                self._forget(line["step"])
-            elif line["event"] == "evaluation":
-                result = EvaluationResult(**{k: v for k, v in line.items() if k not in ("event", "at")})
-                self.evaluations[result.step] = result
+            match _told(line):
+                case _Again(step=step):
+                    self._forget(step)
+                case EvaluationResult() as result:
+                    self.evaluations[result.step] = result
         self.note("driver started", at=self.now)
 
     def note(self, event: str, *, at: float, **fields: Any) -> None:
@@ -75,22 +113,29 @@ class Progress:
         return self.at("driver started") or self.now
 
     def begin_at(self, step: int, *, attempt: int) -> None:
-        """Take over from the ledger that ``step`` was made by trainer ``attempt``; lines say it better where there are.
+        """Take over from the ledger that ``step`` was made by trainer ``attempt``.
 
-        The figures of that step and of those before are not known any more.
+        The figures of steps that have no line are not known any more.
         """
         self._began_at = {step: attempt}
 
     def step(self, line: dict[str, Any]) -> bool:
         """Record an optimizer step; say whether it, or a later one, was made before by another attempt."""
-        made = {step: int(old["attempt"]) for step, old in self._by_step.items()} or self._began_at
+        made = {step: int(old["attempt"]) for step, old in self._by_step.items()}
+        made |= {step: attempt for step, attempt in self._began_at.items() if step > max(made, default=0)}
         again = any(step >= line["step"] and attempt != line["attempt"] for step, attempt in made.items())
         if again:
             self.note(AGAIN, at=line["at"], step=line["step"])
             self._forget(line["step"])
         self._metrics.append(line)
         self._take(line)
+        self._began_at = {}
         return again
+
+    def write(self) -> None:
+        """Write the lines that could not be written when they were made."""
+        self._metrics.write()
+        self._events.write()
 
     def evaluated(self, result: EvaluationResult, *, at: float) -> None:
         """Record an evaluation."""
@@ -106,15 +151,15 @@ class Progress:
     @property
     def done(self) -> int:
         """The newest step of the surviving history."""
-        return max(self._by_step or self._began_at, default=0)
+        return max([*self._by_step, *self._began_at], default=0)
 
     @property
     def last_step_at(self) -> float | None:
-        """When the newest step was done, in unix seconds."""
+        """When the newest step that has a line was done, in unix seconds."""
         return float(self.lines[-1]["at"]) if self._by_step else None
 
     def step_seconds(self) -> list[float]:
-        """Give the seconds between consecutive steps of one trainer attempt."""
+        """Return the seconds that each step took that followed one of the same trainer attempt."""
         return [seconds for seconds, _ in self._paces()]
 
     def tokens_per_second(self) -> float:
@@ -147,7 +192,7 @@ class Progress:
     def _paces(self) -> list[tuple[float, int]]:
         """Give seconds and tokens of each step that followed one of the same attempt."""
         pairs = [(a, b) for a, b in pairwise(self.lines) if a["attempt"] == b["attempt"]]
-        return [(float(b["at"] - a["at"]), int(b["tokens"])) for a, b in pairs]
+        return [(float(b["wall_s"]), int(b["tokens"])) for _, b in pairs]
 
     def _forget(self, step: int) -> None:
         self.evaluations = {known: result for known, result in self.evaluations.items() if known < step}
@@ -157,3 +202,11 @@ class Progress:
         for later in [known for known in self._by_step if known >= step]:
             del self._by_step[later]
         self._by_step[step] = line
+
+
+def _told(line: Any) -> _Event | _Again | EvaluationResult:
+    """Return what a line of ``events.jsonl`` says. Raises msgspec.ValidationError where it is none."""
+    event = msgspec.convert(line, _Event)
+    if event.event == AGAIN:
+        return msgspec.convert(line, _Again)
+    return msgspec.convert(line, EvaluationResult) if event.event == "evaluation" else event

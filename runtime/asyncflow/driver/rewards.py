@@ -9,14 +9,23 @@ that were judged for it; the totals go on over restarts of the driver, but for t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+
+import msgspec
 
 from asyncflow.api.status import RewardState
 from asyncflow.queue.protocol.messages import LeasedRow
 
 _MOST_WORDS = 2000
+
+
+class Totals(msgspec.Struct, frozen=True):
+    """What is kept over restarts of the driver; fields as in ``RewardTally``."""
+
+    scored: int
+    failed: dict[str, int]
+    first_failure: str
 
 
 def failure_of(row: LeasedRow) -> str:
@@ -28,25 +37,26 @@ def failure_of(row: LeasedRow) -> str:
 class RewardTally:
     """The outcomes of all samples of a run.
 
-    needed: samples of one optimizer step; keep: writes the totals down for the next driver.
+    needed: samples of one optimizer step; keep: writes the totals down for the next driver, which is given them back
+    by ``restore``.
     first_failure: what is known of the first sample without a reward; paused: what a paused job waits for, "" while
     it runs.
     """
 
     needed: int
-    keep: Callable[[Mapping[str, Any]], None]
+    keep: Callable[[Totals], None]
     scored: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     first_failure: str = ""
     paused: str = ""
     _judged: Counter[int] = field(default_factory=Counter)
     _failed_of: dict[int, Counter[str]] = field(default_factory=dict)
-    _kept: RewardState | None = None
+    _kept: Totals | None = None
 
-    def restore(self, kept: Mapping[str, Any] | None) -> None:
+    def restore(self, kept: Totals | None) -> None:
         """Go on from what an earlier driver kept, None where that is nothing."""
-        state = RewardState.model_validate(kept or {})
-        self.scored, self.failed, self.first_failure = state.scored, Counter(state.failed), state.first_failure
+        if kept is not None:
+            self.scored, self.failed, self.first_failure = kept.scored, Counter(kept.failed), kept.first_failure
 
     def take(self, row: LeasedRow, *, step: int | None = None) -> None:
         """Count a sample that was judged; step: the one that it is for, None where it is for an evaluation."""
@@ -74,9 +84,10 @@ class RewardTally:
 
     def flush(self) -> None:
         """Have the totals kept, if they have changed since they were."""
-        if (state := self.state) != self._kept:
-            self.keep(state.model_dump(mode="json"))
-            self._kept = state
+        totals = Totals(self.scored, dict(self.failed), self.first_failure)
+        if totals != self._kept:
+            self.keep(totals)
+            self._kept = totals
 
     def forget(self, step: int) -> None:
         """Forget the counts of a step that was trained."""

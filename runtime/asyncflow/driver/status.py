@@ -59,11 +59,12 @@ def build_status(
     idle_share: Mapping[str, float],
     rewards: RewardState,
     waiting_for: str,
+    clock_ahead_s: float,
 ) -> DriverStatus:
     """Put together what is known now.
 
     newest: step of the newest version; version_bytes: its size; transfer_seconds: what its transfers take; checkpoint:
-    step and unix seconds.
+    step and when, by ``clock.now``; clock_ahead_s: by how much the system clock is ahead of that.
     """
     last: dict[str, Any] = progress.lines[-1] if progress.lines else {}
     evaluation = progress.evaluations[max(progress.evaluations)] if progress.evaluations else None
@@ -77,7 +78,7 @@ def build_status(
         eval_greedy=evaluation.greedy if evaluation else None,
         tokens_per_second=progress.tokens_per_second(),
         eta_seconds=progress.eta_seconds(),
-        last_step_at=timestamp(last["at"]) if last else None,
+        last_step_at=timestamp(last["at"] + clock_ahead_s) if last else None,
         step_p95=progress.step_p95(),
         lag=Lag(start=last["lag_start_max"], end=last["lag_end_max"], mean=last["lag_token_mean"]) if last else Lag(),
         version=newest or 0,
@@ -88,7 +89,9 @@ def build_status(
         idle_share=dict(idle_share),
         rewards=rewards,
         rollouts=tuple(rollouts),
-        checkpoint=CheckpointState(step=checkpoint[0], at=timestamp(checkpoint[1])) if checkpoint else None,
+        checkpoint=(
+            CheckpointState(step=checkpoint[0], at=timestamp(checkpoint[1] + clock_ahead_s)) if checkpoint else None
+        ),
         waiting_for=waiting_for,
     )
 

@@ -21,10 +21,10 @@ import gc
 import logging
 import os
 import signal
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+from asyncflow import clock
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import Manifest, load
 from asyncflow.api.names import HOST_ENV
@@ -112,7 +112,7 @@ async def _serve(post: Post, serving: Awaitable[None]) -> int:
         loop.add_signal_handler(number, _end, post, number)
     log.info("attempt %d, worker %s, pid %d", post.options.attempt, post.worker, os.getpid())
     await serving
-    log.info("ended after %.1f s", time.time() - post.started)
+    log.info("ended after %.1f s", clock.now() - post.started)
     return 128 + post.signal if post.signal else 0
 
 

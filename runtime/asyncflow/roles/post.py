@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from asyncflow import clock
 from asyncflow.api.durability import LedgerSpec, LimitsSpec
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import (
@@ -32,7 +32,7 @@ from asyncflow.errors import ManifestError
 from asyncflow.net.http import HttpHandler, Ready, RoleHttp, ready
 from asyncflow.net.keys import Keys
 from asyncflow.net.membership import Membership
-from asyncflow.net.roster import Directives, Member, Status
+from asyncflow.net.roster import AGE, Directives, Member, Status
 from asyncflow.telemetry.metrics import RoleMetrics
 
 LOOPBACK = "127.0.0.1"
@@ -68,7 +68,7 @@ class Post(ABC):
     keys: Keys | None = None
     host: str = LOOPBACK
     worker: str = field(default_factory=lambda: uuid.uuid4().hex)
-    started: float = field(default_factory=time.time)
+    started: float = field(default_factory=clock.now)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     signal: int = 0
@@ -145,9 +145,13 @@ class Post(ABC):
             attempt=self.options.attempt,
             address=address,
             http=url,
-            info={"started": self.started, **(info or {})},
+            info=info or {},
         )
-        membership = Membership(driver=directory or self.options.driver, member=member, keys=self.keys, status=status)
+
+        def told() -> Status:
+            return {AGE: clock.now() - self.started, **status()}
+
+        membership = Membership(driver=directory or self.options.driver, member=member, keys=self.keys, status=told)
         membership.on_directives.append(self._obey)
         await membership.join(self.start_s)
         registered = True

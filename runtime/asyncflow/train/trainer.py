@@ -25,6 +25,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
+from asyncflow import clock
 from asyncflow.errors import ProtocolError, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.net.roster import Directives
@@ -90,7 +91,7 @@ class Trainer:
         self._committed = 0
         self._checkpoints_asked = directives().checkpoint
         self._leaving = asyncio.Event()
-        self._since = (time.time(), self._clock())
+        self._since = (clock.now(), self._clock())
 
     @property
     def waiting_for(self) -> str:
@@ -170,7 +171,7 @@ class Trainer:
             for step in found.manifest.carried:
                 await self._publish(step, partial(Publication.read, found.folder, step))
         await self._publish(self.step, self._weights)
-        self._since = (time.time(), self._clock())
+        self._since = (clock.now(), self._clock())
         self.begun = True
         log.info("attempt %d begins at step %d", self._settings.attempt, self.step)
 
@@ -243,7 +244,7 @@ class Trainer:
         self._publication.save(folder, carried)
 
     def _describe(self, tally: Tally, metrics: dict[str, float], *, published: bool) -> TrainReport:
-        (started, before), (ended, now) = self._since, (time.time(), self._clock())
+        (started, before), (ended, now) = self._since, (clock.now(), self._clock())
         self._since = (ended, now)
         return describe(
             tally,

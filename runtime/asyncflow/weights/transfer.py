@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from asyncflow import clock
 from asyncflow.errors import AsyncFlowError
 from asyncflow.identity import Version
 from asyncflow.weights.arena import Arena
@@ -39,7 +39,7 @@ Sources = Mapping[Source, Mapping[str, Box] | None]
 
 @dataclass(frozen=True, kw_only=True)
 class TransferRecord:
-    """What one finished transfer was. Times in seconds since the epoch; holders: bytes by worker; reused: bytes of
+    """What one finished transfer was. Times by ``clock.now``; holders: bytes by worker; reused: bytes of
     slices that had not changed since a version held before; faults: peers that failed, stalled or sent wrong bytes.
     """
 
@@ -99,7 +99,7 @@ class Transfer:
 
     async def run(self) -> TransferRecord:
         """Pull until everything is here. Waits for as long as no peer has what is missing; cancel it to give up."""
-        started = time.time()
+        started = clock.now()
         await self._reuse()
         pause = _FIRST_PAUSE_S
         while self._unfinished():
@@ -123,7 +123,7 @@ class Transfer:
             version=self.version,
             nbytes=self.nbytes,
             started=started,
-            finished=time.time(),
+            finished=clock.now(),
             holders=dict(self._given),
             reused=self._reused,
             faults=self._faults.total(),

@@ -1,11 +1,11 @@
 """The queue from threads and from processes that were forked: controller and units on sockets, no event loop here."""
 
-import asyncio
 import inspect
 import os
-import threading
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -15,75 +15,12 @@ from asyncflow.net.keys import Keys
 from asyncflow.queue.client.blocking import BlockingQueue
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.queue.client.open_verbs import OpenVerbs
-from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.protocol.messages import TaskSpec
-from asyncflow.queue.unit.unit import StorageUnit
+
+sys.path.insert(0, str(Path(__file__).parent))
+from blocking_world import Cluster
 
 P = "open"
-
-
-class Cluster:
-    """A controller and units in a thread of their own."""
-
-    def __init__(self, folder, keys=None, sync="process"):
-        self.folder, self.keys, self.sync = folder, keys, sync
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
-        self.controller = None
-        self.units = {}
-        self.clients = []
-        self.start_controller()
-
-    def start_controller(self):
-        async def start():
-            controller = Controller(ledger_dir=self.folder, keys=self.keys, sync=self.sync)
-            await controller.start()
-            self.controller = controller
-
-        self.run(start())
-
-    def stop_controller(self):
-        controller, self.controller = self.controller, None
-        self.run(controller.close())
-
-    def start_unit(self, index):
-        async def start():
-            unit = StorageUnit(index=index, limit_bytes=1 << 22, controller=self.address, keys=self.keys)
-            await unit.start()
-            await unit.joined(10)
-            return unit
-
-        self.units[index] = self.run(start())
-
-    def address(self):
-        return self.controller.server.address if self.controller else None
-
-    def connect(self, worker="test"):
-        self.clients.append(
-            BlockingQueue(
-                controller=self.address,
-                unit=lambda index: self.units[index].server.address if index in self.units else None,
-                units=lambda: sorted(self.units),
-                worker=worker,
-                keys=self.keys,
-            )
-        )
-        return self.clients[-1]
-
-    def run(self, job):
-        return asyncio.run_coroutine_threadsafe(job, self.loop).result(30)
-
-    def close(self):
-        for client in self.clients:
-            client.close()
-        for unit in self.units.values():
-            self.run(unit.close())
-        if self.controller:
-            self.stop_controller()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.loop.close()
 
 
 @contextmanager

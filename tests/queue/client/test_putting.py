@@ -12,7 +12,6 @@ from asyncflow.net.frames import Jagged, decode_batch
 from asyncflow.queue.client import putting
 from asyncflow.queue.client.placement import Placement
 from asyncflow.queue.client.putting import Putter
-from asyncflow.queue.protocol.messages import SERIAL_BITS
 from asyncflow.queue.protocol.moving_calls import Shares
 from asyncflow.queue.protocol.unit_calls import Numbers
 
@@ -49,24 +48,12 @@ def taken(asked):
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 3), st.integers(1, 5))
-def test_all_rows_arrive_once_whole_groups_together_and_serials_follow_each_other(sizes, group_size, units):
+def test_a_put_goes_whole_to_one_unit_and_numbers_follow_each_other(sizes, group_size, units):
     putter, asked = putter_of(lambda: range(units)), []
     for groups in sizes:
-        before = len(asked)
         carry_out(put(putter, groups * group_size, group_size=group_size), taken(asked))
-        came = []
-        for ask in sorted(asked[before:], key=lambda ask: ask.request.serial):
-            assert ask.request.header.rows % group_size == 0
-            came += values_of(ask)
-        assert came == list(range(groups * group_size))
-    serials = sorted(
-        serial
-        for ask in asked
-        for serial in range(ask.request.serial, ask.request.serial + ask.request.header.rows // group_size)
-    )
-    assert len(set(serials)) == len(serials) == sum(sizes)
-    assert serials[-1] - serials[0] == sum(sizes) - 1
-    assert serials[0] % (1 << SERIAL_BITS) == 0
+    assert [values_of(ask) for ask in asked] == [list(range(groups * group_size)) for groups in sizes]
+    assert [ask.request.group for ask in asked] == [sum(sizes[:n]) for n in range(len(sizes))]
 
 
 def test_small_puts_go_to_one_unit_after_another():
@@ -78,32 +65,23 @@ def test_small_puts_go_to_one_unit_after_another():
     assert homes[3:] == homes[:3]
 
 
-def test_a_large_put_is_split_and_its_ids_come_in_order(monkeypatch):
-    monkeypatch.setattr(putting, "_SPLIT_BYTES", 64)
-    putter, asked = putter_of(lambda: [0, 1, 2]), []
-
-    def answer(ask):
-        asked.append(ask)
-        first = values_of(ask)[0]
-        return Numbers([first + i for i in range(ask.request.header.rows)], [first > 0] * ask.request.header.rows)
-
-    numbers = carry_out(put(putter, 12, tags=[{"n": i} for i in range(12)]), answer)
-    assert numbers.rows == list(range(12))
-    assert numbers.new == [False] * 4 + [True] * 8
-    assert sorted(ask.unit for ask in asked) == [0, 1, 2]
+def test_tags_and_ids_come_in_the_order_of_the_rows():
+    asked = []
+    numbers = carry_out(put(putter_of(lambda: [0, 1, 2]), 12, tags=[{"n": i} for i in range(12)]), taken(asked))
+    assert numbers.rows == list(range(100, 112))
     assert [tag["n"] for ask in asked for tag in ask.request.tags] == list(range(12))
 
 
-def test_no_part_has_more_rows_than_can_be_told_of_at_once(monkeypatch):
-    monkeypatch.setattr(putting, "MOST", 10)
-    putter, asked = putter_of(lambda: [0]), []
-    carry_out(put(putter, 27, group_size=3), taken(asked))
-    sizes = [ask.request.header.rows for ask in asked]
-    assert max(sizes) <= 10
-    assert sorted(value for ask in asked for value in values_of(ask)) == list(range(27))
+@pytest.mark.parametrize("limit", ["MOST", "_MOST_BYTES"])
+def test_what_is_too_much_for_one_put_is_refused_before_anything_is_sent(monkeypatch, limit):
+    monkeypatch.setattr(putting, limit, 10)
+    asked = []
+    with pytest.raises(Refused, match=r"11 rows of 272 bytes are more than one put takes: .*Put fewer rows at a time"):
+        carry_out(put(putter_of(lambda: [0]), 11), taken(asked))
+    assert not asked
 
 
-def test_what_got_no_answer_is_put_again_elsewhere_under_the_same_serial():
+def test_what_got_no_answer_is_put_again_elsewhere_under_the_same_number():
     putter, asked = putter_of(lambda: [0, 1]), []
 
     def answer(ask):
@@ -113,15 +91,16 @@ def test_what_got_no_answer_is_put_again_elsewhere_under_the_same_serial():
         return Numbers([7])
 
     assert carry_out(put(putter, 1), answer).rows == [7]
-    assert len({ask.request.serial for ask in asked}) == 1
+    assert len({(ask.request.client, ask.request.group) for ask in asked}) == 1
     assert asked[0].unit == asked[2].unit != asked[1].unit
 
 
-def test_two_clients_never_share_a_serial():
+def test_two_clients_never_share_a_name():
     asked = []
     for _ in range(50):
         carry_out(put(putter_of(lambda: [0]), 3), taken(asked))
-    assert len({ask.request.serial for ask in asked}) == 50
+    assert len({ask.request.client for ask in asked}) == 50
+    assert all(len(ask.request.client) == 16 for ask in asked)
 
 
 @pytest.mark.parametrize(("rows", "options"), [(0, {}), (3, {"group_size": 2}), (3, {"tags": [{}]})])

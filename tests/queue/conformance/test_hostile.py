@@ -249,10 +249,10 @@ async def test_headers_that_lie_about_sizes_are_refused(victim):
         before = made.memory
         client = RpcClient(name="liar", resolve=made.unit)
         for number, lie in enumerate(lies):
-            request = unit_calls.PutRows("scores", 1 << 40 | number, 1, lie, [], {}, 1.0)
+            request = unit_calls.PutRows("scores", b"a client", number, 1, lie, [], {}, 1.0)
             with pytest.raises((ProtocolError, Refused, DeadlineExceeded)):
                 await client.call("unit.put", request, unit_calls.Numbers, timeout=5, frames=frames)
-        greedy = unit_calls.PutRows("scores", 1 << 41, 1, header, [], {"later": 1 << 60}, 1.0)
+        greedy = unit_calls.PutRows("scores", b"a client", 1 << 31, 1, header, [], {"later": 1 << 60}, 1.0)
         with pytest.raises(Refused):
             await client.call("unit.put", greedy, unit_calls.Numbers, timeout=5, frames=frames)
         await client.close()
@@ -278,7 +278,7 @@ async def test_half_messages_end_with_their_connections(victim):
 
 async def test_a_message_that_is_replayed_does_nothing_twice(victim, stranger_at):
     header, frames = encode_batch(encode_columns({"n": np.arange(5)}))
-    request = wire.encode(unit_calls.PutRows("scores", 1 << 40, 1, header, [], {}, 5.0))
+    request = wire.encode(unit_calls.PutRows("scores", b"a client", 0, 1, header, [], {}, 5.0))
 
     async def play(stranger, numbers):
         for number in numbers:
@@ -347,7 +347,7 @@ async def test_tasks_and_partitions_of_questions_are_not_made(victim):
 def requests():
     """One good request of everything that a client says, with its frames: (to the unit, method, body, frames)."""
     header, frames = encode_batch(encode_columns({"n": np.arange(2), "text": ["a", "b"]}))
-    put = unit_calls.PutRows("scores", 7 << 32, 1, header, [{"key": "x"}, {"n": 1}], {"later": 8}, 0.1)
+    put = unit_calls.PutRows("scores", b"a client", 0, 1, header, [{"key": "x"}, {"n": 1}], {"later": 8}, 0.1)
     row = 1 << 44
     yield True, "unit.put", put, frames
     yield True, "unit.write", unit_calls.WriteRows("write:1", [row, row + 1], header, [], "", 0.1), frames

@@ -138,6 +138,20 @@ async def test_w05_a_put_that_failed_leaves_the_partition_whole_and_a_full_store
         await made.until(lambda: made.held == 0)
 
 
+async def test_w05_of_a_large_put_that_failed_nothing_is_visible(queue):
+    mib = 1 << 20
+    async with queue(units=2, limit=32 * mib) as made:
+        partition = made.partition()
+        rows = [(await partition.put({"blob": [bytes(size * mib)]}))[0] for size in (10, 24)]
+        with pytest.raises(DeadlineExceeded):
+            await partition.put({"blob": [bytes(mib)] * 24}, timeout=1)
+        assert (await partition.rows()).rows == rows
+        await made.until(lambda: made.held == 34 * mib)
+        with pytest.raises(Refused, match="never fit"):
+            await partition.put({"blob": [bytes(mib)] * 40}, timeout=10)
+        assert (await partition.rows()).rows == rows
+
+
 async def test_w05_a_producer_that_dies_while_it_waits_leaves_nothing_behind(queue):
     async with queue(units=1, limit=1 << 20) as made:
         partition = made.partition()

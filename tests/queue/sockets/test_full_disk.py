@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import errno
 import resource
 
 import pytest
 
 from asyncflow.errors import Refused
 from asyncflow.net.frames import Jagged
+from asyncflow.queue.ledger import ledger
 from asyncflow.queue.protocol.messages import TaskSpec
 
 P = "open"
@@ -103,3 +105,30 @@ async def test_who_waits_for_a_row_is_refused_when_the_ledger_cannot_take_it(clu
         putting.cancel()
         await asyncio.wait([putting])
         assert isinstance(made.controller.failed.exception(), OSError)
+
+
+async def test_a_compaction_whose_folder_cannot_be_synced_loses_and_doubles_nothing(cluster, monkeypatch):
+    async with cluster(units=1, compact_bytes=4000) as made:
+        await made.client.declare([TASK], timeout=10)
+        rows = [await put(made, number) for number in range(50)]
+        leased = await made.client.claim(partition=P, task=TASK.name, max_rows=20, timeout=10)
+        assert all(await made.client.complete(leased, {}, timeout=10))
+
+        def fail(_directory):
+            raise OSError(errno.EIO, "Input/output error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ledger, "_sync_directory", fail)
+            putting = asyncio.create_task(put_for_ever(made, rows))
+            await asyncio.wait([made.controller.failed], timeout=30)
+            answered = len(rows)
+            assert isinstance(made.controller.failed.exception(), OSError)
+            await made.stop_controller()
+        await made.start_controller()
+        async with asyncio.timeout(30):
+            while len(rows) < answered + 5:
+                await asyncio.sleep(0.01)
+        putting.cancel()
+        await asyncio.wait([putting])
+        assert await numbers(made, rows[20:]) == list(range(20, len(rows)))
+        assert (await made.client.consumed(P, TASK.name, timeout=10)).done == 20

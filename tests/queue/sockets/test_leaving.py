@@ -212,7 +212,7 @@ async def test_a_creation_that_comes_again_to_another_unit_is_known_and_frees_it
         assert await queue.create(0, client=other) == [False, False]
         assert queue.units[1].put_bytes > 0
         assert budgets(queue)[1] == (0, 0)
-        put = PutRows("open", 7 << 32, 1, encoded(1)[0], [], {}, 5.0)
+        put = PutRows("open", b"a client", 0, 1, encoded(1)[0], [], {}, 5.0)
         numbers = [await asked(queue.units[index], put) for index in (0, 1)]
         assert numbers[0].rows == numbers[1].rows
         assert (numbers[0].new, numbers[1].new) == ([], [False])

@@ -11,7 +11,6 @@ from asyncflow.net.rpc import RpcClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.ledger.records import newest
 from asyncflow.queue.protocol.calls import Done
-from asyncflow.queue.protocol.messages import SERIAL_BITS
 from asyncflow.queue.protocol.unit_calls import (
     Admit,
     Admitted,
@@ -132,7 +131,7 @@ class Unit:
 
     async def put(self, first, size):
         cells = Cells(dtypes={"x": "int64"}, sizes={"x": (8).to_bytes(4, "little")})
-        entry = OpenRows("open", 5 << SERIAL_BITS, size, [self.row(first), 1 - size], cells, [])
+        entry = OpenRows("open", b"a client", 0, size, [self.row(first), 1 - size], cells, [])
         admitted = await self.client.call("units.admit", Admit(self.session, [entry]), Admitted, timeout=10)
         return admitted.verdicts[0]
 

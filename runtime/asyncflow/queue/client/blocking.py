@@ -3,12 +3,14 @@
 A ``BlockingQueue`` may be used by any number of threads at once, and by a process that was forked: a call takes a lane
 (connections of its own) that nobody uses, or makes one, and leaves it for the next call.
 
-Invariant: no thread waits for another; no event loop is needed.
+Invariants: no thread waits for another; no event loop is needed; a process that was forked puts, writes and claims
+under names of its own.
 """
 
 from __future__ import annotations
 
 import os
+import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -16,10 +18,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from asyncflow.errors import PeerLost
 from asyncflow.net.keys import Keys
-from asyncflow.net.membership import Membership
 from asyncflow.queue.client.lane import Lane
 from asyncflow.queue.client.open_verbs import OpenVerbs
-from asyncflow.queue.client.placement import Taking
 from asyncflow.queue.client.verbs import Peer, Verb
 
 P = ParamSpec("P")
@@ -46,7 +46,10 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 class BlockingQueue:
-    """One process's client; see ``QueueClient`` for the arguments. Its functions may be called from any thread."""
+    """One process's client; see ``QueueClient`` for the arguments. Its functions may be called from any thread.
+
+    renamed: called in a process that was forked; returns the name of the ``worker`` there.
+    """
 
     def __init__(
         self,
@@ -58,8 +61,10 @@ class BlockingQueue:
         attempt: int = 0,
         keys: Keys | None = None,
         shard: Callable[[int], str | None] = lambda _: None,
+        renamed: Callable[[], str] = lambda: uuid.uuid4().hex,
     ) -> None:
         self.verbs = OpenVerbs(units=units, worker=worker, attempt=attempt)
+        self._renamed = renamed
         self._controller = controller if callable(controller) else lambda: controller
         self._unit = unit
         self._shard = shard
@@ -68,23 +73,10 @@ class BlockingQueue:
         self._closed = False
         _living.add(self)
 
-    @classmethod
-    def of(cls, membership: Membership, *, keys: Keys | None = None) -> BlockingQueue:
-        """Make the client of a member of the job, which finds controller and units by its directory."""
-        return cls(
-            controller=lambda: membership.address("controller"),
-            unit=lambda index: membership.address("storage", index),
-            units=Taking(membership),
-            worker=membership.member.incarnation,
-            attempt=membership.member.attempt,
-            keys=keys,
-            shard=lambda index: membership.address("controller", index),
-        )
-
     def begin_anew(self) -> None:
-        """Have connections of its own, in a process that was forked, and names for what it claims and puts."""
+        """Take connections and names of its own, in a process that was forked."""
         self._idle = []
-        self.verbs = OpenVerbs(units=self.verbs.units, worker=self.verbs.worker, attempt=self.verbs.attempt)
+        self.verbs = OpenVerbs(units=self.verbs.units, worker=self._renamed(), attempt=self.verbs.attempt)
 
     def close(self) -> None:
         """Close all connections: of calls under way when they are done. Later calls raise PeerLost."""

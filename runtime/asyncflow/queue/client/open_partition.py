@@ -30,13 +30,18 @@ TIMEOUT_S = 60.0
 class PartitionVerbs:
     """The verbs of one client about the partition ``name``. tensors: give arrays back as torch tensors.
 
-    Timeouts are in seconds and for the whole of a verb; DeadlineExceeded where they were not enough.
+    verbs: returns those of the client, which are others in a process that was forked. Timeouts are in seconds and for
+    the whole of a verb; DeadlineExceeded where they were not enough.
     """
 
-    def __init__(self, verbs: OpenVerbs, name: str, *, tensors: bool = False) -> None:
+    def __init__(self, verbs: Callable[[], OpenVerbs], name: str, *, tensors: bool = False) -> None:
         self.name = name
-        self._verbs = verbs
+        self._verbs_now = verbs
         self._decode: Callable[..., Values] = decode_torch if tensors else decode
+
+    @property
+    def _verbs(self) -> OpenVerbs:
+        return self._verbs_now()
 
     def declare(
         self,
@@ -212,7 +217,7 @@ class OpenPartition:
 
     def __init__(self, queue: QueueClient, name: str, *, tensors: bool = False) -> None:
         self.queue = queue
-        self.verbs = PartitionVerbs(queue.verbs, name, tensors=tensors)
+        self.verbs = PartitionVerbs(lambda: queue.verbs, name, tensors=tensors)
 
     declare = _awaited(PartitionVerbs.declare)
     put = _awaited(PartitionVerbs.put)
@@ -236,7 +241,7 @@ class BlockingPartition:
 
     def __init__(self, queue: BlockingQueue, name: str, *, tensors: bool = False) -> None:
         self.queue = queue
-        self.verbs = PartitionVerbs(queue.verbs, name, tensors=tensors)
+        self.verbs = PartitionVerbs(lambda: queue.verbs, name, tensors=tensors)
 
     declare = _blocking(PartitionVerbs.declare)
     put = _blocking(PartitionVerbs.put)

@@ -10,15 +10,16 @@ Invariant: a verb that names rows does what it says to all of them, or raises; n
 from __future__ import annotations
 
 import itertools
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from asyncflow.errors import Refused, StaleHandle
 from asyncflow.identity import units_of
 from asyncflow.net.frames import BatchHeader, Jagged, encode_batch
 from asyncflow.queue.client.routing import at_homes
 from asyncflow.queue.client.scatter import part_of, spread_out
-from asyncflow.queue.client.verbs import Verb, left_of, once, together
+from asyncflow.queue.client.verbs import Clock, Verb, left_of, once, together
 from asyncflow.queue.client.verbs_rows import RowVerbs
 from asyncflow.queue.protocol import calls, open_calls, unit_calls
 from asyncflow.queue.protocol.messages import KEY_TAG, Tag
@@ -27,12 +28,17 @@ from asyncflow.queue.protocol.runs import shrink
 from asyncflow.queue.protocol.views import PartitionView
 
 _NO_COLUMNS = BatchHeader(rows=0, columns=[])
-_WRITER = f"{WRITE}{uuid.uuid4().hex[:12]}-"
-_WRITES = itertools.count()
 
 
 class OpenVerbs(RowVerbs):
     """All verbs of one client; see ``ControlVerbs`` for the arguments."""
+
+    def __init__(
+        self, *, units: Callable[[], Sequence[int]], worker: str, attempt: int = 0, clock: Clock = time.monotonic
+    ) -> None:
+        super().__init__(units=units, worker=worker, attempt=attempt, clock=clock)
+        self._writer = f"{WRITE}{uuid.uuid4().hex}-"
+        self._writes = itertools.count()
 
     def write(
         self,
@@ -51,7 +57,7 @@ class OpenVerbs(RowVerbs):
         _check_tags(tags, len(rows))
         if not rows:
             return
-        writer = f"{_WRITER}{next(_WRITES)}"
+        writer = f"{self._writer}{next(self._writes)}"
 
         def send(unit: int, indices: Sequence[int], seconds: float) -> Verb[list[bool]]:
             header, frames = encode_batch(part_of(columns, indices, len(rows))) if columns else (_NO_COLUMNS, [])

@@ -1,6 +1,6 @@
-"""How long a part of a put stays with one unit.
+"""How long a put stays with one unit.
 
-Where there are others a unit has a moment to find room, another to answer, and the time that the part's bytes take on a
+Where there are others a unit has a moment to find room, another to answer, and the time that its bytes take on a
 slow link: so one that was stopped, or is gone without a word, costs seconds and not the caller's whole deadline. Where
 there is none but it, nothing is gained by leaving.
 
@@ -27,7 +27,7 @@ class Patience(NamedTuple):
 
 def patience(left_s: float, *, nbytes: int, others: bool) -> Patience:
     """Give it for ``nbytes``, which are to be done in ``left_s`` seconds. others: whether there are other units."""
-    longest = min(_LONGEST_S, left_s)
+    longest = min(_LONGEST_S + nbytes / _SLOW, left_s)
     if not others:
         return Patience(0.9 * longest, longest)
     answer_s = min(longest, _ROOM_S + _ANSWER_S + nbytes / _SLOW)

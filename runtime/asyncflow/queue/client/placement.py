@@ -5,7 +5,7 @@ clients that put a few rows each are spread as one that puts many. A unit that i
 others, and so gets its share from then on. What was tried and found no room counts as given: the next rows go on.
 
 Invariant: the counts of two units that are there all the time, and take what comes, differ by no more than the largest
-part of a put; a unit that leaves gets nothing while it says so.
+put; a unit that leaves gets nothing while it says so.
 """
 
 from __future__ import annotations

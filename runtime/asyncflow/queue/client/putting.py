@@ -1,29 +1,30 @@
-"""Rows of open partitions on their way to storage units: to one after another, where there is room.
+"""Rows of open partitions on their way to a storage unit: to one after another, until one has room.
 
-Who puts does not number rows: a group's serial is made of this client's nonce and its own count, and a part that got no
-answer is put again under the same serials, here or at another unit, which the controller admits once.
+Who puts does not number rows: a group is known by this client's name, 128 random bits, and its own count, and what got
+no answer is put again under the same numbers, at the same unit or another, which the controller admits once.
 
-Invariant: a group goes to one unit, whole; no two groups of all clients ever have the same serial.
+Invariants: all rows of a put go to one unit in one message, so the controller admits them all at once or not at all; no
+two clients have the same name.
 """
 
 from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from asyncflow.errors import Elsewhere, PeerLost, Refused
 from asyncflow.net.frames import BatchHeader, Jagged, encode_batch
+from asyncflow.net.rpc.wire import MAX_MESSAGE
 from asyncflow.queue.client.patience import patience
 from asyncflow.queue.client.placement import Placement
-from asyncflow.queue.client.verbs import Ask, Clock, Verb, left_of, persist, together
-from asyncflow.queue.protocol.messages import SERIAL_BITS, Tag
+from asyncflow.queue.client.verbs import Ask, Clock, Verb, left_of, persist
+from asyncflow.queue.protocol.messages import Tag
 from asyncflow.queue.protocol.runs import MOST, expand
 from asyncflow.queue.protocol.unit_calls import Numbers, PutRows
 
-_SPLIT_BYTES = 8 << 20
-"""Bytes of a part below which splitting costs more than it brings: who fetches the rows joins them again."""
-_MOST_BYTES = 64 << 20
+_MOST_BYTES = MAX_MESSAGE - (64 << 20)
+"""Bytes of the columns of one put; the rest of its message is for their offsets and for tags."""
 
 
 class Putter:
@@ -33,7 +34,7 @@ class Putter:
         self._placement = placement
         self._worker = worker
         self._clock = clock
-        self._nonce = 1 + secrets.randbelow((1 << 31) - 1)
+        self._client = secrets.token_bytes(16)
         self._groups = 0
         self._lock = threading.Lock()
 
@@ -52,45 +53,45 @@ class Putter:
         if not rows or rows % group_size or (tags is not None and len(tags) != rows):
             what = f"{rows} rows with {rows if tags is None else len(tags)} sets of tags make no groups of {group_size}"
             raise Refused(what, where="queue client", hint="Give whole groups, and tags for all rows or none")
-        groups, deadline = rows // group_size, self._clock() + timeout
+        nbytes = sum(column.nbytes for column in columns.values())
+        if nbytes > _MOST_BYTES or rows > MOST:
+            what = f"{rows} rows of {nbytes} bytes are more than one put takes: {MOST} rows and {_MOST_BYTES} bytes"
+            raise Refused(what, where=partition, hint="Put fewer rows at a time")
+        deadline = self._clock() + timeout
         if not self._placement.begun:
             yield from self._placement.begin()
         with self._lock:
-            serial = self._nonce << SERIAL_BITS | self._groups
-            self._groups += groups
+            group, self._groups = self._groups, self._groups + rows // group_size
+        header, frames = encode_batch(columns) if columns else (BatchHeader(rows=rows, columns=[]), [])
+        told = [dict(tag) for tag in tags] if tags is not None else []
+        tried: set[int] = set()
 
-        def part(start: int, stop: int, mine: Mapping[str, Jagged]) -> Verb[Numbers]:
-            rows = (stop - start) * group_size
-            header, frames = encode_batch(mine) if mine else (BatchHeader(rows=rows, columns=[]), [])
-            told = [dict(tag) for tag in tags[start * group_size : stop * group_size]] if tags is not None else []
-            nbytes = sum(map(len, frames))
-            tried: set[int] = set()
+        def attempt() -> Verb[Numbers]:
+            there = self._placement.there()
+            if tried.issuperset(there):
+                tried.clear()
+            room_s, answer_s = patience(left_of(deadline, self._clock), nbytes=nbytes, others=len(there) > 1)
+            request = PutRows(
+                partition=partition,
+                client=self._client,
+                group=group,
+                group_size=group_size,
+                header=header,
+                tags=told,
+                outputs=dict(outputs),
+                wait_s=room_s,
+                producer=self._worker,
+            )
+            unit = self._placement.choose(rows, there=there, but=tried)
+            tried.add(unit)
+            try:
+                numbers, _ = yield Ask(unit, "unit.put", request, Numbers, answer_s, frames)
+            except Elsewhere as leaving:
+                self._placement.avoid(unit)
+                raise PeerLost(str(leaving), where=f"storage unit {unit}") from leaving
+            return Numbers(list(expand(numbers.rows)), numbers.new)
 
-            def attempt() -> Verb[Numbers]:
-                there = self._placement.there()
-                if tried.issuperset(there):
-                    tried.clear()
-                room_s, answer_s = patience(left_of(deadline, self._clock), nbytes=nbytes, others=len(there) > 1)
-                request = PutRows(
-                    partition, serial + start, group_size, header, told, dict(outputs), room_s, producer=self._worker
-                )
-                unit = self._placement.choose(rows, there=there, but=tried)
-                tried.add(unit)
-                try:
-                    numbers, _ = yield Ask(unit, "unit.put", request, Numbers, answer_s, frames)
-                except Elsewhere as leaving:
-                    self._placement.avoid(unit)
-                    raise PeerLost(str(leaving), where=f"storage unit {unit}") from leaving
-                return Numbers(list(expand(numbers.rows)), numbers.new)
-
-            return persist(attempt, what=f"putting {rows} rows", timeout=timeout, clock=self._clock)
-
-        nbytes = sum([column.nbytes for column in columns.values()])
-        if nbytes < 2 * _SPLIT_BYTES and rows <= MOST:
-            return (yield from part(0, groups, columns))
-        spans = _spans(_cut(groups, nbytes, len(self._placement.there()), rows=rows))
-        parts = yield from together([part(a, b, _run(columns, a * group_size, b * group_size)) for a, b in spans])
-        return _joined(parts)
+        return (yield from persist(attempt, what=f"putting {rows} rows", timeout=timeout, clock=self._clock))
 
 
 def _rows_of(columns: Mapping[str, Jagged]) -> int:
@@ -99,31 +100,3 @@ def _rows_of(columns: Mapping[str, Jagged]) -> int:
         lengths = {name: len(column) for name, column in columns.items()}
         raise Refused(f"the columns of one batch differ in rows: {lengths}", where="queue client")
     return counts.pop()
-
-
-def _cut(groups: int, nbytes: int, units: int, *, rows: int) -> list[int]:
-    """Give the groups of each part: one part for each unit, where parts are worth it, and none too large."""
-    most_groups = max(1, MOST // (rows // groups))
-    parts = max(min(units, nbytes // _SPLIT_BYTES), -(-nbytes // _MOST_BYTES), -(-groups // most_groups))
-    parts = min(parts, groups)
-    return [groups // parts + (part < groups % parts) for part in range(parts)]
-
-
-def _spans(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    start = 0
-    for size in sizes:
-        yield start, start + size
-        start += size
-
-
-def _run(columns: Mapping[str, Jagged], start: int, stop: int) -> Mapping[str, Jagged]:
-    return {name: Jagged.gather([(column, start, stop)]) for name, column in columns.items()}
-
-
-def _joined(parts: Sequence[Numbers]) -> Numbers:
-    if len(parts) == 1:
-        return parts[0]
-    rows = [row for part in parts for row in part.rows]
-    if not any(part.new for part in parts):
-        return Numbers(rows)
-    return Numbers(rows, [new for part in parts for new in part.new or [True] * len(part.rows)])

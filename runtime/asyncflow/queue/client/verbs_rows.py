@@ -86,8 +86,8 @@ class RowVerbs(ControlVerbs):
 
         keys: names of the rows, unique in the partition: a row whose key is there already is left as it is, and
         ``Numbers.new`` says so; outputs: most bytes of each column that a row gets later, kept free for it. Waits for
-        room. A put of more than 64 MiB goes in parts, each of which is put whole or not at all. Raises Refused for
-        columns that do not fit the partition's.
+        room. All rows are put, on one unit, or none. Raises Refused for columns that do not fit the partition's, and
+        for more than 960 MiB, 1,048,576 rows, or what no unit holds.
         """
         if keys is not None:
             tags = [{**tag, KEY_TAG: key} for tag, key in zip(tags or [{}] * len(keys), keys, strict=True)]

@@ -205,7 +205,8 @@ class Handlers:
         if isinstance(entry, unit_calls.OpenRows):
             ok, rows = table.puts.put(
                 entry.partition,
-                serial=entry.serial,
+                client=entry.client,
+                group=entry.group,
                 size=entry.group_size,
                 rows=numbers,
                 cells=entry.cells,

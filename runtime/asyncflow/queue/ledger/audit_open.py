@@ -55,6 +55,8 @@ class OpenAudit:
             compacted.Alike: self._alike,
             compacted.Kept: self._kept,
             compacted.Used: self._used,
+            compacted.Clients: lambda event: self.names.add(event.partition),
+            ev.Numbered: lambda event: self.names.add(event.partition),
             ev.Leased: self._leased,
             ev.Completed: self._completed,
             ev.Returned: self._returned,

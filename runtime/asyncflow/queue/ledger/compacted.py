@@ -59,8 +59,18 @@ class Ended(Struct, frozen=True, array_like=True, tag="ended"):
     runs: list[tuple[int, int, str]]
 
 
+class Clients(Struct, frozen=True, array_like=True, tag="clients"):
+    """Compacted: clients of an open partition as (name, number, serials used as (first, end))."""
+
+    partition: str
+    clients: list[tuple[bytes, int, list[tuple[int, int]]]]
+
+
 class Used(Struct, frozen=True, array_like=True, tag="used"):
-    """Compacted: serials that an open partition's creators used, as (first, end), and what became of rows now gone."""
+    """Compacted: serials that clients without a name used, as (first, end), and what became of open rows now gone.
+
+    Such clients are those of ledgers that have no ``Numbered``.
+    """
 
     partition: str
     spans: list[tuple[int, int]]

@@ -206,6 +206,14 @@ class Put(Struct, frozen=True, array_like=True, tag="put"):
     row: int
 
 
+class Numbered(Struct, frozen=True, array_like=True, tag="client"):
+    """A client put into an open partition for the first time: the serials of its groups begin with this number."""
+
+    partition: str
+    client: bytes
+    number: int
+
+
 class RowsCleared(Struct, frozen=True, array_like=True, tag="rows"):
     """Rows of an open partition were cleared by its users."""
 
@@ -270,4 +278,6 @@ Event: TypeAlias = (
     | compacted.Again
     | UnitLeaving
     | Moved
+    | Numbered
+    | compacted.Clients
 )

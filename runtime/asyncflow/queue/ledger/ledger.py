@@ -1,7 +1,7 @@
 """The write-ahead log of a queue: checksummed records, compacted into a new file now and then.
 
 A compaction writes the next generation of the file under another name and renames it; older files are then removed, so
-the highest generation is always whole.
+the highest generation is always whole. The rename is final: from then on the older file is never written to again.
 
 Invariants: what ``commit`` has confirmed is read back after a crash of the class that ``sync`` covers (``process``: of
 this process; ``interval``: of the machine, but for the last second; ``always``: of the machine); a record that was torn
@@ -89,7 +89,11 @@ class Ledger:
             os.truncate(path, sound)
 
     def begin(self, events: Iterable[Event]) -> None:
-        """Start a new generation that holds ``events``, the whole present state, and append to it from now on."""
+        """Start a new generation that holds ``events``, the whole present state, and append to it from now on.
+
+        Raises OSError where it cannot be written: nothing has changed then, unless it came about with the rename or
+        after it, when nobody knows which file the next start will find. Nothing is written any more in that case.
+        """
         self._buffer.clear()
         last = newest(self.directory)
         generation = int(last.stem) + 1 if last is not None else 1
@@ -99,8 +103,6 @@ class Ledger:
         try:
             size = sum(_write(fd, piece) for piece in _pieces(events))
             os.fsync(fd)
-            draft.rename(path)
-            _sync_directory(self.directory)
         except BaseException:
             os.close(fd)
             draft.unlink(missing_ok=True)
@@ -109,9 +111,15 @@ class Ledger:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = fd
+        try:
+            draft.rename(path)
+            _sync_directory(self.directory)
+        except OSError as error:
+            self._broken = error
+            raise
         for old in self.directory.glob(f"*{SUFFIX}"):
             if old != path:
-                old.unlink()
+                _remove(old)
 
     def append(self, events: Iterable[Event]) -> None:
         """Take ``events`` for the next ``commit``."""
@@ -190,6 +198,8 @@ class Ledger:
         try:
             self.begin(self._compact())
         except OSError as error:
+            if self._broken is not None:
+                raise
             self._compacted = self.bytes
             log.warning("the ledger was not compacted, it goes on in the old file: %s", error)
 
@@ -255,6 +265,14 @@ def _write(fd: int, data: bytes) -> int:
     while done < len(data):
         done += os.write(fd, data[done:])
     return done
+
+
+def _remove(old: Path) -> None:
+    """Remove an older generation; one that stays is not read, and the next compaction tries again."""
+    try:
+        old.unlink()
+    except OSError as error:
+        log.warning("%s was replaced, but cannot be removed: %s", old, error)
 
 
 def _sync_directory(directory: Path) -> None:

@@ -28,7 +28,7 @@ KEY_TAG = "key"
 """The tag that names a row of an open partition; no two rows of one have the same."""
 
 SERIAL_BITS = 32
-"""In an open partition a serial is the creator's nonce, 31 random bits, above its own count of groups, 32 bits."""
+"""In an open partition a serial is the number of its client there, 31 bits, above the client's count of groups, 32."""
 
 FILTERED = "filtered"
 """Reasons that begin so (``filtered:zero-variance``) count as filtered, all others as dropped."""

@@ -13,12 +13,14 @@ from asyncflow.identity import home
 from asyncflow.net.frames import BatchHeader
 from asyncflow.net.rpc.wire import CallId, SeatNumber
 from asyncflow.queue.protocol.calls import Attempt, Bytes, Seconds
-from asyncflow.queue.protocol.messages import RowMeta, Tag
+from asyncflow.queue.protocol.messages import SERIAL_BITS, RowMeta, Tag
 from asyncflow.queue.protocol.runs import expand_equal, shrink_equal
 from asyncflow.queue.protocol.sizes import MOST_BYTES
 
 CellBytes = Annotated[int, Meta(ge=0, le=MOST_BYTES)]
 _GroupSize = Annotated[int, Meta(ge=1)]
+ClientName = Annotated[bytes, Meta(min_length=8, max_length=64)]
+GroupNumber = Annotated[int, Meta(ge=0, lt=1 << SERIAL_BITS)]
 
 
 class Cells(Struct, frozen=True, kw_only=True):
@@ -57,12 +59,13 @@ class CreateRows(Struct, frozen=True):
 class PutRows(Struct, frozen=True):
     """Put rows of an open partition; the frames hold their columns, ``header.rows`` says how many there are.
 
-    serial: of the first group, the others follow it (see ``SERIAL_BITS``); tags: one set a row, or none at all;
-    outputs, wait_s: as for ``CreateRows``.
+    client: name of who puts, random bytes that nobody else has; group: the client's own number of the first group, the
+    others follow it; tags: one set a row, or none at all; outputs, wait_s: as for ``CreateRows``.
     """
 
     partition: str
-    serial: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    client: ClientName
+    group: GroupNumber
     group_size: Annotated[int, Meta(ge=1)]
     header: BatchHeader
     tags: list[dict[str, Tag]]
@@ -74,8 +77,8 @@ class PutRows(Struct, frozen=True):
 class Numbers(Struct, frozen=True):
     """Ids of the rows that were put.
 
-    new: True where the row is new; empty when all are. Elsewhere the id is that of the row that has this serial or
-    this key already (its cells are as they were), or 0 where the serial was used and its row has been cleared.
+    new: True where the row is new; empty when all are. Elsewhere the id is that of the row that was put so before or
+    has this key already (its cells are as they were), or 0 where it was put before and has been cleared.
     """
 
     rows: list[int]
@@ -174,10 +177,11 @@ class NewRows(Struct, frozen=True, tag="new"):
 
 
 class OpenRows(Struct, frozen=True, tag="open"):
-    """Rows of an open partition that a unit was given. serial: of the first group; tags: one set a row, or none."""
+    """Rows of an open partition that a unit was given; see ``PutRows``."""
 
     partition: str
-    serial: int
+    client: ClientName
+    group: GroupNumber
     group_size: _GroupSize
     rows: list[int]
     cells: Cells

@@ -132,6 +132,7 @@ def _open_groups(partition: Partition, did: _Did) -> Iterator[ev.Event]:
             yield _group(group, did)
     if run is not None:
         yield run
+    yield from (compacted.Clients(partition.name, chunk) for chunk in batches(partition.used.clients(), _CHUNK))
     yield from (compacted.Used(partition.name, chunk) for chunk in batches(partition.used.spans(), _CHUNK))
     filtered, dropped = (partition.counts[s] - inside[s] for s in (State.FILTERED, State.DROPPED))
     yield compacted.Used(partition.name, [], partition.cleared, filtered, dropped)

@@ -71,6 +71,14 @@ def _used(books: Books, event: compacted.Used) -> None:
     partition.counts[State.DROPPED] += event.dropped
 
 
+def _clients(books: Books, event: compacted.Clients) -> None:
+    partition = books.partition(event.partition)
+    partition.purpose = "open"
+    for name, number, spans in event.clients:
+        partition.used.name(name, number)
+        partition.used.update(spans)
+
+
 def _counted(books: Books, event: compacted.Counted) -> None:
     partition = books.partition(event.partition)
     partition.resets, partition.peeked, partition.forgotten = event.resets, event.peeked, event.forgotten
@@ -93,6 +101,7 @@ FOLDS: dict[type, Fold] = {
     compacted.Finals: _finals,
     compacted.Ended: _ended,
     compacted.Used: _used,
+    compacted.Clients: _clients,
     compacted.Counted: _counted,
     compacted.Again: _again,
     compacted.Acknowledged: _acknowledged,

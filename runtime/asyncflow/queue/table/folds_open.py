@@ -16,8 +16,14 @@ from asyncflow.queue.table.state import ANY_VERSION, IDLE, NO_SIZES, NO_TAGS, NO
 def _put(books: Books, event: ev.Put) -> None:
     partition = books.partition(event.partition)
     partition.purpose = "open"
-    partition.used.add(event.serial, event.groups)
+    partition.used.add(event.serial, event.groups, living=partition.groups)
     make_groups(books, partition, event.serial, event.groups, event.size, event.row, NO_WORK)
+
+
+def _numbered(books: Books, event: ev.Numbered) -> None:
+    partition = books.partition(event.partition)
+    partition.purpose = "open"
+    partition.used.name(event.client, event.number)
 
 
 def make_groups(
@@ -82,6 +88,7 @@ def _peeked(books: Books, event: ev.Peeked) -> None:
 
 FOLDS: dict[type, Fold] = {
     ev.Put: _put,
+    ev.Numbered: _numbered,
     ev.RowsCleared: _rows_cleared,
     ev.Reset: _reset,
     ev.Expected: _expected,

@@ -1,4 +1,4 @@
-"""Rows of open partitions: put by anybody, under serials of the putter's own, and perhaps under keys.
+"""Rows of open partitions: put by anybody, under numbers of the client's own, and perhaps under keys.
 
 A put of which nothing was there before cannot fail, so it may be answered before its rows are made.
 
@@ -43,27 +43,28 @@ class Puts:
         self,
         partition: str,
         *,
-        serial: int,
+        client: bytes,
+        group: int,
         size: int,
         rows: Sequence[int],
         cells: Cells,
         tags: _Tags,
     ) -> tuple[list[bool], Sequence[int]]:
-        """Make rows in groups of ``size`` under the serials from ``serial`` on.
+        """Make rows in groups of ``size``, which ``client`` numbers from ``group`` on.
 
         rows: their ids, consecutive; tags: one set a row, or none. Gives whether each is new, and the ids to tell:
-        where it is not, that of the row which has its serial or its key already, 0 where that is gone or the row's
-        group is not made. Raises Refused, and ValueError where ``cells`` are not those of the rows.
+        where it is not, that of the row which was put so before or has its key already, 0 where that is gone or the
+        row's group is not made. Raises Refused, and ValueError where ``cells`` are not those of the rows.
         """
         held = self._books.partition(partition)
         held.check_purpose("open")
-        _check_shape(partition, serial, size, rows, tags)
+        _check_shape(partition, group, size, rows, tags)
         check(cells, len(rows))
         keys = [set_of.get(KEY_TAG) for set_of in tags]
         if any(keys):
             self._check_keys(keys, partition)
         self._books.check_schema(held, cells.dtypes)
-        count = len(rows) // size
+        count, serial = len(rows) // size, self._number(held, client) << SERIAL_BITS | group
         taken: set[Tag | None] = {key for key in keys if key in held.keys} if held.keys else set()
         if not taken and not held.used.overlaps(serial, count):
             put = ev.Put(partition, serial, count, size, rows[0])
@@ -80,6 +81,14 @@ class Puts:
             self._books.record(ev.Put(partition, first, length, size, rows[start]))
             self._fill(held, rows, slice(start, end), cells, tags)
         return _answers(held, serial, size, rows, keys)
+
+    def _number(self, partition: Partition, client: bytes) -> int:
+        """Return the client's number in the partition, which it has from now on."""
+        number = partition.used.number(client)
+        if number is None:
+            number = partition.used.unused_number()
+            self._books.record(ev.Numbered(partition.name, client, number))
+        return number
 
     def _check_keys(self, keys: Sequence[Tag | None], partition: str) -> None:
         named = [key for key in keys if key is not None]
@@ -113,15 +122,15 @@ class Puts:
         partition.created(fresh, shape)
 
 
-def _check_shape(partition: str, serial: int, size: int, rows: Sequence[int], tags: _Tags) -> None:
+def _check_shape(partition: str, group: int, size: int, rows: Sequence[int], tags: _Tags) -> None:
     run = range(rows[0], rows[0] + len(rows)) if rows else range(0)
     if not rows or len(rows) % size or (rows != run and list(rows) != list(run)):
         raise Refused(f"{len(rows)} rows do not make groups of {size}", where=partition)
     if tags and len(tags) != len(rows):
         raise Refused(f"{len(rows)} rows came with {len(tags)} sets of tags", where=partition)
-    if not serial >> SERIAL_BITS or (serial + len(rows) // size - 1) >> SERIAL_BITS != serial >> SERIAL_BITS:
-        hint = "A serial is the putter's nonce, not 0, above its count of groups"
-        raise Refused(f"{serial} is no serial of {len(rows) // size} groups", where=partition, hint=hint)
+    if (group + len(rows) // size - 1) >> SERIAL_BITS:
+        hint = f"A client numbers at most {1 << SERIAL_BITS} groups; be another one for more"
+        raise Refused(f"{len(rows) // size} groups were numbered from {group} on", where=partition, hint=hint)
 
 
 def _check_sizes(partition: Partition, serial: int, count: int, size: int) -> None:
@@ -129,7 +138,7 @@ def _check_sizes(partition: Partition, serial: int, count: int, size: int) -> No
         group = partition.groups.get(number)
         if group is not None and group.size != size:
             what = f"the group {number} has {group.size} rows, not {size}"
-            raise Refused(what, where=partition.name, hint="Put it again as it was, or under another serial")
+            raise Refused(what, where=partition.name, hint="Put it again as it was, or under another number")
 
 
 def _home(partition: Partition, serial: int, keys: Sequence[Tag | None], taken: set[Tag | None]) -> int | None:

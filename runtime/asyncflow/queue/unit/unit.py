@@ -196,7 +196,7 @@ class StorageUnit:
             raise ProtocolError("rows came without columns and without tags")
         parcel = await self._store_new(call, frames, rows=count)
         rows = shrink(self._liaison.new_rows(count))
-        entry = OpenRows(call.partition, call.serial, call.group_size, rows, parcel.cells, call.tags)
+        entry = OpenRows(call.partition, call.client, call.group, call.group_size, rows, parcel.cells, call.tags)
         put = self._liaison.tell(entry, parcel, outputs=call.outputs)
         return _reply(put, lambda v: Numbers(rows) if all(v.ok) else Numbers(v.rows, v.ok))
 
