@@ -220,3 +220,13 @@ def test_what_does_not_fit_is_refused(tiny_folder: Path, tmp_path: Path) -> None
 def test_options_that_mean_nothing_are_refused(tiny_folder: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ManifestError, match=words):
         backend(tiny_folder, options=options)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="for a machine without devices")
+@pytest.mark.parametrize("device", ["cuda", "npu"])
+def test_a_device_that_is_not_there_is_refused_and_the_cpu_does_not_take_its_place(device: str) -> None:
+    with pytest.raises(ManifestError, match=f"no {device} device") as refused:
+        TorchBackend(
+            BackendSettings(optimizer=OptimizerSettings(learning_rate=1, steps=1), device=device), group=Alone()
+        )
+    assert refused.value.where == "spec.trainer.accelerator"

@@ -37,6 +37,10 @@ def _several(value: int) -> bool:
     return value > 1
 
 
+def _not_cpu(profile: str) -> bool:
+    return profile != "cpu"
+
+
 _PLANNED: dict[str, tuple[_Later, ...]] = {
     "RLJob": (
         _Later("model.dtype", _given, "nothing: weights are published as the trainer holds them, float32"),
@@ -57,9 +61,21 @@ _PLANNED: dict[str, tuple[_Later, ...]] = {
         _Later("reward.config", bool, "nothing: a function is given response, prompt, answer and meta"),
         _Later(
             "rollout.accelerator.profile",
-            lambda profile: profile != "cpu",
+            _not_cpu,
             "cpu: the engine computes on the CPU",
-            when=lambda spec: spec.rollout.engine.name == "transformers",
+            when=lambda spec: spec.rollout.engine.name in ("transformers", "simulated"),
+        ),
+        _Later(
+            "trainer.accelerator.profile",
+            _not_cpu,
+            "cpu: the back end counts on the CPU",
+            when=lambda spec: spec.trainer.backend.name == "counting",
+        ),
+        _Later(
+            "trainer.accelerator.count",
+            _several,
+            "1: a rank trains on one device; for more devices, more trainer.replicas",
+            when=lambda spec: spec.trainer.backend.name == "torch",
         ),
         _Later("schedule.update", _is("sync"), "delayed", when=lambda spec: spec.schedule.mode == "async"),
         _Later("algorithm.filter_zero_variance", _is("drop"), "keep", when=lambda spec: spec.schedule.deterministic),

@@ -12,6 +12,7 @@ from pathlib import Path
 from asyncflow.algorithms.aggregation import Aggregation
 from asyncflow.algorithms.grpo import GrpoLoss
 from asyncflow.algorithms.losses import Clip
+from asyncflow.api.accelerators import PROFILES
 from asyncflow.api.job import RLJobSpec
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.flow.schedule import Schedule
@@ -190,7 +191,7 @@ def _backend_settings(spec: RLJobSpec, *, host: str) -> BackendSettings:
         threads=spec.trainer.threads,
         group_size=algorithm.group_size,
         seed=algorithm.seed,
-        device="cpu" if spec.trainer.accelerator.profile == "cpu" else "auto",
+        device=PROFILES[spec.trainer.accelerator.profile].device,
         host=host,
         options=backend.options,
     )

@@ -33,7 +33,7 @@ from asyncflow.plugins import read_options
 from asyncflow.train.backends.base import OPTIONS, TrainerBackend
 from asyncflow.train.backends.torch_model import named_weights, open_model, read_weights, token_logprobs
 from asyncflow.train.backends.torch_optimizer import FlatAdamW
-from asyncflow.train.backends.torch_ranks import TensorGroup, pick_device
+from asyncflow.train.backends.torch_ranks import TensorGroup, find_device
 from asyncflow.train.batch import MicroBatch
 from asyncflow.train.meter import Meter
 from asyncflow.train.packing import Pack, pack_samples
@@ -71,7 +71,7 @@ class TorchBackend(TrainerBackend):
         self._options = options = read_options(settings.options, TorchOptions, where=OPTIONS)
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        self._device = pick_device(settings.device)
+        self._device = find_device(settings.device)
         torch.use_deterministic_algorithms(True, warn_only=self._device.type != "cpu")
         torch.manual_seed(settings.seed)
         self._compute = getattr(torch, settings.compute)
