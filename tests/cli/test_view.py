@@ -85,6 +85,11 @@ def test_plain_lines_say_what_is_new_and_only_that():
     assert lines[0] == "phase running"
     assert lines[1] == "step 12/60  reward 0.412  15.3k tokens/s  lag 1  ready 32  ETA 2m13s"
     assert lines[2] == "eval  pass@1 0.500  greedy 0.625"
+    rewarded = RUNNING.model_copy(update={"eval_reward": 0.75})
+    assert news(RUNNING, rewarded) == ["eval  pass@1 0.500  greedy 0.625  reward 0.750"]
+    skipping = RUNNING.model_copy(update={"prompts_skipped": 1})
+    assert [line.partition(":")[0] for line in news(RUNNING, skipping)] == ["prompts are skipped"]
+    assert news(skipping, skipping.model_copy(update={"prompts_skipped": 9})) == []
     assert news(RUNNING, RUNNING) == []
 
 

@@ -46,6 +46,7 @@ class Job:
             export_s=export_s,
             stop_s=1.0,
             devices=1,
+            prompts_skipped=lambda: 0,
         )
 
     async def snapshot(self, *, partition: str, timeout: float) -> SimpleNamespace:

@@ -32,7 +32,8 @@ class TrainDataSpec(Spec):
     source: Source
     """``gym://DATASET`` (reasoning-gym), ``tiny://TASK``, or ``jsonl://PATH``."""
     config: Options = Field(default_factory=dict)
-    """Settings of the source, e.g. the difficulty of a generated task."""
+    """Settings of the source: the difficulty of a generated task; of a JSONL file ``split``, ``whole`` (all of it, as
+    where it is absent) or ``hash`` (three quarters of its questions for training, the others for evaluation)."""
     seed: Seed = 0
     """Seed of the order, and of generated prompts."""
     template: Text | None = None
@@ -75,8 +76,10 @@ class DataSpec(Spec):
     eval: EvalDataSpec | None = None
     """Held-out prompts; needed where ``evaluation`` is set."""
     max_task_bytes: Annotated[int, Field(ge=256, le=1 << 30)] = 16384
-    """Most bytes of one task: question, answer and what its checker needs; a larger one is refused by the driver, with
-    its serial."""
+    """Most bytes of one task: question, answer and what its checker needs; for a larger one see ``overlong``."""
+    overlong: Literal["skip", "refuse"] = "skip"
+    """What becomes of a prompt of more than ``sampling.maxPromptTokens`` or ``maxTaskBytes``: it is left out and
+    counted, and in training the next one takes its place, or the job ends with an error."""
 
 
 class WorkersSpec(Spec):
@@ -219,7 +222,7 @@ class SamplingSpec(Spec):
     max_tokens: Annotated[int, Field(ge=1, le=1_048_576)]
     """Most tokens of a response."""
     max_prompt_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 512
-    """Most tokens of a prompt, held out or not; a longer one is refused by the driver, with its serial."""
+    """Most tokens of a prompt, held out or not; for a longer one see ``data.overlong``."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus; 1 is off."""
     top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0

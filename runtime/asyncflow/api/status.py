@@ -94,6 +94,8 @@ class DriverStatus(Wire):
     """pass@1 of the last evaluation."""
     eval_greedy: float | None = None
     """Greedy accuracy of the last evaluation."""
+    eval_reward: float | None = None
+    """Mean reward of the last evaluation's samples, the greedy ones apart."""
     tokens_per_second: Annotated[float, Field(ge=0)] = 0.0
     """Tokens trained in a second, prompts and responses, over the last steps."""
     eta_seconds: Annotated[float, Field(ge=0)] | None = None
@@ -112,6 +114,8 @@ class DriverStatus(Wire):
     """Share of its time that the trainer waited for samples."""
     idle_share: Annotated[dict[str, float], Field(max_length=16)] = Field(default_factory=dict)
     """By role: share of their time in which instances did nothing."""
+    prompts_skipped: Count = 0
+    """Training prompts left out because they are too long, see ``data.overlong``."""
     rollouts: Annotated[tuple[RolloutState, ...], Field(max_length=10_000)] = ()
     """The rollouts."""
     checkpoint: CheckpointState | None = None

@@ -3,13 +3,14 @@
 Serials are given in data order, each to the lowest step that is short of prompts; a group that was filtered or dropped
 leaves its step short, and the next serial takes its place.
 
-Invariant: every serial below ``next_serial`` belongs to exactly one step, and a step never holds more than
-``prompts_per_step`` groups that are neither filtered nor dropped.
+Invariant: every serial below ``next_serial`` belongs to exactly one step or was skipped, and a step never holds more
+than ``prompts_per_step`` groups that are neither filtered nor dropped.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from asyncflow.queue.protocol.messages import PartitionSnapshot
@@ -44,6 +45,13 @@ class PromptBook:
         self._counted[step] += 1
         self.next_serial = max(self.next_serial, serial + 1)
 
+    def skip(self, serials: Collection[int]) -> None:
+        """Record that these serials have no rows and belong to no step; the step of one that was issued is short."""
+        self._missing = [serial for serial in self._missing if serial not in serials]
+        for serial in serials:
+            if serial in self._step_of:
+                self.exclude(serial)
+
     def exclude(self, serial: int) -> None:
         """Record that the group was filtered or dropped: its step is short of a prompt again."""
         if serial in self._excluded:
@@ -65,6 +73,11 @@ class PromptBook:
                 self._counted[step] -= (state.filtered + state.dropped) // state.group_size
         self.next_serial = snapshot.next_serial
         self._missing = sorted(snapshot.missing)
+
+    @property
+    def missing(self) -> Sequence[int]:
+        """Serials below ``next_serial`` that were never created, as far as they are not issued again."""
+        return self._missing
 
     @property
     def dispatched(self) -> int:

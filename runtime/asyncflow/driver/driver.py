@@ -106,6 +106,7 @@ class Driver:
             flow=self._flow,
             changed=self.wake.changed,
             on_first=self._first_dispatch,
+            on_skip=self.metrics.prompts_skipped.inc,
         )
         self._groups = Groups(
             queue=queue,
@@ -140,6 +141,7 @@ class Driver:
             export_s=spec.limits.stall_seconds,
             stop_s=spec.limits.stop_seconds,
             devices=spec.trainer.replicas + spec.rollout.replicas,
+            prompts_skipped=lambda: self._dispatcher.skipped,
         )
         server.route("driver.report", TrainReport, self._report)
 
@@ -187,6 +189,7 @@ class Driver:
             stats=self._stats,
             checkpoint=self._ending.checkpoint,
             idle_share=self.lives.idle_shares(time.time()),
+            prompts_skipped=self._dispatcher.skipped,
             waiting_for=waiting_for(
                 self.progress,
                 spec=self.job.spec,
@@ -228,6 +231,7 @@ class Driver:
         self.progress.begin_at(snapshot.last_staged_step, attempt=snapshot.attempt)
         self._generated = self.book.next_serial - generating(snapshot)
         self._ending.note_commit(snapshot.last_committed_step)
+        await self._dispatcher.recall()
         await self.queue.clear_partition(partition=EVAL, timeout=CALL_TIMEOUT_S)
 
     async def _pulse(self) -> None:

@@ -38,7 +38,7 @@ class Ending:
 
     unevaluated: gives the versions whose evaluation is still to come; suspending: whether the job is to be suspended;
     export_s: how long the trainer may take from the last commit to the end of its export; stop_s: how long the others
-    have to leave; devices: that the job uses.
+    have to leave; devices: that the job uses; prompts_skipped: gives how many were too long.
     checkpoint: step of the newest commit and when it was first seen, in unix seconds.
     """
 
@@ -52,6 +52,7 @@ class Ending:
     export_s: float
     stop_s: float
     devices: int
+    prompts_skipped: Callable[[], int]
     checkpoint: tuple[int, float] | None = field(default=None, init=False)
 
     async def reached(self) -> Phase:
@@ -93,7 +94,13 @@ class Ending:
         self.members.remember(time.time())
         self.progress.note(phase, at=finished)
         summary = summarize(
-            self.progress, audit=audit, phase=phase, finished=finished, lives=self.members.lives, devices=self.devices
+            self.progress,
+            audit=audit,
+            phase=phase,
+            finished=finished,
+            lives=self.members.lives,
+            devices=self.devices,
+            prompts_skipped=self.prompts_skipped(),
         )
         write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         await self.members.dismiss(within_s=self.stop_s)

@@ -57,12 +57,13 @@ def build_status(
     stats: QueueStats | None,
     checkpoint: tuple[int, float] | None,
     idle_share: Mapping[str, float],
+    prompts_skipped: int,
     waiting_for: str,
 ) -> DriverStatus:
     """Put together what is known now.
 
     newest: step of the newest version; version_bytes: its size; transfer_seconds: what its transfers take; checkpoint:
-    step and unix seconds.
+    step and unix seconds; prompts_skipped: those that were too long.
     """
     last: dict[str, Any] = progress.lines[-1] if progress.lines else {}
     evaluation = progress.evaluations[max(progress.evaluations)] if progress.evaluations else None
@@ -74,6 +75,7 @@ def build_status(
         reward=last.get("reward"),
         eval=evaluation.accuracy if evaluation else None,
         eval_greedy=evaluation.greedy if evaluation else None,
+        eval_reward=evaluation.reward if evaluation else None,
         tokens_per_second=progress.tokens_per_second(),
         eta_seconds=progress.eta_seconds(),
         last_step_at=timestamp(last["at"]) if last else None,
@@ -85,6 +87,7 @@ def build_status(
         queue=_depth(stats),
         trainer_wait_share=progress.wait_share(),
         idle_share=dict(idle_share),
+        prompts_skipped=prompts_skipped,
         rollouts=tuple(rollouts),
         checkpoint=CheckpointState(step=checkpoint[0], at=timestamp(checkpoint[1])) if checkpoint else None,
         waiting_for=waiting_for,

@@ -22,8 +22,13 @@ def summarize(
     finished: float,
     lives: Lives,
     devices: int,
+    prompts_skipped: int,
 ) -> dict[str, Any]:
-    """Give the summary. finished: unix seconds; devices: trainer ranks and rollouts (on CPU a process is a device)."""
+    """Return the summary.
+
+    finished: unix seconds; devices: trainer ranks and rollouts (on CPU a process is a device); prompts_skipped: those
+    that were too long.
+    """
     lines = progress.lines
     evaluations = [progress.evaluations[step] for step in sorted(progress.evaluations)]
     first_eval = evaluations[0] if evaluations else None
@@ -43,6 +48,8 @@ def summarize(
         "eval_accuracy_last": last_eval.accuracy if last_eval else None,
         "eval_greedy_first": first_eval.greedy if first_eval else None,
         "eval_greedy_last": last_eval.greedy if last_eval else None,
+        "eval_reward_first": first_eval.reward if first_eval else None,
+        "eval_reward_last": last_eval.reward if last_eval else None,
         "reward_first": lines[0]["reward"] if lines else None,
         "reward_last": lines[-1]["reward"] if lines else None,
         "tokens_generated": lives.tokens_generated,
@@ -60,6 +67,7 @@ def summarize(
             if lines
             else None
         ),
+        "prompts_skipped": prompts_skipped,
         "samples_dispatched": audit.dispatched,
         "samples_trained": audit.trained,
         "samples_filtered": audit.filtered,

@@ -25,11 +25,18 @@ def news(before: DriverStatus, now: DriverStatus, *, ending: bool = False) -> li
         lines.append(f"phase {now.phase.lower()}")
     if now.step != before.step:
         lines.append(step_line(now))
-    if now.eval is not None and (now.eval, now.eval_greedy) != (before.eval, before.eval_greedy):
-        lines.append(f"eval  pass@1 {score(now.eval)}  greedy {score(now.eval_greedy)}")
+    if now.eval is not None and _evaluation(now) != _evaluation(before):
+        reward = "" if now.eval_reward in (None, now.eval) else f"  reward {score(now.eval_reward)}"
+        lines.append(f"eval  pass@1 {score(now.eval)}  greedy {score(now.eval_greedy)}{reward}")
+    if now.prompts_skipped and not before.prompts_skipped:
+        lines.append("prompts are skipped: they are too long (promptsSkipped of /v1/status counts them)")
     if now.waiting_for and not ending and _FIGURE.sub("", now.waiting_for) != _FIGURE.sub("", before.waiting_for):
         lines.append(f"waiting for {now.waiting_for}")
     return lines
+
+
+def _evaluation(status: DriverStatus) -> tuple[float | None, ...]:
+    return status.eval, status.eval_greedy, status.eval_reward
 
 
 def step_line(status: DriverStatus) -> str:

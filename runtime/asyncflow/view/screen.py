@@ -48,7 +48,7 @@ def _figures(status: DriverStatus) -> Table:
     table = Table.grid(padding=(0, 2))
     rows = (
         ("reward", score(status.reward), "tokens/s", amount(status.tokens_per_second)),
-        ("eval", f"{score(status.eval)} (greedy {score(status.eval_greedy)})", "version", f"θ{status.version}"),
+        ("eval", _evaluation(status), "version", f"θ{status.version}"),
         ("lag", f"start {amount(status.lag.start)} end {amount(status.lag.end)}", "idle", idle),
         (
             "queue",
@@ -61,6 +61,11 @@ def _figures(status: DriverStatus) -> Table:
     for name, value, other, other_value in rows:
         table.add_row(Text(name, style="dim"), value, Text(other, style="dim"), other_value)
     return table
+
+
+def _evaluation(status: DriverStatus) -> str:
+    reward = "" if status.eval_reward in (None, status.eval) else f", reward {score(status.eval_reward)}"
+    return f"{score(status.eval)} (greedy {score(status.eval_greedy)}{reward})"
 
 
 def _checkpoint(status: DriverStatus) -> str:

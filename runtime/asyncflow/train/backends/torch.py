@@ -47,7 +47,7 @@ STATE_FILE = "optimizer.safetensors"
 _GENERATOR = "generator"
 _SUMS = (
     "tokens", "sequences", "computed", "loss", "kl", "entropy", "surprise", "ratio", "approx_kl",
-    "clip_low", "clip_high", "clip_dual", "silent", "gap_tokens", "gap",
+    "clip_low", "clip_high", "clip_dual", "silent", "packed_tokens", "gap_tokens", "gap",
 )  # fmt: skip
 
 
@@ -131,6 +131,7 @@ class TorchBackend(TrainerBackend):
             layout=self.settings.layout,
             budget=self._pack_tokens,
         )
+        self._meter.add([("packed_tokens", float(sum(len(pack.ids) for pack in packs)))])
         weights, current = loss.aggregation.weights(lengths), batch.made_by(version)
         for pack in packs:
             self._accumulate(batch, pack, active[pack.samples], weights, current)
@@ -221,6 +222,7 @@ class TorchBackend(TrainerBackend):
             "skipped": float(not applied.moved),
             "silent_samples": sums["silent"],
             "computed_tokens": sums["computed"],
+            "packed_tokens": sums["packed_tokens"],
             "logprob_gap_tokens": gap_tokens,
             "logprob_gap": sums["gap"] / max(1.0, gap_tokens),
             "logprob_gap_p99": meter.histogram.quantile(0.99),
