@@ -93,6 +93,8 @@ def test_a_bad_override_is_refused_like_a_bad_file(override: str, reason: str) -
         ["algorithm.name=ppo"],
         ["algorithm.name=dapo"],
         ["algorithm.old=lagged", "schedule.mode=periodic"],
+        ["algorithm.old=recompute"],
+        ["algorithm.old=recompute", "schedule.swapAt=sequence"],
         ["schedule.update=staggered"],
         ["schedule.swapAt=token"],
         ["schedule.syncEvery=4"],
@@ -108,11 +110,16 @@ def test_a_bad_override_is_refused_like_a_bad_file(override: str, reason: str) -
         ["trainer.backend.name=counting", "trainer.accelerator={profile: nvidia, count: 1}"],
         ["rollout.engine.name=simulated", "rollout.accelerator={profile: nvidia, count: 1}"],
     ],
-    ids=lambda overrides: overrides[0],
+    ids=", ".join,
 )
 def test_what_is_planned_is_refused_as_not_yet(overrides: list[str]) -> None:
     with pytest.raises(NotYetError, match="not yet"):
         minimal(*overrides)
+
+
+@pytest.mark.parametrize("mode", ["sync", "periodic"])
+def test_recomputed_log_probs_are_taken_where_all_samples_are_of_the_newest_weights(mode: str) -> None:
+    assert minimal("algorithm.old=recompute", f"schedule.mode={mode}").spec.algorithm.old == "recompute"
 
 
 @pytest.mark.parametrize(

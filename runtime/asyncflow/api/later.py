@@ -46,6 +46,12 @@ _PLANNED: dict[str, tuple[_Later, ...]] = {
         _Later("model.dtype", _given, "nothing: weights are published as the trainer holds them, float32"),
         _Later("algorithm.name", _is("ppo", "dapo", "pf-ppo", "dpo"), "grpo"),
         _Later("algorithm.old", _is("lagged"), "behaviour or recompute"),
+        _Later(
+            "algorithm.old",
+            _is("recompute"),
+            "behaviour, where samples are of older weights: without a correction for them the ratio would be 1 for all",
+            when=lambda spec: spec.schedule.lag > 0,
+        ),
         _Later("schedule.update", _is("staggered"), "sync or delayed"),
         _Later("schedule.swap_at", _is("token"), "quota or sequence"),
         _Later("schedule.sync_every", _several, "1", when=lambda spec: spec.schedule.swap_at == "quota"),

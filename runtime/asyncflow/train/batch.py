@@ -54,7 +54,10 @@ class MicroBatch:
 
     @classmethod
     def of(cls, keys: Sequence[SampleKey], columns: Mapping[str, Jagged]) -> MicroBatch:
-        """Build it from fetched columns, in the order of ``keys``. Raises ProtocolError where the columns disagree."""
+        """Build it from fetched columns, in the order of ``keys``.
+
+        Raises ProtocolError where the columns disagree, or a reward is not finite.
+        """
         responses = columns["response_ids"]
         expected = {"logprobs": responses, "versions": responses, LOSS_MASK: responses}
         for name, column in columns.items():
@@ -72,6 +75,9 @@ class MicroBatch:
                     f"not {lengths[wrong[0]]}",
                     where="trainer",
                 )
+        rewards = np.asarray(columns["reward"].values, dtype=np.float32) if "reward" in columns else None
+        if rewards is not None and len(odd := np.flatnonzero(~np.isfinite(rewards))):
+            raise ProtocolError(f"sample {tuple(keys[odd[0]])}: reward is {rewards[odd[0]]}", where="trainer")
         return cls(
             keys=keys,
             prompts=columns["prompt_ids"],
@@ -80,7 +86,7 @@ class MicroBatch:
             versions=columns["versions"],
             advantages=np.asarray(columns["advantage"].values, dtype=np.float32),
             loss_mask=columns.get(LOSS_MASK),
-            rewards=np.asarray(columns["reward"].values, dtype=np.float32) if "reward" in columns else None,
+            rewards=rewards,
         )
 
     def __len__(self) -> int:

@@ -77,7 +77,7 @@ def describe(
         ranks=ranks,
         step=step,
         samples=tally.samples,
-        reward=tally.reward_millionths / 1e6 / max(1, tally.samples),
+        reward=tally.reward_mean,
         tokens=tally.prompt_tokens + tally.response_tokens,
         response_tokens=tally.response_tokens,
         lag_start_max=tally.lag_start_max,
