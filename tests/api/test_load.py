@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.api import RLJob, check_files, load_job
+from asyncflow.api.job import RLJobSpec
 from asyncflow.errors import ManifestError, NotYetError
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
@@ -40,6 +41,16 @@ def test_a_minimal_job_has_usual_defaults() -> None:
 def test_on_policy_modes_need_no_more_than_their_name(mode: str) -> None:
     schedule = minimal(f"schedule.mode={mode}").spec.schedule
     assert (schedule.update, schedule.max_staleness) == ("sync", 0)
+
+
+def test_devices_are_those_of_all_processes_and_on_the_cpu_the_processes() -> None:
+    assert minimal("trainer.replicas=3", "rollout.replicas=2").spec.devices == 5
+    gpus = ["trainer={replicas: 3, accelerator: {profile: nvidia, count: 1}}", "rollout.replicas=2"]
+    assert minimal(*gpus).spec.devices == 5
+    eight = {"profile": "nvidia", "count": 8}
+    spec = minimal().spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+    spec |= {"trainer": {"replicas": 2, "accelerator": eight}, "rollout": {"replicas": 3, "accelerator": eight}}
+    assert RLJobSpec.model_validate(spec).devices == 40
 
 
 def test_bytes_and_texts_are_both_streams() -> None:

@@ -187,6 +187,9 @@ class AlgorithmSpec(Spec):
     """Denominator of the ratio: log-probs of the sampler, of the trainer before the step, or of one step behind."""
     filter_zero_variance: Literal["keep", "drop"] = "keep"
     """What becomes of groups whose rewards are all equal; dropped ones are counted and refilled."""
+    max_filtered_batches: Annotated[int, Field(ge=1, le=100_000)] = 10
+    """Most groups that are dropped so for one optimizer step, in batches of ``promptsPerStep``; beyond that the job
+    ends with an error that says so (verl: ``max_num_gen_batches``)."""
     seed: Seed = 0
     """Seed of everything random: sampling is keyed by (seed, prompt, sample, position)."""
 

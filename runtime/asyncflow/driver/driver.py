@@ -21,7 +21,7 @@ from pathlib import Path
 from asyncflow.api.job import RLJob
 from asyncflow.api.status import DriverStatus, Phase
 from asyncflow.data.prompter import Prompter
-from asyncflow.driver.book import PromptBook, generating
+from asyncflow.driver.book import PromptBook
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S, Dispatcher
 from asyncflow.driver.ending import Ending
 from asyncflow.driver.evaluation import Evaluation, EvaluationResult
@@ -93,8 +93,6 @@ class Driver:
         )
         self.phase: Phase = "Starting"
         self._stats: QueueStats | None = None
-        self._generated = 0
-        self._seen: set[int] = set()
         self._full_at = -1
         self._dispatcher = Dispatcher(
             queue=queue,
@@ -140,7 +138,7 @@ class Driver:
             suspending=lambda: self.phase == "Suspending",
             export_s=spec.limits.stall_seconds,
             stop_s=spec.limits.stop_seconds,
-            devices=spec.trainer.replicas + spec.rollout.replicas,
+            devices=spec.devices,
             prompts_skipped=lambda: self._dispatcher.skipped,
         )
         server.route("driver.report", TrainReport, self._report)
@@ -228,8 +226,9 @@ class Driver:
             await self.queue.take_over(partition=partition, timeout=CALL_TIMEOUT_S)
         snapshot = await self.queue.snapshot(partition=TRAIN, timeout=CALL_TIMEOUT_S)
         self.book.restore(snapshot)
+        size = self.job.spec.algorithm.group_size
+        self._groups.filtered.update({step: state.filtered // size for step, state in snapshot.steps.items()})
         self.progress.begin_at(snapshot.last_staged_step, attempt=snapshot.attempt)
-        self._generated = self.book.next_serial - generating(snapshot)
         self._ending.note_commit(snapshot.last_committed_step)
         await self._dispatcher.recall()
         await self.queue.clear_partition(partition=EVAL, timeout=CALL_TIMEOUT_S)
@@ -266,7 +265,7 @@ class Driver:
         return Flow(
             published=newest,
             dispatched=self.book.dispatched,
-            running=self.book.next_serial - self._generated,
+            running=self.book.running,
         )
 
     def _evaluated(self, result: EvaluationResult) -> None:
@@ -275,8 +274,7 @@ class Driver:
         self.wake.tell()
 
     def _finished(self, serial: int) -> None:
-        self._generated += serial not in self._seen
-        self._seen.add(serial)
+        self.book.finish(serial)
         self.wake.tell()
 
     def _exclude(self, serial: int) -> None:

@@ -9,8 +9,9 @@ Invariant: every group that the rollouts finished is either given an advantage o
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
@@ -20,6 +21,7 @@ from asyncflow.algorithms.filters import zero_variance
 from asyncflow.api.job import RLJobSpec
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
 from asyncflow.driver.tasks import TRAIN
+from asyncflow.errors import ManifestError
 from asyncflow.net.frames import Jagged
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow
@@ -35,13 +37,15 @@ GROUPS_PER_CLAIM = 64
 class GroupPolicy:
     """What becomes of a finished group.
 
-    estimator: the advantage's name (``asyncflow.algorithms.advantages``). drop_zero_variance: DAPO's dynamic sampling.
+    estimator: the advantage's name (``asyncflow.algorithms.advantages``). drop_zero_variance: DAPO's dynamic sampling,
+    with at most ``most_filtered`` groups dropped for one step.
     drop_timeouts: a group with a reward that ran into its deadline is dropped instead of getting reward 0.
     shuffle_seed: permute the rewards of each group by it, the control in which nothing may be learned; None is off.
     """
 
     estimator: AdvantageName
     drop_zero_variance: bool
+    most_filtered: int
     drop_timeouts: bool
     shuffle_seed: int | None = None
 
@@ -51,6 +55,7 @@ class GroupPolicy:
         return cls(
             estimator=spec.algorithm.advantage,
             drop_zero_variance=spec.algorithm.filter_zero_variance == "drop",
+            most_filtered=spec.algorithm.max_filtered_batches * spec.algorithm.prompts_per_step,
             drop_timeouts=spec.reward.on_timeout == "drop",
             shuffle_seed=spec.algorithm.seed if spec.reward.shuffle else None,
         )
@@ -75,15 +80,20 @@ class Groups:
     """Runs the advantage task.
 
     finished: told the serial of each group that was generated; excluded: of one that the trainer will not see.
+    filtered: groups of each step without variance, those that an earlier driver dropped included.
     """
 
     queue: QueueClient
     policy: GroupPolicy
     finished: Callable[[int], None]
     excluded: Callable[[int], None]
+    filtered: Counter[int] = field(default_factory=Counter)
 
     async def run(self) -> None:
-        """Serve the task for as long as the job lasts."""
+        """Serve the task for as long as the job lasts.
+
+        Raises ManifestError when more groups of a step had no variance than the policy allows.
+        """
         while True:
             rows = await self.queue.claim(
                 partition=TRAIN, task="advantage", max_rows=1 << 20, max_groups=GROUPS_PER_CLAIM, timeout=CALL_TIMEOUT_S
@@ -100,7 +110,20 @@ class Groups:
             log.info("group %d goes no further: %s", serial, reason)
             await self.queue.drop(group, reason=reason, timeout=CALL_TIMEOUT_S)
             self.excluded(serial)
+            if reason == FILTERED_ZERO_VARIANCE:
+                self._count_filtered(group[0].meta.step, reward=rewards[0])
             return
         advantages = self.policy.advantages(serial, rewards)
         column = Jagged.from_rows([advantages[i : i + 1] for i in range(len(group))], np.float32)
         await self.queue.complete(group, {"advantage": column}, timeout=CALL_TIMEOUT_S)
+
+    def _count_filtered(self, step: int, *, reward: float) -> None:
+        self.filtered[step] += 1
+        if self.filtered[step] > self.policy.most_filtered:
+            raise ManifestError(
+                f"{self.filtered[step]} groups of step {step} were dropped: within each, all rewards were equal,"
+                f" the last time {reward:g}",
+                where="spec.algorithm.filterZeroVariance",
+                hint="The task is too easy or too hard for the model, or the reward always says the same. Change data"
+                " or reward, keep such groups, or raise maxFilteredBatches; the run can be resumed",
+            )

@@ -26,7 +26,7 @@ def summarize(
 ) -> dict[str, Any]:
     """Return the summary.
 
-    finished: unix seconds; devices: trainer ranks and rollouts (on CPU a process is a device); prompts_skipped: those
+    finished: unix seconds; devices: as ``RLJobSpec.devices`` counts them; prompts_skipped: those
     that were too long.
     """
     lines = progress.lines
