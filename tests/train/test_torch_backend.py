@@ -13,9 +13,10 @@ from train_reference import HORIZON, TEMPERATURE, padded_logprobs, part, samples
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from asyncflow.algorithms.grpo import GrpoLoss
-from asyncflow.errors import CheckpointError, ManifestError
+from asyncflow.errors import CheckpointError, Diverged, ManifestError
 from asyncflow.train.backends.torch import TorchBackend
 from asyncflow.train.backends.torch_model import open_model, token_logprobs
+from asyncflow.train.batch import MicroBatch
 from asyncflow.train.checkpoint import CheckpointManifest, Checkpoints
 from asyncflow.train.packing import LayoutName, pack_samples
 from asyncflow.train.ranks import Alone
@@ -105,6 +106,20 @@ def test_a_gradient_that_is_not_finite_moves_nothing(tiny_folder: Path) -> None:
     assert_same_bits(weights(trainer), before)
     train(trainer, 2, 2)
     assert all(np.isfinite(array).all() for array in weights(trainer).values())
+
+
+def test_a_gradient_that_is_not_finite_three_steps_in_a_row_ends_the_training(tiny_folder: Path) -> None:
+    trainer = backend(tiny_folder)
+    broken = samples()
+    broken.advantages[3] = np.nan
+
+    def step(number: int, batch: MicroBatch) -> float:
+        trainer.micro_batch(batch, version=0)
+        return trainer.finish_step(number)["skipped"]
+
+    assert [step(1, broken), step(2, broken), step(3, samples()), step(4, broken), step(5, broken)] == [1, 1, 0, 1, 1]
+    with pytest.raises(Diverged, match="steps 4 to 6"):
+        step(6, broken)
 
 
 def test_clipping_bounds_the_step(tiny_folder: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from train_world import GROUPS, PARTITION, SIZE, Process, World, counting, take_seat
 
-from asyncflow.errors import Fenced, ProtocolError, StaleHandle
+from asyncflow.errors import Diverged, Fenced, ProtocolError, StaleHandle
 from asyncflow.flow.schedule import Schedule
 from asyncflow.identity import Version
 from asyncflow.net.roster import Directives
@@ -174,6 +174,28 @@ async def test_samples_lost_with_a_unit_cost_the_step_in_hand_only(tmp_path: Pat
         again = await take_seat(world.places, counting(steps=STEPS), attempt=1, schedule=DELAYED)
         assert await again.run() == STEPS
         assert counts(tmp_path) == [1] * (STEPS * GROUPS * SIZE)
+
+
+async def test_training_that_diverged_leaves_a_checkpoint_of_what_was_complete(tmp_path: Path) -> None:
+    def diverging(group: Group) -> TrainerBackend:
+        made = counting(steps=STEPS)(group)
+        finish = made.finish_step
+
+        def until_four(step: int) -> dict[str, float]:
+            if step == 4:
+                raise Diverged("nan", where="trainer")
+            return finish(step)
+
+        made.finish_step = until_four  # type: ignore[method-assign]
+        return made
+
+    async with World(tmp_path) as world:
+        await world.dispatch(1, STEPS)
+        seat = await take_seat(world.places, diverging, attempt=0, schedule=DELAYED)
+        with pytest.raises(Diverged):
+            await seat.run()
+        state = await world.queue.snapshot(partition=PARTITION, timeout=10)
+        assert state.last_committed_step == 3
 
 
 async def test_a_step_that_lost_samples_on_the_way_is_refused(tmp_path: Path) -> None:

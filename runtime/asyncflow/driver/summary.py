@@ -76,6 +76,7 @@ def summarize(
         "samples_lost": audit.lost,
         "samples_duplicated": audit.duplicated,
         "idle_share": lives.idle_shares(finished),
+        "steps_skipped": sum(int(line.get("skipped", 0)) for line in lines),
         "logprob_gap_p99": max(gaps, default=None),
         "trainer_attempts": audit.attempts,
         "redeliveries": audit.redeliveries,

@@ -1,7 +1,7 @@
 """A tokenizer as every role uses it: text to ids and back, and chat templates, without transformers or torch.
 
-Invariant: ``Tokenizer.load(folder)`` gives the ids that transformers gives for the same ordinary Hugging Face folder, on
-the day ``TODAY`` where the chat template asks for one.
+Invariant: ``Tokenizer.load(folder)`` gives the ids that transformers gives for the same ordinary Hugging Face folder,
+on the day ``TODAY`` where the chat template asks for one.
 """
 
 from __future__ import annotations

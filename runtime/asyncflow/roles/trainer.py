@@ -49,8 +49,10 @@ async def serve(post: JobPost) -> None:
     spec, options = post.job.spec, post.options
     kind, metrics = _kind_of_backend(spec), TrainerMetrics()
     server = RpcServer(name=f"trainer-{options.index}", bind=post.bind, keys=post.keys)
+    checkpoints = Checkpoints(options.workdir / "checkpoints", keep=spec.storage.checkpoints.keep)
     if options.index == 0:
-        GatherService(attempt=options.attempt, world=spec.trainer.replicas).attach(server)
+        gathering = GatherService(attempt=options.attempt, world=spec.trainer.replicas, progress=checkpoints.progress)
+        gathering.attach(server)
     address = await server.start()
     trainer: Trainer | None = None
     exported = asyncio.Event()
@@ -84,7 +86,7 @@ async def serve(post: JobPost) -> None:
         sender=sender,
         backend=backend,
         group=group,
-        checkpoints=Checkpoints(options.workdir / "checkpoints", keep=spec.storage.checkpoints.keep),
+        checkpoints=checkpoints,
         report=lambda report: _report(membership, metrics, report),
         directives=lambda: membership.directives,
         settings=_settings(post),
@@ -118,6 +120,7 @@ async def _report(membership: Membership, metrics: TrainerMetrics, report: Train
     metrics.step.set(report.step)
     metrics.tokens.labels("prompt").inc(report.tokens - report.response_tokens)
     metrics.tokens.labels("response").inc(report.response_tokens)
+    metrics.steps_skipped.inc(report.metrics.get("skipped", 0.0))
     metrics.wait_seconds.observe(report.seconds.wait)
     metrics.publish_seconds.observe(report.seconds.publish)
     if report.seconds.checkpoint:
@@ -144,6 +147,7 @@ def _group(post: JobPost, membership: Membership) -> Group:
         leader=leader,
         loop=asyncio.get_running_loop(),
         keys=post.keys,
+        patience_s=post.job.spec.limits.stall_seconds,
     )
 
 

@@ -154,6 +154,7 @@ class TrainerMetrics(RoleMetrics):
         self.grad_norm = self.gauge("grad_norm_ratio", "norm of the last gradient before clipping")
         self.kl = self.gauge("kl_ratio", "estimate of the KL divergence from the sampling policy, last step")
         self.tokens = self.counter("tokens_trained", "tokens trained", "kind")
+        self.steps_skipped = self.counter("steps_skipped", "optimizer steps left out: their gradient was not finite")
         self.wait_seconds = self.histogram("wait_seconds", "time a slot was waited for")
         self.publish_seconds = self.histogram("publish_seconds", "time to publish a version")
         self.checkpoint_seconds = self.histogram("checkpoint_seconds", "time to write a checkpoint")

@@ -25,7 +25,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from asyncflow.errors import ProtocolError, StaleHandle
+from asyncflow.errors import Diverged, ProtocolError, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.net.roster import Directives
 from asyncflow.net.rpc import persist
@@ -106,10 +106,11 @@ class Trainer:
         self._group.leave()
 
     async def run(self) -> int:
-        """Train; give the last completed step. Raises Fenced when a newer attempt of the trainer has begun.
+        """Train; return the last completed step. Raises Fenced when a newer attempt of the trainer has begun.
 
-        Raises StaleHandle where samples of a slot were lost with a storage unit: they can be made again only for a step
-        that begins anew. What is complete is in a checkpoint then, so that no other step does.
+        Raises StaleHandle where samples of a slot were lost with a storage unit (they can be made again only for a step
+        that begins anew) and Diverged where the gradients are not finite any more. What is complete is in a checkpoint
+        then, so that no other step begins anew.
         """
         try:
             await self._start()
@@ -117,7 +118,7 @@ class Trainer:
         except Left:
             log.info("leaving after step %d", self.step)
             await self._save_completed()
-        except StaleHandle:
+        except (StaleHandle, Diverged):
             await self._save_completed()
             raise
         finally:
@@ -180,7 +181,7 @@ class Trainer:
             self._checkpoints.claim(self._settings.attempt)
             found = self._checkpoints.latest()
             if found is not None:
-                found.verify()
+                found.verify(read=self._checkpoints.handled)
             if found is None or self._backend.settings.loss.kl > 0:
                 self._materialise()
         place = np.array([found.manifest.step, found.manifest.samples] if found is not None else [0, 0])

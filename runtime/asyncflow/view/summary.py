@@ -29,6 +29,7 @@ _ROWS: tuple[tuple[str, Callable[[Any], str], tuple[str, ...]], ...] = (
     ("trained / filtered", str, ("samples_trained", "samples_filtered")),
     ("dropped / unfinished", str, ("samples_dropped", "samples_unfinished")),
     ("lost / duplicated", str, ("samples_lost", "samples_duplicated")),
+    ("steps without an update", str, ("steps_skipped",)),
     ("log-prob gap, p99", amount, ("logprob_gap_p99",)),
 )
 

@@ -55,7 +55,11 @@ class TrainerBackend(ABC):
 
     @abstractmethod
     def finish_step(self, step: int) -> dict[str, float]:
-        """Normalise over the whole step and all ranks, make θ_step, and give the metrics, equal on every rank."""
+        """Normalise over the whole step and all ranks, make θ_step, and return the metrics, equal on every rank.
+
+        ``skipped`` among them is 1 where the gradient was not finite, and the weights stayed as they were. Raises
+        Diverged on every rank when that goes on.
+        """
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, NDArray[Any]]]:

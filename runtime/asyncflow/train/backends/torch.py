@@ -28,7 +28,7 @@ from torch import Tensor
 from asyncflow.algorithms.aggregation import LossTotals
 from asyncflow.algorithms.grpo import TokenLoss
 from asyncflow.algorithms.losses import MAX_LOG_RATIO
-from asyncflow.errors import CheckpointError
+from asyncflow.errors import CheckpointError, Diverged
 from asyncflow.plugins import read_options
 from asyncflow.train.backends.base import OPTIONS, TrainerBackend
 from asyncflow.train.backends.torch_model import named_weights, open_model, read_weights, token_logprobs
@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 WEIGHTS_FILE = "model.safetensors"
 STATE_FILE = "optimizer.safetensors"
 _GENERATOR = "generator"
+_MOST_SKIPPED = 3
+"""Steps in a row whose gradient is not finite, at which the training ends."""
 _SUMS = (
     "tokens", "sequences", "computed", "loss", "kl", "entropy", "surprise", "ratio", "approx_kl",
     "clip_low", "clip_high", "clip_dual", "silent", "packed_tokens", "gap_tokens", "gap",
@@ -83,6 +85,7 @@ class TorchBackend(TrainerBackend):
             timeout_s=options.collective_timeout_s,
         )
         self._meter = _meter()
+        self._skipped = 0
 
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:
         """See the base class; the reference for the KL term is always θ_0, also after a resume."""
@@ -204,12 +207,19 @@ class TorchBackend(TrainerBackend):
         self._meter.histogram.add(gap[on_policy > 0].cpu().numpy())
 
     def finish_step(self, step: int) -> dict[str, float]:
-        """See the base class. Collective: the counts, then the gradient."""
+        """See the base class. Collective: the counts, then the gradient. Three skipped steps in a row are too many."""
         meter = self._meter.merged(self.group.gather(self._meter.array(), what=f"the counts of step {step}"))
         self._meter = _meter()
         sums = meter.sums
         divisor = self.settings.loss.aggregation.divisor(LossTotals(int(sums["tokens"]), int(sums["sequences"])))
         applied = self._optimizer.apply(step, divisor=divisor, total=self._ranks.total)
+        self._skipped = 0 if applied.moved else self._skipped + 1
+        if self._skipped == _MOST_SKIPPED:
+            raise Diverged(
+                f"the gradient is not finite in steps {step - _MOST_SKIPPED + 1} to {step}",
+                where="trainer",
+                hint="Try a lower learningRate or a lower maxGradNorm, or another precision; the run can be resumed",
+            )
         if not applied.moved:
             log.warning("step %d: the gradient is not finite, the weights stay as they are", step)
         computed, gap_tokens = max(1.0, sums["computed"]), sums["gap_tokens"]
