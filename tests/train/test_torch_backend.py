@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from asyncflow.algorithms.grpo import GrpoLoss
 from asyncflow.errors import CheckpointError, Diverged, ManifestError
+from asyncflow.identity import Version
+from asyncflow.net.frames import Jagged
 from asyncflow.train.backends.torch import TorchBackend
 from asyncflow.train.backends.torch_model import open_model, token_logprobs
 from asyncflow.train.batch import MicroBatch
@@ -130,6 +133,36 @@ def test_clipping_bounds_the_step(tiny_folder: Path) -> None:
     metrics = train(trainer, 1, 1)
     assert metrics["grad_norm"] > 1e-3
     assert seen == [pytest.approx(1e-3, rel=1e-4)]
+
+
+@pytest.mark.parametrize("layout", ["separate", "shared-prompt"])
+def test_the_engine_is_measured_against_the_older_weights_that_made_a_sample(
+    tiny_folder: Path, layout: LayoutName
+) -> None:
+    trainer = backend(tiny_folder, layout=layout, temperature=TEMPERATURE)
+    older, batch = weights(trainer), samples()
+    with torch.no_grad():
+        exact = padded_logprobs(
+            AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32, attn_implementation="eager"),
+            batch,
+            HORIZON,
+        )
+    rows = [exact[i, : len(batch.responses.row(i))].numpy() for i in range(len(batch))]
+    made = replace(batch, logprobs=Jagged.from_rows(rows, "float32"))
+    newer = Version(0, 1).packed
+    trainer.micro_batch(made, version=newer)
+    unmeasured = trainer.finish_step(1)
+    assert unmeasured["logprob_gap_tokens"] == 0
+    assert "logprob_gap_p99" not in unmeasured
+    trainer.micro_batch(made, version=newer)
+    before = weights(trainer)
+    trainer.measure(made, weights=older)
+    assert_same_bits(weights(trainer), before)
+    measured = trainer.finish_step(2)
+    assert measured["logprob_gap_tokens"] == batch.loss_lengths().sum()
+    assert measured["logprob_gap_p99"] < 1e-4
+    trainer.measure(made, weights=weights(trainer))
+    assert trainer.finish_step(3)["logprob_gap_p99"] > 1e-3
 
 
 def test_bfloat16_computes_nearly_the_same_and_keeps_float32_weights(tiny_folder: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from train_world import GROUPS, PARTITION, SIZE, Process, World, counting, take_seat
+from train_world import GROUPS, PARTITION, SIZE, Process, World, counting, take_seat, training
 
 from asyncflow.errors import Diverged, Fenced, ProtocolError, StaleHandle
 from asyncflow.flow.schedule import Schedule
@@ -208,6 +208,28 @@ async def test_a_step_that_lost_samples_on_the_way_is_refused(tmp_path: Path) ->
         seat.trainer._tally.samples = -1
         with pytest.raises(ProtocolError, match=f"has {GROUPS * SIZE} samples, but {GROUPS * SIZE - 1} came"):
             await seat.run()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+async def test_the_engine_is_measured_in_every_step_although_its_samples_are_of_older_weights(
+    tmp_path: Path, tiny_folder: Path, exact: bool
+) -> None:
+    async with World(tmp_path) as world:
+        await world.dispatch(1, STEPS)
+        delayed = Schedule(steps=STEPS, lag=1, exact=exact)
+        first = await take_seat(
+            world.places,
+            training(steps=STEPS),
+            attempt=0,
+            schedule=Schedule(steps=3, lag=1, exact=exact),
+            model=tiny_folder,
+        )
+        assert await first.run() == 3
+        again = await take_seat(world.places, training(steps=STEPS), attempt=1, schedule=delayed, model=tiny_folder)
+        assert await again.run() == STEPS
+    tokens = [said.metrics["logprob_gap_tokens"] for said in (*first.talk.reports, *again.talk.reports)]
+    at_hand = [True, True, True, exact, True]
+    assert [measured > 0 for measured in tokens] == at_hand, "θ_2 is in the checkpoint of step 3 only where it must be"
 
 
 async def test_both_loops_make_the_same_weights(tmp_path: Path, tiny_folder: Path) -> None:

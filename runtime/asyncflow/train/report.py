@@ -31,8 +31,9 @@ class TrainReport(Struct, frozen=True, kw_only=True):
 
     ranks: of the gang; metrics: the backend's, by name; reward: mean over the samples; tokens: prompt and response of
     all samples; lag_start, lag_end: versions between the gradient and a sample's oldest and newest token, (step - 1)
-    - v; lag_token_mean: mean over all response tokens; logprob_gap_p99: |engine - trainer| of samples made by the
-    very version that was trained, None where there are none; busy_s: forward, backward, optimizer and checkpoint of
+    - v; lag_token_mean: mean over all response tokens; logprob_gap_p99: |engine - trainer| under the weights
+    that made the tokens, of all that the trained version made, and of some of each older version whose weights are at
+    hand, None where there are none; busy_s: forward, backward, optimizer and checkpoint of
     rank 0 since its process began; started, ended: unix time of the step; keys: digest of the set of samples,
     whatever their order; published: whether rollouts can get θ_step.
     """

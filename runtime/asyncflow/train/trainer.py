@@ -32,6 +32,7 @@ from asyncflow.net.rpc import persist
 from asyncflow.queue.protocol.messages import StepTotals
 from asyncflow.telemetry.busy import BusyClock
 from asyncflow.train.backends.base import TrainerBackend
+from asyncflow.train.batch import MicroBatch
 from asyncflow.train.checkpoint import Checkpoint, CheckpointManifest, Checkpoints
 from asyncflow.train.feed import Feed, Filled, TrainQueue
 from asyncflow.train.loops import streaming, synchronous
@@ -47,6 +48,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _CALL_S = 30.0
 _GRACE_S = 2.0
+_MEASURED = 4
+"""Samples of each older version in a step whose log-probs are computed again with the weights that made them."""
 
 
 class Trainer:
@@ -86,6 +89,7 @@ class Trainer:
         self._feed = Feed(queue, rank=group.rank, settings=settings, waits=self.waits, attend=self._attend)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._tally = Tally()
+        self._aged: dict[int, list[MicroBatch]] = {}
         self._samples = 0
         self._committed = 0
         self._checkpoints_asked = directives().checkpoint
@@ -138,8 +142,10 @@ class Trainer:
     async def accumulate(self, step: int, slot: Filled) -> None:
         """Compute the gradient of one slot."""
         self._tally.add(slot.batch, step=step)
+        version = Version(self._settings.attempt, step - 1).packed
+        if self._group.rank == 0:
+            self._keep_aged(slot.batch, current=version)
         with self.busy("compute"):
-            version = Version(self._settings.attempt, step - 1).packed
             await self._compute(self._backend.micro_batch, slot.batch, version=version)
 
     async def finish(self, step: int, totals: StepTotals | None) -> None:
@@ -172,6 +178,7 @@ class Trainer:
                 await self._publish(step, partial(Publication.read, found.folder, step))
         await self._publish(self.step, self._weights)
         self._since = (time.time(), self._clock())
+        self._publication.begun = self.step
         self.begun = True
         log.info("attempt %d begins at step %d", self._settings.attempt, self.step)
 
@@ -190,7 +197,25 @@ class Trainer:
         self._backend.load(self._folder, checkpoint=found.folder if found is not None else None)
         return found
 
+    def _keep_aged(self, batch: MicroBatch, *, current: int) -> None:
+        """Keep some samples of each older version for ``_measure_aged``."""
+        makers = batch.makers()
+        for version in np.unique(makers[(makers >= 0) & (makers != current)]).tolist():
+            kept = self._aged.setdefault(version, [])
+            more = np.flatnonzero(makers == version)[: _MEASURED - sum(map(len, kept))]
+            if len(more):
+                kept.append(batch.take(more.tolist()))
+
+    def _measure_aged(self) -> None:
+        """Measure the engine on samples of older versions, as far as those are at hand."""
+        aged, self._aged = self._aged, {}
+        for version, batches in aged.items():
+            if (weights := self._publication.weights_of(Version.unpack(version))) is not None:
+                for batch in batches:
+                    self._backend.measure(batch, weights=weights)
+
     def _optimize(self, step: int, totals: StepTotals | None) -> tuple[Tally, dict[str, float]]:
+        self._measure_aged()
         tally = Tally.merged(self._group.gather(self._tally.array(), what=f"the samples of step {step}"))
         self._tally = Tally()
         if totals is None or totals.samples != tally.samples:

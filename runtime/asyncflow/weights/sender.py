@@ -60,6 +60,14 @@ class WeightSender:
         """Bytes of the versions held here."""
         return sum(copy.arena.nbytes for copy in self._holder.copies.values())
 
+    def held(self, version: Version) -> Mapping[str, AnyArray] | None:
+        """Return the tensors of a version, or this rank's slices of them, None where it is not held any more.
+
+        They are what is served: nobody may change them.
+        """
+        copy = self._holder.copies.get(version)
+        return None if copy is None else copy.arena.arrays
+
     async def start(self) -> None:
         """Begin to serve."""
         await self._holder.start()

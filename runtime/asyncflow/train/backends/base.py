@@ -10,7 +10,7 @@ All methods block and are called from one thread, the compute thread, in the sam
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,12 @@ class TrainerBackend(ABC):
         """Add the unnormalised gradient of ``batch``, which may be empty.
 
         ``version``: packed, of the weights as they are now; samples made by it measure engine against trainer.
+        """
+
+    def measure(self, batch: MicroBatch, *, weights: Mapping[str, NDArray[Any]]) -> None:  # noqa: B027
+        """Measure the engine against the trainer on samples that older ``weights`` made, as part of this step.
+
+        weights: as ``tensors`` gave them then. Changes no weights and no gradient. By default nothing is measured.
         """
 
     @abstractmethod

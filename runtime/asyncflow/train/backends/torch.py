@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any
@@ -76,7 +76,10 @@ class TorchBackend(TrainerBackend):
         self._device = find_device(settings.device)
         torch.use_deterministic_algorithms(True, warn_only=self._device.type != "cpu")
         torch.manual_seed(settings.seed)
-        self._compute = getattr(torch, settings.compute)
+        self._how: dict[str, Any] = {
+            "temperature": settings.temperature,
+            "compute": getattr(torch, settings.compute),
+        }
         self._pack_tokens = min(settings.pack_tokens, options.pack_tokens)
         self._ranks = TensorGroup(
             group,
@@ -127,17 +130,31 @@ class TorchBackend(TrainerBackend):
         active = np.flatnonzero(~silent & (lengths > 0))
         if not len(active):
             return
-        packs = pack_samples(
-            [batch.prompts.row(i) for i in active.tolist()],
-            [batch.responses.row(i) for i in active.tolist()],
-            [batch.keys[i].serial for i in active.tolist()],
+        packs = self._packs(batch, active)
+        self._meter.add([("packed_tokens", float(sum(len(pack.ids) for pack in packs)))])
+        weights, current = loss.aggregation.weights(lengths), batch.makers() == version
+        for pack in packs:
+            self._accumulate(batch, pack, active[pack.samples], weights, current)
+
+    def measure(self, batch: MicroBatch, *, weights: Mapping[str, NDArray[Any]]) -> None:
+        """See the base class. On the CPU the weights are used where they lie, elsewhere copied to the device."""
+        tensors = {name: torch.from_numpy(array).to(self._device) for name, array in weights.items()}
+        with torch.no_grad():
+            for pack in self._packs(batch, np.arange(len(batch))):
+                entries, counted = _entries(batch, pack, pack.samples)
+                logprobs, _ = token_logprobs(self._model, pack, entropy=False, weights=tensors, **self._how)
+                gap = (logprobs - self._tensor(batch.logprobs.values[entries])).abs().cpu().numpy()[counted]
+                self._meter.add([("gap_tokens", float(len(gap))), ("gap", float(gap.sum(dtype=np.float64)))])
+                self._meter.histogram.add(gap)
+
+    def _packs(self, batch: MicroBatch, chosen: NDArray[np.int64]) -> list[Pack]:
+        return pack_samples(
+            [batch.prompts.row(i) for i in chosen.tolist()],
+            [batch.responses.row(i) for i in chosen.tolist()],
+            [batch.keys[i].serial for i in chosen.tolist()],
             layout=self.settings.layout,
             budget=self._pack_tokens,
         )
-        self._meter.add([("packed_tokens", float(sum(len(pack.ids) for pack in packs)))])
-        weights, current = loss.aggregation.weights(lengths), batch.made_by(version)
-        for pack in packs:
-            self._accumulate(batch, pack, active[pack.samples], weights, current)
 
     def _accumulate(
         self,
@@ -147,17 +164,15 @@ class TorchBackend(TrainerBackend):
         weights: NDArray[np.float64],
         current: NDArray[np.bool_],
     ) -> None:
-        settings, loss = self.settings, self.settings.loss
-        entries = batch.responses.offsets[samples] + pack.offsets
-        counted = np.ones(len(entries), bool) if batch.loss_mask is None else batch.loss_mask.values[entries]
+        loss = self.settings.loss
+        entries, counted = _entries(batch, pack, samples)
         weight = self._tensor(weights[samples] * counted)
         behaviour = self._tensor(batch.logprobs.values[entries])
-        how: dict[str, Any] = {"temperature": settings.temperature, "compute": self._compute}
         reference = None
         if self._reference is not None:
             with torch.no_grad():
-                reference, _ = token_logprobs(self._reference, pack, entropy=False, **how)
-        logprobs, entropy = token_logprobs(self._model, pack, entropy=loss.entropy != 0, **how)
+                reference, _ = token_logprobs(self._reference, pack, entropy=False, **self._how)
+        logprobs, entropy = token_logprobs(self._model, pack, entropy=loss.entropy != 0, **self._how)
         terms = loss.tokens(
             logprobs,
             behaviour=behaviour,
@@ -262,6 +277,15 @@ class TorchBackend(TrainerBackend):
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.require(array, np.float32, ["W"])).to(self._device)
+
+
+def _entries(batch: MicroBatch, pack: Pack, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return where the targets of ``pack`` are among the batch's response tokens, and whether they count in the loss.
+
+    samples: the index in the batch of each target's sample.
+    """
+    entries = batch.responses.offsets[samples] + pack.offsets
+    return entries, np.ones(len(entries), bool) if batch.loss_mask is None else batch.loss_mask.values[entries]
 
 
 def _meter() -> Meter:
