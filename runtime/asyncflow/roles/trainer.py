@@ -122,7 +122,8 @@ async def _report(membership: Membership, metrics: TrainerMetrics, report: Train
     metrics.tokens.labels("response").inc(report.response_tokens)
     metrics.steps_skipped.inc(report.metrics.get("skipped", 0.0))
     metrics.wait_seconds.observe(report.seconds.wait)
-    metrics.publish_seconds.observe(report.seconds.publish)
+    if report.publication_s is not None:
+        metrics.publish_seconds.observe(report.publication_s)
     if report.seconds.checkpoint:
         metrics.checkpoint_seconds.observe(report.seconds.checkpoint)
     for name, gauge in (("loss", metrics.loss), ("grad_norm", metrics.grad_norm), ("approx_kl", metrics.kl)):

@@ -156,7 +156,7 @@ class TrainerMetrics(RoleMetrics):
         self.tokens = self.counter("tokens_trained", "tokens trained", "kind")
         self.steps_skipped = self.counter("steps_skipped", "optimizer steps left out: their gradient was not finite")
         self.wait_seconds = self.histogram("wait_seconds", "time a slot was waited for")
-        self.publish_seconds = self.histogram("publish_seconds", "time to publish a version")
+        self.publish_seconds = self.histogram("publish_seconds", "time to publish a version, beside the training")
         self.checkpoint_seconds = self.histogram("checkpoint_seconds", "time to write a checkpoint")
 
 

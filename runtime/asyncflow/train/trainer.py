@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -77,7 +77,9 @@ class Trainer:
         self.busy = BusyClock()
         self.waits = BusyClock()
         self._queue = queue
-        self._publication = Publication(sender, schedule=settings.schedule, attempt=settings.attempt)
+        self._publication = Publication(
+            sender, schedule=settings.schedule, attempt=settings.attempt, patience_s=settings.patience_s
+        )
         self._backend = backend
         self._group = group
         self._checkpoints = checkpoints
@@ -119,13 +121,16 @@ class Trainer:
         try:
             await self._start()
             await (synchronous(self) if self._settings.whole else streaming(self))
+            await self._unless_leaving(self._publication.announced())
         except Left:
             log.info("leaving after step %d", self.step)
+            await self._publication.announced(within_s=_GRACE_S)
             await self._save_completed()
         except (StaleHandle, Diverged):
             await self._save_completed()
             raise
         finally:
+            self._publication.close()
             self._thread.shutdown(wait=False, cancel_futures=True)
         return self.step
 
@@ -150,6 +155,8 @@ class Trainer:
 
     async def finish(self, step: int, totals: StepTotals | None) -> None:
         """Make θ_step out of what was accumulated, and let everybody know."""
+        with self.waits("publish"):
+            await self._publication.copied()
         with self.busy("optimizer"):
             tally, metrics = await self._compute(self._optimize, step, totals)
         self.step = step
@@ -177,8 +184,9 @@ class Trainer:
             for step in found.manifest.carried:
                 await self._publish(step, partial(Publication.read, found.folder, step))
         await self._publish(self.step, self._weights)
+        await self._unless_leaving(self._publication.announced())
         self._since = (time.time(), self._clock())
-        self._publication.begun = self.step
+        self._publication.began_at = self.step
         self.begun = True
         log.info("attempt %d begins at step %d", self._settings.attempt, self.step)
 
@@ -229,16 +237,14 @@ class Trainer:
         if self._group.rank != 0:
             return
         with self.waits("publish"):
-            copied = await self._compute(lambda: self._publication.copy(step, weights()))
-            await self._persist(
-                lambda: self._publication.announce(copied, timeout=_CALL_S), what=f"publishing θ_{step}"
-            )
+            await self._unless_leaving(self._publication.begin(step, weights))
 
     def _weights(self) -> Weights:
         return dict(self._backend.tensors())
 
     async def _attend(self) -> None:
         """Obey the driver: between micro-batches, when the weights are those of the last completed step."""
+        self._publication.check()
         directives = self._directives()
         if self._leaving.is_set() or directives.stop or directives.drain:
             self.leave()
@@ -279,6 +285,7 @@ class Trainer:
             step=self.step,
             published=published,
             spent={cause: now[cause] - before.get(cause, 0.0) for cause in now},
+            publication_s=self._publication.seconds,
             busy_s=self.busy.total(),
             started=started,
             ended=ended,
@@ -293,8 +300,12 @@ class Trainer:
 
     async def _persist(self, attempt: Callable[[], Awaitable[None]], *, what: str) -> None:
         """Try until it succeeds; once the trainer is leaving, only for a moment longer (then Left)."""
+        await self._unless_leaving(persist(attempt, what=what, timeout=self._settings.patience_s))
+
+    async def _unless_leaving(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await ``work``; once the trainer is leaving, only for a moment longer (then Left)."""
         leaving = asyncio.create_task(self._leaving.wait())
-        trying = asyncio.create_task(persist(attempt, what=what, timeout=self._settings.patience_s))
+        trying = asyncio.create_task(work)
         try:
             await asyncio.wait([leaving, trying], return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait([trying], timeout=_GRACE_S)

@@ -4,7 +4,8 @@ Invariant: between two ``finish_step`` the weights do not change, however many m
 turns the gradient of all micro-batches since the last one into one step, the same on every rank. So at any moment
 ``save`` gives a state that has seen whole steps only.
 
-All methods block and are called from one thread, the compute thread, in the same order on every rank.
+All methods block and are called from one thread, the compute thread, in the same order on every rank; but ``tensors``
+is called from another, while no ``load`` and no ``finish_step`` runs.
 """
 
 from __future__ import annotations

@@ -13,9 +13,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 import numpy as np
@@ -255,9 +256,21 @@ class TorchBackend(TrainerBackend):
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def tensors(self) -> Iterator[tuple[str, NDArray[Any]]]:
-        """Give the weights in float32 under transformers' names; on the CPU they share the model's memory."""
-        for name, tensor in named_weights(self._model):
-            yield name, tensor.detach().cpu().contiguous().numpy()
+        """Give the weights in float32 under transformers' names; on the CPU they share the model's memory.
+
+        Elsewhere they are copied on a stream of their own, behind what made them and beside what computes with them.
+        """
+        with self._beside():
+            weights = [(name, tensor.detach().cpu()) for name, tensor in named_weights(self._model)]
+        for name, tensor in weights:
+            yield name, tensor.contiguous().numpy()
+
+    def _beside(self) -> AbstractContextManager[Any]:
+        if self._device.type == "cpu":
+            return nullcontext()
+        stream = torch.Stream(self._device)
+        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        return cast(AbstractContextManager[Any], stream)
 
     def save(self, folder: Path) -> None:
         """Write model.safetensors and optimizer.safetensors (moments, step counts, the generator's state)."""
