@@ -135,7 +135,7 @@ async def test_leaving_writes_what_is_done_and_commits_it(tmp_path: Path) -> Non
         await world.dispatch(1, 3)
         seat = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED, checkpoint_every=0)
         running = asyncio.create_task(seat.run())
-        await until(lambda: seat.trainer.waiting_for == "slot 0 of step 4", "the fourth step")
+        await until(lambda: seat.trainer.status()["waiting_for"] == "slot 0 of step 4", "the fourth step")
         seat.trainer.leave()
         assert await running == 3
         assert counts(tmp_path)[: 3 * GROUPS * SIZE] == [1] * (3 * GROUPS * SIZE)
@@ -148,7 +148,7 @@ async def test_directives_are_obeyed_between_micro_batches(tmp_path: Path) -> No
         await world.dispatch(1, 2)
         seat = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED, checkpoint_every=0)
         running = asyncio.create_task(seat.run())
-        await until(lambda: seat.trainer.waiting_for == "slot 0 of step 3", "the third step")
+        await until(lambda: seat.trainer.status()["waiting_for"] == "slot 0 of step 3", "the third step")
         seat.talk.directives = Directives(checkpoint=1)
         await until(lambda: Checkpoints(tmp_path / "checkpoints").latest() is not None, "the checkpoint")
         seat.talk.directives = Directives(stop=True)

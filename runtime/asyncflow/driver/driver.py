@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncflow.api.job import RLJob
-from asyncflow.api.status import DriverStatus, Phase
+from asyncflow.api.status import DriverStatus, Phase, StepProgress
 from asyncflow.data.prompter import Prompter
 from asyncflow.driver.book import PromptBook
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S, Dispatcher
@@ -27,6 +27,7 @@ from asyncflow.driver.ending import Ending
 from asyncflow.driver.evaluation import Evaluation, EvaluationResult
 from asyncflow.driver.gauges import count_step, show
 from asyncflow.driver.groups import GroupPolicy, Groups
+from asyncflow.driver.inside import StepWatch
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
 from asyncflow.driver.progress import Progress, line_of
@@ -50,6 +51,8 @@ log = logging.getLogger(__name__)
 
 PULSE_S = 0.5
 REMEMBER_S = 5.0
+LOOK_S = 2.0
+TELL_S = 10.0
 FULL = 0.8
 """Share of the queue's bytes at which a checkpoint is forced, so that its commit frees them."""
 
@@ -93,6 +96,10 @@ class Driver:
         )
         self.phase: Phase = "Starting"
         self._stats: QueueStats | None = None
+        self._inside: StepProgress | None = None
+        self._watch = StepWatch(
+            queue, members=self.members, samples=spec.algorithm.prompts_per_step * spec.algorithm.group_size
+        )
         self._full_at = -1
         self._dispatcher = Dispatcher(
             queue=queue,
@@ -155,6 +162,7 @@ class Driver:
             "replacing lost samples": self._dispatcher.replace_lost,
             "advantages": self._groups.run,
             "the pulse": self._pulse,
+            "progress": self._look_inside,
         }
         if self._evaluation is not None:
             loops |= {
@@ -188,6 +196,7 @@ class Driver:
             checkpoint=self._ending.checkpoint,
             idle_share=self.lives.idle_shares(time.time()),
             prompts_skipped=self._dispatcher.skipped,
+            inside=self._inside if self._inside and self._inside.step == self.progress.done + 1 else None,
             waiting_for=waiting_for(
                 self.progress,
                 spec=self.job.spec,
@@ -257,6 +266,19 @@ class Driver:
             show(self.metrics, self.status(), stats=stats, members=self.members.counts)
             self.wake.tell()
             await asyncio.sleep(PULSE_S)
+
+    async def _look_inside(self) -> None:
+        """Look into the step that is being made, and log it as long as nothing else is told."""
+        told, logged = self.progress.done, time.monotonic()
+        while True:
+            step = self.progress.done + 1
+            self._inside = await self._watch.look(step) if step <= self.progress.steps else None
+            if told != step:
+                told, logged = step, time.monotonic()
+            elif self._inside is not None and time.monotonic() - logged >= TELL_S:
+                logged = time.monotonic()
+                log.info("%s", self._inside.words)
+            await asyncio.sleep(LOOK_S)
 
     def _flow(self) -> Flow | None:
         newest = self.versions.newest

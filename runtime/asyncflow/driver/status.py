@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from asyncflow.api.job import RLJobSpec
-from asyncflow.api.status import CheckpointState, DriverStatus, Lag, Phase, QueueDepth, RolloutState
+from asyncflow.api.status import CheckpointState, DriverStatus, Lag, Phase, QueueDepth, RolloutState, StepProgress
 from asyncflow.driver.progress import Progress
 from asyncflow.identity import Version
 from asyncflow.net.roster import Member, Status
@@ -58,12 +58,13 @@ def build_status(
     checkpoint: tuple[int, float] | None,
     idle_share: Mapping[str, float],
     prompts_skipped: int,
+    inside: StepProgress | None,
     waiting_for: str,
 ) -> DriverStatus:
     """Put together what is known now.
 
     newest: step of the newest version; version_bytes: its size; transfer_seconds: what its transfers take; checkpoint:
-    step and unix seconds; prompts_skipped: those that were too long.
+    step and unix seconds; prompts_skipped: those that were too long; inside: how far the next step is.
     """
     last: dict[str, Any] = progress.lines[-1] if progress.lines else {}
     evaluation = progress.evaluations[max(progress.evaluations)] if progress.evaluations else None
@@ -72,6 +73,7 @@ def build_status(
         phase=phase,
         step=progress.done,
         steps=progress.steps,
+        progress=inside,
         reward=last.get("reward"),
         eval=evaluation.accuracy if evaluation else None,
         eval_greedy=evaluation.greedy if evaluation else None,

@@ -60,12 +60,7 @@ async def serve(post: JobPost) -> None:
     def status() -> dict[str, object]:
         if trainer is None:
             return {"step": 0, "busy_s": 0.0}
-        return {
-            "step": trainer.step,
-            "busy_s": trainer.busy.total(),
-            "waiting_for": trainer.waiting_for,
-            "exported": exported.is_set(),
-        }
+        return {**trainer.status(), "exported": exported.is_set()}
 
     def ready() -> tuple[bool, str]:
         begun = trainer is not None and trainer.begun

@@ -74,13 +74,14 @@ class Publication:
         self._patience_s = patience_s
         self._held: dict[int, Arena] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
+        self._step = -1
         self._copying: asyncio.Future[Copied] | None = None
         self._publishing: asyncio.Task[None] | None = None
 
     @property
-    def underway(self) -> bool:
-        """Whether a version is being published."""
-        return self._publishing is not None and not self._publishing.done()
+    def underway(self) -> int:
+        """The step of the version that is being published, -1 for none."""
+        return self._step if self._publishing is not None and not self._publishing.done() else -1
 
     async def begin(self, step: int, weights: Callable[[], Weights]) -> None:
         """Begin to publish θ_step as soon as the version before it is announced.
@@ -90,6 +91,7 @@ class Publication:
         """
         await self.announced()
         loop = asyncio.get_running_loop()
+        self._step = step
         self._copying = loop.run_in_executor(self._thread, self._copy, step, weights)
         self._publishing = asyncio.create_task(self._publish(self._copying), name=f"publish θ_{step}")
 
@@ -114,8 +116,8 @@ class Publication:
 
     def close(self) -> None:
         """Announce nothing any more."""
-        if self.underway:
-            log.info("a version is left unannounced")
+        if self.underway >= 0:
+            log.info("θ_%d is left unannounced", self.underway)
         if self._publishing is not None and not self._publishing.cancel() and not self._publishing.cancelled():
             self._publishing.exception()
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -27,7 +27,7 @@ import numpy as np
 
 from asyncflow.errors import Diverged, ProtocolError, StaleHandle
 from asyncflow.identity import Version
-from asyncflow.net.roster import Directives
+from asyncflow.net.roster import Directives, Status
 from asyncflow.net.rpc import persist
 from asyncflow.queue.protocol.messages import StepTotals
 from asyncflow.telemetry.busy import BusyClock
@@ -94,14 +94,24 @@ class Trainer:
         self._aged: dict[int, list[MicroBatch]] = {}
         self._samples = 0
         self._committed = 0
+        self._saving = False
         self._checkpoints_asked = directives().checkpoint
         self._leaving = asyncio.Event()
         self._since = (time.time(), self._clock())
 
-    @property
-    def waiting_for(self) -> str:
-        """The slot that is waited for now, or ""."""
-        return self._feed.waiting_for
+    def status(self) -> Status:
+        """Return what heartbeats report. step: the last completed one; trained: samples of this rank in the next one.
+
+        publishing: step of the version that is being published, -1 for none; saving: whether a checkpoint is written.
+        """
+        return {
+            "step": self.step,
+            "trained": self._backend.trained,
+            "publishing": self._publication.underway,
+            "saving": self._saving,
+            "busy_s": self.busy.total(),
+            "waiting_for": self._feed.waiting_for,
+        }
 
     def leave(self) -> None:
         """Finish what is in hand, write a checkpoint of the last completed step, and return from ``run``.
@@ -263,8 +273,12 @@ class Trainer:
         step = self.step
         carried = self._publication.carried(step)
         manifest = CheckpointManifest(attempt=self._settings.attempt, step=step, samples=self._samples, carried=carried)
-        with self.busy("checkpoint"):
-            await self._compute(self._checkpoints.write, manifest, lambda folder: self._fill(folder, carried))
+        self._saving = True
+        try:
+            with self.busy("checkpoint"):
+                await self._compute(self._checkpoints.write, manifest, lambda folder: self._fill(folder, carried))
+        finally:
+            self._saving = False
         self._committed = step
         await self._persist(
             lambda: self._queue.commit(**self._ours, step=step, timeout=_CALL_S), what=f"committing step {step}"

@@ -1,6 +1,7 @@
 """The view without a terminal: what is new in a moment of a run, as plain lines. Pure.
 
-Invariant: while nothing happens, nothing is written: a line says something that the line before of its kind did not.
+Invariant: a line of ``news`` says something that the line before of its kind did not. Where nothing is new for a while,
+``still`` says how far things are.
 """
 
 from __future__ import annotations
@@ -33,6 +34,14 @@ def news(before: DriverStatus, now: DriverStatus, *, ending: bool = False) -> li
     if now.waiting_for and not ending and _FIGURE.sub("", now.waiting_for) != _FIGURE.sub("", before.waiting_for):
         lines.append(f"waiting for {now.waiting_for}")
     return lines
+
+
+def still(status: DriverStatus | None) -> str:
+    """Return how far things are, where nothing happened for a while. status: the driver's last answer."""
+    if status is None:
+        return "the driver does not answer yet"
+    words = status.progress.words if status.progress else status.phase.lower()
+    return f"{words}; still waiting for {status.waiting_for}" if status.waiting_for else words
 
 
 def _evaluation(status: DriverStatus) -> tuple[float | None, ...]:

@@ -29,10 +29,12 @@ class TrainerBackend(ABC):
     """One rank's model and optimizer.
 
     of_model: whether its tensors are those of the model in the folder, so that θ_0 has to lie there, and the last
-    weights can be exported as one.
+    weights can be exported as one. trained: samples whose gradient was added since the last ``finish_step``; another
+    thread may read it.
     """
 
     of_model = True
+    trained = 0
 
     def __init__(self, settings: BackendSettings, *, group: Group) -> None:
         """Prepare. A backend raises ManifestError for ``settings.options`` that it does not know."""

@@ -129,6 +129,7 @@ class TorchBackend(TrainerBackend):
         totals = ("tokens", lengths.sum()), ("sequences", np.count_nonzero(lengths)), ("silent", silent.sum())
         self._meter.add((name, float(value)) for name, value in totals)
         active = np.flatnonzero(~silent & (lengths > 0))
+        self.trained += len(batch) - len(active)
         if not len(active):
             return
         packs = self._packs(batch, active)
@@ -136,6 +137,7 @@ class TorchBackend(TrainerBackend):
         weights, current = loss.aggregation.weights(lengths), batch.makers() == version
         for pack in packs:
             self._accumulate(batch, pack, active[pack.samples], weights, current)
+            self.trained += len(np.unique(pack.samples))
 
     def measure(self, batch: MicroBatch, *, weights: Mapping[str, NDArray[Any]]) -> None:
         """See the base class. On the CPU the weights are used where they lie, elsewhere copied to the device."""
@@ -226,6 +228,7 @@ class TorchBackend(TrainerBackend):
         """See the base class. Collective: the counts, then the gradient. Three skipped steps in a row are too many."""
         meter = self._meter.merged(self.group.gather(self._meter.array(), what=f"the counts of step {step}"))
         self._meter = _meter()
+        self.trained = 0
         sums = meter.sums
         divisor = self.settings.loss.aggregation.divisor(LossTotals(int(sums["tokens"]), int(sums["sequences"])))
         applied = self._optimizer.apply(step, divisor=divisor, total=self._ranks.total)
