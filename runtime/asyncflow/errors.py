@@ -14,6 +14,7 @@
     ├── RemoteError              a handler on the other side failed unexpectedly
     ├── LedgerCorrupt            a ledger record that was acknowledged cannot be read back
     ├── CheckpointError          a checkpoint is missing, incomplete or does not fit the job
+    ├── Diverged                 training makes no progress any more: gradients are not finite
     └── RoleFailed               a role ended when it should not have, and its restarts are used up
 
 Invariant: an error that crosses a socket arrives as the same class with the same words (``to_wire``, ``from_wire``).
@@ -135,6 +136,12 @@ class CheckpointError(AsyncFlowError):
     """A checkpoint is missing, incomplete or does not fit the job."""
 
     code = "checkpoint"
+
+
+class Diverged(AsyncFlowError):
+    """Training makes no progress any more: the gradients of several steps in a row are not finite."""
+
+    code = "diverged"
 
 
 class RoleFailed(AsyncFlowError):

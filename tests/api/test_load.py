@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.api import RLJob, check_files, load_job
+from asyncflow.api.job import RLJobSpec
 from asyncflow.errors import ManifestError, NotYetError
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
@@ -40,6 +41,16 @@ def test_a_minimal_job_has_usual_defaults() -> None:
 def test_on_policy_modes_need_no_more_than_their_name(mode: str) -> None:
     schedule = minimal(f"schedule.mode={mode}").spec.schedule
     assert (schedule.update, schedule.max_staleness) == ("sync", 0)
+
+
+def test_devices_are_those_of_all_processes_and_on_the_cpu_the_processes() -> None:
+    assert minimal("trainer.replicas=3", "rollout.replicas=2").spec.devices == 5
+    gpus = ["trainer={replicas: 3, accelerator: {profile: nvidia, count: 1}}", "rollout.replicas=2"]
+    assert minimal(*gpus).spec.devices == 5
+    eight = {"profile": "nvidia", "count": 8}
+    spec = minimal().spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+    spec |= {"trainer": {"replicas": 2, "accelerator": eight}, "rollout": {"replicas": 3, "accelerator": eight}}
+    assert RLJobSpec.model_validate(spec).devices == 40
 
 
 def test_bytes_and_texts_are_both_streams() -> None:
@@ -93,6 +104,8 @@ def test_a_bad_override_is_refused_like_a_bad_file(override: str, reason: str) -
         ["algorithm.name=ppo"],
         ["algorithm.name=dapo"],
         ["algorithm.old=lagged", "schedule.mode=periodic"],
+        ["algorithm.old=recompute"],
+        ["algorithm.old=recompute", "schedule.swapAt=sequence"],
         ["schedule.update=staggered"],
         ["schedule.swapAt=token"],
         ["schedule.syncEvery=4"],
@@ -104,12 +117,20 @@ def test_a_bad_override_is_refused_like_a_bad_file(override: str, reason: str) -
         ["transferQueue.name=shared"],
         ["weightSync.transport=hccl"],
         ["weightSync.name=shared"],
+        ["trainer.accelerator={profile: nvidia, count: 2}"],
+        ["trainer.backend.name=counting", "trainer.accelerator={profile: nvidia, count: 1}"],
+        ["rollout.engine.name=simulated", "rollout.accelerator={profile: nvidia, count: 1}"],
     ],
-    ids=lambda overrides: overrides[0],
+    ids=", ".join,
 )
 def test_what_is_planned_is_refused_as_not_yet(overrides: list[str]) -> None:
     with pytest.raises(NotYetError, match="not yet"):
         minimal(*overrides)
+
+
+@pytest.mark.parametrize("mode", ["sync", "periodic"])
+def test_recomputed_log_probs_are_taken_where_all_samples_are_of_the_newest_weights(mode: str) -> None:
+    assert minimal("algorithm.old=recompute", f"schedule.mode={mode}").spec.algorithm.old == "recompute"
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,13 @@ def test_a_resolved_manifest_means_the_same_everywhere(manifest, tmp_path):
     assert folder_of(load_job(elsewhere), elsewhere) == manifest.parent
 
 
+def test_ranks_that_would_share_a_device_are_refused_on_one_machine(manifest, capsys):
+    devices = ["--set", "trainer={replicas: 2, backend: {name: torch}, accelerator: {profile: nvidia, count: 1}}"]
+    assert cli.invoke(["validate", str(manifest), *devices]) == 0
+    capsys.readouterr()
+    assert "on one machine all ranks would train on the same device" in refused(capsys, "run", manifest, *devices)
+
+
 @pytest.fixture
 def audited(monkeypatch, tmp_path):
     """A run folder whose audit finds what it is told to find."""

@@ -1,15 +1,18 @@
 import io
+import time
+from itertools import pairwise
 
 import pytest
 from rich.console import Console
 
-from asyncflow.api.status import CheckpointState, DriverStatus, Lag, QueueDepth, RolloutState
+from asyncflow.api.status import CheckpointState, DriverStatus, Lag, QueueDepth, RolloutState, StepProgress
 from asyncflow.substrates.local.crew import Restart, Seat
 from asyncflow.substrates.local.events import Ended, Restarting, Started, Stopping
 from asyncflow.substrates.local.exits import ExitStatus
 from asyncflow.substrates.local.record import Placed
+from asyncflow.view import watch
 from asyncflow.view.frame import Frame
-from asyncflow.view.lines import event_line, news
+from asyncflow.view.lines import event_line, news, still
 from asyncflow.view.screen import screen
 from asyncflow.view.summary import summary_table
 from asyncflow.view.words import amount, duration, score, share
@@ -32,6 +35,9 @@ RUNNING = DriverStatus(
     rollouts=(RolloutState(id="abc", index=1, state="ready", version=11, inflight=7),),
     checkpoint=CheckpointState(step=10),
 )
+
+
+INSIDE = StepProgress(step=13, samples=128, generated=50, trained=20, running=64, tokens_per_second=900)
 
 
 def rendered(renderable):
@@ -85,6 +91,11 @@ def test_plain_lines_say_what_is_new_and_only_that():
     assert lines[0] == "phase running"
     assert lines[1] == "step 12/60  reward 0.412  15.3k tokens/s  lag 1  ready 32  ETA 2m13s"
     assert lines[2] == "eval  pass@1 0.500  greedy 0.625"
+    rewarded = RUNNING.model_copy(update={"eval_reward": 0.75})
+    assert news(RUNNING, rewarded) == ["eval  pass@1 0.500  greedy 0.625  reward 0.750"]
+    skipping = RUNNING.model_copy(update={"prompts_skipped": 1})
+    assert [line.partition(":")[0] for line in news(RUNNING, skipping)] == ["prompts are skipped"]
+    assert news(skipping, skipping.model_copy(update={"prompts_skipped": 9})) == []
     assert news(RUNNING, RUNNING) == []
 
 
@@ -94,6 +105,42 @@ def test_a_wait_is_told_once_although_its_seconds_change():
     assert news(RUNNING, first) == ["waiting for rollout 1 (3.5 s)"]
     assert news(first, later) == []
     assert news(RUNNING, first, ending=True) == []
+
+
+@pytest.mark.parametrize(
+    ("status", "line"),
+    [
+        (None, "the driver does not answer yet"),
+        (DriverStatus(phase="Starting"), "starting"),
+        (DriverStatus(phase="Starting", waiting_for="1 trainer"), "starting; still waiting for 1 trainer"),
+        (RUNNING, "running"),
+        (RUNNING.model_copy(update={"progress": INSIDE}), INSIDE.words),
+        (
+            RUNNING.model_copy(update={"progress": INSIDE, "waiting_for": "1 rollout"}),
+            f"{INSIDE.words}; still waiting for 1 rollout",
+        ),
+    ],
+)
+def test_after_a_while_without_news_it_is_said_how_far_things_are(status, line):
+    assert still(status) == line
+
+
+def test_nothing_is_silent_for_longer_than_the_limit(monkeypatch, tmp_path):
+    """The driver answers the same all the time."""
+    monkeypatch.setattr(watch, "ask", lambda _: RUNNING.model_copy(update={"progress": INSIDE}))
+    monkeypatch.setattr(watch, "_QUIET_S", 0.2)
+    monkeypatch.setattr(watch, "_PERIOD_S", 0.05)
+    out = io.StringIO()
+    view = watch.Watch(name="q", folder=tmp_path, http_port=1, placed=list, console=Console(file=out))
+    view.start()
+    deadline = time.monotonic() + 20
+    while out.getvalue().count(INSIDE.words) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert view.close()
+    lines = [line for line in out.getvalue().splitlines() if INSIDE.words in line]
+    stamps = [float(line.split()[0]) for line in lines]
+    assert len(stamps) >= 3
+    assert all(after - before >= 0.2 - 0.1 for before, after in pairwise(stamps))
 
 
 @pytest.mark.parametrize(

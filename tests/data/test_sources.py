@@ -30,7 +30,8 @@ def jsonl(tmp_path: Path) -> Path:
 @pytest.fixture(params=["gym", "tiny", "jsonl"])
 def spec(request: pytest.FixtureRequest, jsonl: Path) -> dict[str, object]:
     path = f"jsonl://{jsonl / 'data.jsonl'}?prompt=question&answer=answer"
-    return {"gym": GYM, "tiny": TINY, "jsonl": {"source": path, "seed": 7}}[request.param]
+    file = {"source": path, "seed": 7, "config": {"split": "hash"}}
+    return {"gym": GYM, "tiny": TINY, "jsonl": file}[request.param]
 
 
 def test_a_prompt_is_a_pure_function_of_its_serial(spec: dict[str, object]) -> None:
@@ -116,15 +117,16 @@ def test_an_epoch_of_a_file_has_every_line_once_in_a_new_order(jsonl: Path) -> N
     assert int(prompt.answer) == int(prompt.question.split()[2]) + 1
 
 
-def test_a_file_may_be_used_whole_but_not_for_both(jsonl: Path) -> None:
-    spec = {"source": "data.jsonl?prompt=question", "config": {"split": "whole"}}
+def test_a_file_is_used_whole_unless_a_split_is_asked_for_but_not_for_both(jsonl: Path) -> None:
+    spec = {"source": "data.jsonl?prompt=question"}
     train, evaluation = opened("train", jsonl, **spec), opened("eval", jsonl, **spec)
     assert train.size == evaluation.size == 400
-    with pytest.raises(ManifestError, match="400 held-out prompts are also trained on"):
+    with pytest.raises(ManifestError, match=r"400 held-out prompts are also trained on.*split: hash"):
         check_disjoint(train, evaluation)
-    spec["config"] = {}
-    check_disjoint(opened("train", jsonl, **spec), opened("eval", jsonl, **spec))
     check_disjoint(opened("train", **TINY), evaluation)
+    halves = [opened(purpose, jsonl, **spec, config={"split": "hash"}) for purpose in ("train", "eval")]
+    assert sum(half.size or 0 for half in halves) == 400
+    check_disjoint(*halves)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.driver.book import PromptBook
+from asyncflow.queue.protocol.messages import PartitionSnapshot, StepState
 
 
 def issue_all(book: PromptBook) -> list[tuple[int, int]]:
@@ -53,3 +54,45 @@ def test_a_restarted_book_goes_on_where_the_old_one_stopped(per_step: int, steps
         again.exclude(serial)
     assert issue_all(again) == issue_all(book)
     assert again.dispatched == per_step * steps
+
+
+def told(serials: list[int], *, generated: int, decided: int, filtered: int = 0) -> StepState:
+    """A step of groups of two, of which so many were generated, given an advantage, or filtered."""
+    done = {"rollout": 2 * generated, "advantage": 2 * decided}
+    rest = {"bound": 0, "trained": 0, "dropped": 0, "excluded": filtered, "staged": False}
+    return StepState(groups=4, group_size=2, serials=serials, done=done, filtered=2 * filtered, **rest)
+
+
+def test_prompts_in_flight_are_those_that_nothing_was_decided_about_and_a_restart_forgets_none() -> None:
+    steps = {1: told([0, 1, 2, 3], generated=3, decided=1, filtered=1), 2: told([5, 6], generated=1, decided=0)}
+    nothing = {"attempt": 0, "last_committed_step": 0, "last_staged_step": 0, "wanted": 0, "closed": None}
+    book = PromptBook(prompts_per_step=4, steps=2)
+    book.restore(PartitionSnapshot(next_serial=7, missing=[4], steps=steps, **nothing))
+    assert book.running == 4
+    for serial in (2, 3, 5, 5):
+        book.finish(serial)
+    assert book.running == 1
+    assert book.issue() == (4, 1)
+    assert book.running == 2
+    book.skip([4])
+    assert book.running == 1
+    book.finish(6)
+    assert book.running == 0
+
+
+@given(st.lists(st.sampled_from(["issue", "finish", "filter", "skip"]), max_size=60))
+def test_prompts_in_flight_are_those_issued_and_not_finished(what: list[str]) -> None:
+    book = PromptBook(prompts_per_step=3, steps=4)
+    flying: list[int] = []
+    for each in what:
+        if each == "issue" and (pair := book.issue()) is not None:
+            flying.append(pair[0])
+        elif each != "issue" and flying:
+            serial = flying.pop(0)
+            if each == "skip":
+                book.skip([serial])
+            else:
+                book.finish(serial)
+            if each == "filter":
+                book.exclude(serial)
+        assert book.running == len(flying)

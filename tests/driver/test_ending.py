@@ -48,6 +48,7 @@ class Job:
             stop_s=1.0,
             devices=1,
             rewards=RewardTally(needed=1, keep=lambda totals: None),
+            prompts_skipped=lambda: 0,
         )
 
     async def snapshot(self, *, partition: str, timeout: float) -> SimpleNamespace:

@@ -1,6 +1,7 @@
 """Evaluations on a real queue: counted once, and begun anew when their weights are of another history."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -75,7 +76,7 @@ class Bench:
     async def claim(self, rows: int) -> list[LeasedRow]:
         return await claim_all(self.queue, partition=EVAL, rows=rows)
 
-    async def answer(self, rows: list[LeasedRow], *, right: bool, **tags: str) -> list[bool]:
+    async def answer(self, rows: list[LeasedRow], *, right: bool | float, **tags: str) -> list[bool]:
         return await answer_all(self.queue, rows, [{"reward": float(right), **tags}] * len(rows))
 
     async def recorded(self, count: int) -> list[EvaluationResult]:
@@ -86,8 +87,8 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(folder: Path) -> AsyncIterator[Bench]:
-    wanted = load_job(EXAMPLE, ["data.eval.size=3"]).spec
+async def bench(folder: Path, *settings: str) -> AsyncIterator[Bench]:
+    wanted = load_job(EXAMPLE, ["data.eval.size=3", *settings]).spec
     async with queue_of(wanted, folder) as (queue, controller):
         made = Bench(queue, wanted, prompter(wanted, folder), controller)
         work = (made.evaluation.put_due, made.evaluation.count, made.evaluation.replace_lost)
@@ -110,7 +111,9 @@ async def test_an_evaluation_is_recorded_when_all_its_samples_are_in(tmp_path: P
         assert len(greedy) == len(others) == 3
         assert all(await at.answer(greedy, right=True))
         assert all(await at.answer(others, right=False))
-        assert await at.recorded(1) == [EvaluationResult(step=2, prompts=3, accuracy=0.0, greedy=1.0)]
+        assert await at.recorded(1) == [
+            EvaluationResult(step=2, prompts=3, accuracy=0.0, greedy=1.0, reward=0.0, greedy_reward=1.0)
+        ]
 
 
 async def test_a_sample_without_a_reward_is_not_right_and_is_counted_once(tmp_path: Path) -> None:
@@ -135,7 +138,9 @@ async def test_what_another_history_has_answered_does_not_count(tmp_path: Path) 
         new = await at.claim(6)
         assert await at.answer(old[5:], right=True) == [False]
         assert all(await at.answer(new, right=False))
-        assert await at.recorded(1) == [EvaluationResult(step=2, prompts=3, accuracy=0.0, greedy=0.0)]
+        assert await at.recorded(1) == [
+            EvaluationResult(step=2, prompts=3, accuracy=0.0, greedy=0.0, reward=0.0, greedy_reward=0.0)
+        ]
 
 
 async def test_what_comes_late_of_an_earlier_round_keeps_nobody_waiting(tmp_path: Path) -> None:
@@ -145,7 +150,9 @@ async def test_what_comes_late_of_an_earlier_round_keeps_nobody_waiting(tmp_path
         at.due(2)
         await at.answer(await at.claim(6), right=True)
         await at.answer(await at.claim(6), right=False)
-        assert await at.recorded(1) == [EvaluationResult(step=2, prompts=3, accuracy=0.0, greedy=0.0)]
+        assert await at.recorded(1) == [
+            EvaluationResult(step=2, prompts=3, accuracy=0.0, greedy=0.0, reward=0.0, greedy_reward=0.0)
+        ]
 
 
 async def test_samples_that_are_lost_after_they_were_counted_count_once(tmp_path: Path) -> None:
@@ -183,3 +190,25 @@ async def test_one_that_was_recorded_can_be_made_again(tmp_path: Path) -> None:
         at.begin_anew()
         await at.answer(await at.claim(6), right=False)
         assert [result.accuracy for result in [*at_first, *await at.recorded(1)]] == [1.0, 0.0]
+
+
+async def test_the_mean_reward_is_kept_beside_the_share_that_is_right(tmp_path: Path) -> None:
+    async with bench(tmp_path, "evaluation.samples=2") as at:
+        at.due(2)
+        rows = await at.claim(9)
+        for row in rows:
+            assert await at.answer([row], right=[0.25, 1.5, 0.5][row.meta.sample]) == [True]
+        (result,) = await at.recorded(1)
+        assert (result.accuracy, result.greedy) == (0.5, 0)
+        assert (result.reward, result.greedy_reward) == (0.875, 0.5)
+
+
+async def test_a_held_out_prompt_that_is_too_long_is_left_out(tmp_path: Path) -> None:
+    lines = [{"prompt": "q" * length, "answer": ""} for length in (5, 17, 16)]
+    (tmp_path / "eval.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    async with bench(tmp_path, f"data.eval.source=jsonl://{tmp_path / 'eval.jsonl'}") as at:
+        at.due(2)
+        rows = await at.claim(4)
+        assert all(await at.answer(rows, right=True))
+        (result,) = await at.recorded(1)
+        assert (result.prompts, result.accuracy) == (2, 1)

@@ -1,28 +1,31 @@
 """What becomes of a finished group: advantages for those of its samples that have a reward, a reason for the others."""
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from queue_world import answer_all, claim_all, queue_of
 
 from asyncflow.api.load import load_job
-from asyncflow.driver.book import PromptBook, generating
+from asyncflow.driver.book import PromptBook
 from asyncflow.driver.groups import FILTERED_ZERO_VARIANCE, TOO_FEW_REWARDS, GroupPolicy, Groups
 from asyncflow.driver.rewards import RewardTally
 from asyncflow.driver.tasks import TRAIN
+from asyncflow.errors import ManifestError
 from asyncflow.net.frames import Jagged
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.queue.protocol.lot import Slot
-from asyncflow.queue.protocol.messages import RowMeta
+from asyncflow.queue.protocol.messages import LeasedRow, RowMeta
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"
 SIZE = 4
 
 
 def policy(**changes: object) -> GroupPolicy:
-    settings = {"estimator": "grpo", "drop_zero_variance": False, "drop_timeouts": False} | changes
+    settings = {"estimator": "grpo", "drop_zero_variance": False, "most_filtered": 1, "drop_timeouts": False} | changes
     return GroupPolicy(**settings)  # type: ignore[arg-type]
 
 
@@ -106,9 +109,9 @@ async def test_of_a_group_the_trainer_sees_the_samples_that_have_a_reward(tmp_pa
     assert excluded == [2]
     assert tally.outcomes() == {"scored": 8, "raised": 4}
     assert (audit.dropped, audit.unfinished, audit.lost, audit.problems) == (5, 7, 0, [])
-    assert generating(snapshot) == 0
     book = PromptBook(prompts_per_step=2, steps=1)
     book.restore(snapshot)
+    assert book.running == 0
     assert book.dispatched == 2, "a group of which a part was dropped still counts, one that was dropped whole does not"
     assert book.issue() is None
 
@@ -131,3 +134,72 @@ async def test_where_nothing_may_take_a_groups_place_the_job_pauses(tmp_path: Pa
     groups._exclude(7, TOO_FEW_REWARDS)
     assert "group 7 goes no further" in tally.paused
     assert "deterministic" in tally.paused
+
+
+class Finished:
+    """A queue with finished groups of one step, which all have one reward but those of ``varied``."""
+
+    def __init__(self, *, reward: float, varied: frozenset[int] = frozenset(), groups: int = 1000) -> None:
+        self._groups = self._rows(reward, varied, groups)
+        self.dropped: list[str] = []
+
+    def _rows(self, reward: float, varied: frozenset[int], groups: int) -> Iterator[list[LeasedRow]]:
+        for serial in range(groups):
+            values = [reward, reward + (serial in varied)]
+            metas = [
+                RowMeta(partition="train", serial=serial, sample=sample, step=1 + serial % 2, tags={"reward": value})
+                for sample, value in enumerate(values)
+            ]
+            yield [
+                LeasedRow(row=meta.sample, meta=meta, attempt=0, lease="l", until=1, unit=0, bytes={}) for meta in metas
+            ]
+
+    async def claim(self, **_: Any) -> list[LeasedRow]:
+        group = next(self._groups, None)
+        if group is None:
+            raise TimeoutError
+        return group
+
+    async def complete(self, *_: Any, **__: Any) -> None:
+        """Every advantage is taken."""
+
+    async def drop(self, _rows: Any, *, reason: str, timeout: float) -> None:
+        self.dropped.append(reason)
+
+
+def groups_of(queue: Finished, limit: int) -> Groups:
+    drop = policy(drop_zero_variance=True, most_filtered=limit)
+    tally = RewardTally(needed=2, keep=lambda totals: None)
+    return Groups(
+        queue=queue,  # type: ignore[arg-type]
+        policy=drop,
+        rewards=tally,
+        finished=lambda _: None,
+        excluded=lambda _: None,
+    )
+
+
+def test_a_task_whose_rewards_are_all_the_same_ends_the_job_with_that_reason() -> None:
+    queue = Finished(reward=0.25)
+    with pytest.raises(
+        ManifestError, match=r"21 groups of step 1 .* within each, all rewards were equal, the last time 0\.25"
+    ) as said:
+        asyncio.run(groups_of(queue, limit=20).run())
+    assert said.value.where == "spec.algorithm.filterZeroVariance"
+    assert queue.dropped == [FILTERED_ZERO_VARIANCE] * 41
+
+
+def test_what_an_earlier_driver_filtered_counts() -> None:
+    queue = Finished(reward=1.0)
+    groups = groups_of(queue, limit=20)
+    groups.filtered[2] = 20
+    with pytest.raises(ManifestError, match="21 groups of step 2"):
+        asyncio.run(groups.run())
+    assert len(queue.dropped) == 2
+
+
+def test_steps_that_stay_below_the_limit_go_on() -> None:
+    queue = Finished(reward=0.0, varied=frozenset(range(40, 1000)), groups=60)
+    with pytest.raises(TimeoutError):
+        asyncio.run(groups_of(queue, limit=20).run())
+    assert len(queue.dropped) == 40

@@ -43,7 +43,7 @@ def columns_of(wanted: RLJobSpec, prompt: Prompt) -> PromptColumns:
 )
 def test_a_prompt_larger_than_the_manifest_says_is_refused(prompt: Prompt, where: str, words: str) -> None:
     with pytest.raises(ManifestError, match=words) as refused:
-        columns_of(spec("data.maxTaskBytes=256"), prompt).columns([3], copies=2)
+        columns_of(spec("data.maxTaskBytes=256"), prompt).encode(3)
     assert refused.value.where == where
 
 

@@ -64,6 +64,14 @@ def test_what_the_template_refuses_is_a_manifest_error(folder: Path) -> None:
         Tokenizer.load(folder).chat([{"role": "pope", "content": ""}])
 
 
+def test_a_template_that_asks_for_the_day_is_always_told_the_same(folder: Path, tmp_path: Path) -> None:
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_bytes((folder / file).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y, %H:%M') }}")
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.decode(tokenizer.chat([])) == tokenizer.decode(tokenizer.encode("26 Jul 2024, 00:00"))
+
+
 def test_all_end_tokens_are_known(folder: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.flow.selection import balance
-from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.queue.protocol.messages import RowMeta, TaskSpec
 
 P = "train"
 MOST_OVER_MEAN = 1.05
@@ -84,6 +84,80 @@ def test_a_whole_step_is_dealt_evenly_in_whole_groups(make_queue, world):
     assert all(len(place) == 1 for place in places.values())
     assert len(places) == groups
     assert max(loads) <= MOST_OVER_MEAN * sum(loads) / world
+
+
+LEAST_OF_THE_SAVING = 0.9
+
+
+def shared_prompts(order):
+    make = TaskSpec(partition=P, name="make", needs=["prompt"], writes=["advantage"], groups=True)
+    train = TaskSpec(partition=P, name="train", needs=["advantage"], kind="gang", order=order, shared_tokens=True)
+    return [make, train]
+
+
+@pytest.mark.parametrize(("order", "groups_of_a_rank"), [("key", 2), ("key", 8), ("fifo", 8)])
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_groups_that_share_a_prompt_stay_together_within_the_budget(make_queue, order, world, groups_of_a_rank):
+    queue, groups, size = make_queue(shared_prompts(order)), groups_of_a_rank * world, 8
+    training = queue.table.training
+    training.begin(P, 0, 0, world)
+    training.open_step(P, 1, groups, size)
+    rng = np.random.default_rng(world)
+    prompts = rng.lognormal(6, 0.5, groups).astype(int) + 1
+    lengths = rng.lognormal(5, 0.8, (groups, size)).astype(int) + 1
+    metas = [
+        RowMeta(partition=P, serial=serial, sample=sample, step=1, tokens=int(prompts[serial]))
+        for serial in range(groups)
+        for sample in range(size)
+    ]
+    queue.put(metas, size)
+    budget = int((prompts + lengths.sum(1)).max()) * 2
+    loads, places, seen, number = [0] * world, [], [], 0
+    while True:
+        slots = [training.slot(P, attempt=0, step=1, slot=number, rank=rank, tokens=budget) for rank in range(world)]
+        if slots[0] is None:
+            rows = queue.claim("make", rows=10_000, groups=3)
+            queue.complete(
+                rows, "advantage", [{"tokens": int(lengths[row.meta.serial, row.meta.sample])} for row in rows]
+            )
+            continue
+        for rank, slot in enumerate(slots):
+            keys = [row.meta.key for row in slot.rows]
+            together = {key.serial for key in keys}
+            load = sum(int(prompts[serial]) for serial in together) + sum(int(lengths[tuple(key)]) for key in keys)
+            assert load <= budget
+            loads[rank] += load
+            places += together
+            seen += keys
+        number += 1
+        if slots[0].last:
+            break
+    assert sorted(tuple(key) for key in seen) == [
+        (serial, sample) for serial in range(groups) for sample in range(size)
+    ]
+    saved = size * int(prompts.sum()) - sum(int(prompts[serial]) for serial in places)
+    assert saved >= LEAST_OF_THE_SAVING * (size - 1) * int(prompts.sum())
+    assert max(loads) <= MOST_OVER_MEAN * sum(loads) / world
+
+
+@pytest.mark.parametrize("order", ["key", "fifo"])
+def test_a_group_that_is_too_heavy_for_a_slot_is_cut_and_no_slot_is_above_the_budget(make_queue, order):
+    queue, budget, prompt, response = make_queue(shared_prompts(order)), 100, 30, 20
+    training = queue.table.training
+    training.begin(P, 0, 0, 2)
+    training.open_step(P, 1, 2, 8)
+    queue.put([RowMeta(partition=P, serial=s, sample=j, step=1, tokens=prompt) for s in range(2) for j in range(8)], 8)
+    rows = queue.claim("make", rows=100)
+    queue.complete(rows, "advantage", [{"tokens": response}] * 16)
+    parts = []
+    for number in range(10):
+        slots = [training.slot(P, attempt=0, step=1, slot=number, rank=rank, tokens=budget) for rank in range(2)]
+        parts += [[row.meta.serial for row in slot.rows] for slot in slots]
+        if slots[0].last:
+            break
+    assert sum(map(len, parts)) == 16
+    assert all(prompt * len(set(part)) + response * len(part) <= budget for part in parts)
+    assert sum(len(set(part)) for part in parts) == 6
 
 
 @pytest.mark.parametrize("whole", [True, False])

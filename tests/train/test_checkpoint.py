@@ -132,3 +132,19 @@ def test_killed_at_any_moment_it_leaves_whole_checkpoints(tmp_path: Path) -> Non
         latest = Checkpoints(tmp_path).latest()
         if latest is not None:
             latest.verify()
+
+
+def test_it_can_be_seen_from_another_thread_that_a_slow_checkpoint_gets_on(tmp_path: Path) -> None:
+    checkpoints, seen = Checkpoints(tmp_path), []
+
+    def fill(folder: Path) -> None:
+        with (folder / "data").open("wb", buffering=0) as file:
+            for _ in range(3):
+                file.write(bytes(1 << 20))
+                seen.append(checkpoints.progress())
+
+    written = checkpoints.write(CheckpointManifest(attempt=0, step=5, samples=0), fill)
+    seen.append(checkpoints.progress())
+    written.verify(read=checkpoints.handled)
+    seen.append(checkpoints.progress())
+    assert [value >> 20 for value in seen] == [1, 2, 3, 6, 9]

@@ -1,5 +1,8 @@
 """Numbers that must not depend on how a step was cut: meter, tally, learning rate, micro-batches."""
 
+from dataclasses import replace
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -44,6 +47,30 @@ def test_a_tally_does_not_depend_on_the_cut(versions: list[list[int]], cut: int,
     first.add(batch(versions[:cut]), step=6)
     idle = [Tally().array()] * (ranks - 1)
     assert Tally.merged(np.stack([second.array(), *idle, first.array()])) == whole
+
+
+@given(
+    st.lists(
+        st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sampled_from([1e13, 1e30, -1e30, 1e-7]),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(0, 8),
+)
+def test_the_mean_reward_is_exact_whatever_the_rewards_and_the_cut(rewards: list[float], cut: int) -> None:
+    cut -= cut % 2
+    given = np.array(rewards, np.float32)
+    whole, first, second = Tally(), Tally(), Tally()
+    for tally, part in ((whole, slice(None)), (first, slice(cut)), (second, slice(cut, None))):
+        rows = batch([[0]] * len(given[part]))
+        tally.add(replace(rows, rewards=given[part]), step=1)
+    mean = Fraction(0) + sum(map(Fraction, given.tolist())) / len(rewards)
+    assert whole.reward_mean == float(mean)
+    assert Tally.merged(np.stack([second.array(), first.array()])).reward_mean == float(mean)
+
+
+def test_the_mean_reward_of_nothing_is_zero() -> None:
+    assert Tally().reward_mean == 0
 
 
 def test_the_digest_tells_sets_apart() -> None:
@@ -111,7 +138,9 @@ def test_a_micro_batch_is_made_of_columns() -> None:
     made = MicroBatch.of(keys, columns(loss_mask=Jagged.from_rows([[True, False], [False]], "bool")))
     assert made.advantages.tolist() == [0.5, -0.5]
     assert made.loss_lengths().tolist() == [1, 0]
-    assert made.made_by(7).tolist() == [True, False]
+    assert made.makers().tolist() == [7, 8]
+    mixed = MicroBatch.of(keys, columns(versions=Jagged.from_rows([[7, 8], [8]], "int64")))
+    assert mixed.makers().tolist() == [-1, 8]
 
 
 @pytest.mark.parametrize("name", ["logprobs", "versions", "advantage"])

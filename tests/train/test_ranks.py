@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from train_reference import HORIZON, reference_gradient, relative_error, samples
 
 from asyncflow.algorithms.aggregation import Aggregation
 from asyncflow.algorithms.grpo import GrpoLoss
-from asyncflow.errors import Fenced, ProtocolError
+from asyncflow.errors import DeadlineExceeded, Fenced, ProtocolError
 from asyncflow.net.rpc import RpcClient, RpcServer
 from asyncflow.train.ranks import Alone, GatherService, HostGroup, Left, Share, Shares
 
@@ -129,3 +130,37 @@ async def test_whenever_ranks_leave_all_have_had_the_same_rounds(seed: int) -> N
     for group in groups:
         await group.close()
     await server.close()
+
+
+async def two_ranks(progress: Callable[[], int]) -> tuple[RpcServer, list[HostGroup]]:
+    """Two ranks with a patience of a second; rank 0's progress is asked for ten times in it."""
+    server = RpcServer(name="trainer-0")
+    GatherService(attempt=0, world=2, progress=progress, tell_s=0.1).attach(server)
+    address, loop = await server.start(), asyncio.get_running_loop()
+    ranks = [
+        HostGroup(rank=rank, world=2, attempt=0, leader=lambda: address, loop=loop, patience_s=1) for rank in (0, 1)
+    ]
+    return server, ranks
+
+
+async def close(server: RpcServer, ranks: list[HostGroup]) -> None:
+    for rank in ranks:
+        await rank.close()
+    await server.close()
+
+
+async def test_a_rank_waits_for_rank_0_as_long_as_that_gets_on() -> None:
+    written = itertools.count()
+    server, ranks = await two_ranks(lambda: next(written))
+    waiting = asyncio.create_task(asyncio.to_thread(ranks[1].gather, np.array([1]), what="the samples of a step"))
+    await asyncio.sleep(2.5)
+    gathered = await asyncio.to_thread(ranks[0].gather, np.array([0]), what="the samples of a step")
+    assert gathered.tolist() == (await waiting).tolist() == [[0], [1]]
+    await close(server, ranks)
+
+
+async def test_a_rank_gives_up_when_rank_0_does_not_get_on() -> None:
+    server, ranks = await two_ranks(lambda: 7)
+    with pytest.raises(DeadlineExceeded, match="the samples of a step of 2 ranks"):
+        await asyncio.to_thread(ranks[1].gather, np.array([1]), what="the samples of a step")
+    await close(server, ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from train_reference import HORIZON, TEMPERATURE, padded_logprobs, part, samples
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from asyncflow.algorithms.grpo import GrpoLoss
-from asyncflow.errors import CheckpointError, ManifestError
+from asyncflow.errors import CheckpointError, Diverged, ManifestError
+from asyncflow.identity import Version
+from asyncflow.net.frames import Jagged
 from asyncflow.train.backends.torch import TorchBackend
 from asyncflow.train.backends.torch_model import open_model, token_logprobs
+from asyncflow.train.batch import MicroBatch
 from asyncflow.train.checkpoint import CheckpointManifest, Checkpoints
 from asyncflow.train.packing import LayoutName, pack_samples
 from asyncflow.train.ranks import Alone
@@ -107,6 +111,20 @@ def test_a_gradient_that_is_not_finite_moves_nothing(tiny_folder: Path) -> None:
     assert all(np.isfinite(array).all() for array in weights(trainer).values())
 
 
+def test_a_gradient_that_is_not_finite_three_steps_in_a_row_ends_the_training(tiny_folder: Path) -> None:
+    trainer = backend(tiny_folder)
+    broken = samples()
+    broken.advantages[3] = np.nan
+
+    def step(number: int, batch: MicroBatch) -> float:
+        trainer.micro_batch(batch, version=0)
+        return trainer.finish_step(number)["skipped"]
+
+    assert [step(1, broken), step(2, broken), step(3, samples()), step(4, broken), step(5, broken)] == [1, 1, 0, 1, 1]
+    with pytest.raises(Diverged, match="steps 4 to 6"):
+        step(6, broken)
+
+
 def test_clipping_bounds_the_step(tiny_folder: Path) -> None:
     trainer = backend(tiny_folder, optimizer=OptimizerSettings(learning_rate=1e-3, steps=2, max_grad_norm=1e-3))
     seen = []
@@ -115,6 +133,36 @@ def test_clipping_bounds_the_step(tiny_folder: Path) -> None:
     metrics = train(trainer, 1, 1)
     assert metrics["grad_norm"] > 1e-3
     assert seen == [pytest.approx(1e-3, rel=1e-4)]
+
+
+@pytest.mark.parametrize("layout", ["separate", "shared-prompt"])
+def test_the_engine_is_measured_against_the_older_weights_that_made_a_sample(
+    tiny_folder: Path, layout: LayoutName
+) -> None:
+    trainer = backend(tiny_folder, layout=layout, temperature=TEMPERATURE)
+    older, batch = weights(trainer), samples()
+    with torch.no_grad():
+        exact = padded_logprobs(
+            AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32, attn_implementation="eager"),
+            batch,
+            HORIZON,
+        )
+    rows = [exact[i, : len(batch.responses.row(i))].numpy() for i in range(len(batch))]
+    made = replace(batch, logprobs=Jagged.from_rows(rows, "float32"))
+    newer = Version(0, 1).packed
+    trainer.micro_batch(made, version=newer)
+    unmeasured = trainer.finish_step(1)
+    assert unmeasured["logprob_gap_tokens"] == 0
+    assert "logprob_gap_p99" not in unmeasured
+    trainer.micro_batch(made, version=newer)
+    before = weights(trainer)
+    trainer.measure(made, weights=older)
+    assert_same_bits(weights(trainer), before)
+    measured = trainer.finish_step(2)
+    assert measured["logprob_gap_tokens"] == batch.loss_lengths().sum()
+    assert measured["logprob_gap_p99"] < 1e-4
+    trainer.measure(made, weights=weights(trainer))
+    assert trainer.finish_step(3)["logprob_gap_p99"] > 1e-3
 
 
 def test_bfloat16_computes_nearly_the_same_and_keeps_float32_weights(tiny_folder: Path) -> None:
@@ -220,3 +268,13 @@ def test_what_does_not_fit_is_refused(tiny_folder: Path, tmp_path: Path) -> None
 def test_options_that_mean_nothing_are_refused(tiny_folder: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ManifestError, match=words):
         backend(tiny_folder, options=options)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="for a machine without devices")
+@pytest.mark.parametrize("device", ["cuda", "npu"])
+def test_a_device_that_is_not_there_is_refused_and_the_cpu_does_not_take_its_place(device: str) -> None:
+    with pytest.raises(ManifestError, match=f"no {device} device") as refused:
+        TorchBackend(
+            BackendSettings(optimizer=OptimizerSettings(learning_rate=1, steps=1), device=device), group=Alone()
+        )
+    assert refused.value.where == "spec.trainer.accelerator"

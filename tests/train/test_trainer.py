@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from train_world import GROUPS, PARTITION, SIZE, Process, World, counting, take_seat
+from train_world import GROUPS, PARTITION, SIZE, Process, World, counting, take_seat, training
 
-from asyncflow.errors import Fenced, ProtocolError, StaleHandle
+from asyncflow.errors import Diverged, Fenced, ProtocolError, StaleHandle
 from asyncflow.flow.schedule import Schedule
 from asyncflow.identity import Version
 from asyncflow.net.roster import Directives
@@ -135,7 +135,7 @@ async def test_leaving_writes_what_is_done_and_commits_it(tmp_path: Path) -> Non
         await world.dispatch(1, 3)
         seat = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED, checkpoint_every=0)
         running = asyncio.create_task(seat.run())
-        await until(lambda: seat.trainer.waiting_for == "slot 0 of step 4", "the fourth step")
+        await until(lambda: seat.trainer.status()["waiting_for"] == "slot 0 of step 4", "the fourth step")
         seat.trainer.leave()
         assert await running == 3
         assert counts(tmp_path)[: 3 * GROUPS * SIZE] == [1] * (3 * GROUPS * SIZE)
@@ -148,7 +148,7 @@ async def test_directives_are_obeyed_between_micro_batches(tmp_path: Path) -> No
         await world.dispatch(1, 2)
         seat = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED, checkpoint_every=0)
         running = asyncio.create_task(seat.run())
-        await until(lambda: seat.trainer.waiting_for == "slot 0 of step 3", "the third step")
+        await until(lambda: seat.trainer.status()["waiting_for"] == "slot 0 of step 3", "the third step")
         seat.talk.directives = Directives(checkpoint=1)
         await until(lambda: Checkpoints(tmp_path / "checkpoints").latest() is not None, "the checkpoint")
         seat.talk.directives = Directives(stop=True)
@@ -176,6 +176,28 @@ async def test_samples_lost_with_a_unit_cost_the_step_in_hand_only(tmp_path: Pat
         assert counts(tmp_path) == [1] * (STEPS * GROUPS * SIZE)
 
 
+async def test_training_that_diverged_leaves_a_checkpoint_of_what_was_complete(tmp_path: Path) -> None:
+    def diverging(group: Group) -> TrainerBackend:
+        made = counting(steps=STEPS)(group)
+        finish = made.finish_step
+
+        def until_four(step: int) -> dict[str, float]:
+            if step == 4:
+                raise Diverged("nan", where="trainer")
+            return finish(step)
+
+        made.finish_step = until_four  # type: ignore[method-assign]
+        return made
+
+    async with World(tmp_path) as world:
+        await world.dispatch(1, STEPS)
+        seat = await take_seat(world.places, diverging, attempt=0, schedule=DELAYED)
+        with pytest.raises(Diverged):
+            await seat.run()
+        state = await world.queue.snapshot(partition=PARTITION, timeout=10)
+        assert state.last_committed_step == 3
+
+
 async def test_a_step_that_lost_samples_on_the_way_is_refused(tmp_path: Path) -> None:
     def forgetful(group: Group) -> TrainerBackend:
         return counting(steps=STEPS)(group)
@@ -186,6 +208,28 @@ async def test_a_step_that_lost_samples_on_the_way_is_refused(tmp_path: Path) ->
         seat.trainer._tally.samples = -1
         with pytest.raises(ProtocolError, match=f"has {GROUPS * SIZE} samples, but {GROUPS * SIZE - 1} came"):
             await seat.run()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+async def test_the_engine_is_measured_in_every_step_although_its_samples_are_of_older_weights(
+    tmp_path: Path, tiny_folder: Path, exact: bool
+) -> None:
+    async with World(tmp_path) as world:
+        await world.dispatch(1, STEPS)
+        delayed = Schedule(steps=STEPS, lag=1, exact=exact)
+        first = await take_seat(
+            world.places,
+            training(steps=STEPS),
+            attempt=0,
+            schedule=Schedule(steps=3, lag=1, exact=exact),
+            model=tiny_folder,
+        )
+        assert await first.run() == 3
+        again = await take_seat(world.places, training(steps=STEPS), attempt=1, schedule=delayed, model=tiny_folder)
+        assert await again.run() == STEPS
+    tokens = [said.metrics["logprob_gap_tokens"] for said in (*first.talk.reports, *again.talk.reports)]
+    at_hand = [True, True, True, exact, True]
+    assert [measured > 0 for measured in tokens] == at_hand, "θ_2 is in the checkpoint of step 3 only where it must be"
 
 
 async def test_both_loops_make_the_same_weights(tmp_path: Path, tiny_folder: Path) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
-
 import msgspec
 import numpy as np
 import pytest
+from xxhash import xxh3_128
 
 from asyncflow.errors import ProtocolError, Refused
 from asyncflow.identity import Version
-from asyncflow.weights.manifest import Manifest, Part, Slice, TensorEntry, digest_of, dtype_name, merge
+from asyncflow.weights.manifest import HASH, Manifest, Part, Slice, TensorEntry, digest_of, dtype_name, merge
 from asyncflow.weights.slices import Box
 
 
@@ -21,7 +20,7 @@ def part(rank: int, parts: int, boxes: dict[str, Box], *, shape=(4, 6), dtype="f
             name=name,
             dtype=dtype,
             shape=shape,
-            slices=(Slice(box=box, holder=f"r{rank}", nbytes=box.volume * itemsize, digest=digest),),
+            slices=(Slice(box=box, holder=f"r{rank}", nbytes=box.volume * itemsize, digest=f"{HASH}:{digest}"),),
         )
         for name, box in boxes.items()
     )
@@ -105,11 +104,22 @@ def test_a_manifest_whose_figures_do_not_follow_is_refused():
             msgspec.structs.replace(manifest, **change).check()
 
 
+def test_a_digest_of_another_hash_is_refused_and_not_compared():
+    other = part(0, 1, {"a": WHOLE})
+    (entry,) = other.tensors
+    piece = msgspec.structs.replace(entry.slices[0], digest="00112233445566778899aabbccddeeff")
+    wrong = msgspec.structs.replace(other, tensors=(msgspec.structs.replace(entry, slices=(piece,)),))
+    with pytest.raises(ProtocolError, match="is not of xxh3-128"):
+        wrong.check()
+    with pytest.raises(ProtocolError, match="is not of xxh3-128"):
+        merge([wrong]).check()
+
+
 def test_the_digest_of_a_strided_array_is_that_of_its_bytes_in_c_order():
     array = np.random.default_rng(0).standard_normal((700, 600))[:, ::2]
-    assert digest_of(array) == blake2b(array.tobytes(), digest_size=16).hexdigest()
+    assert digest_of(array) == f"xxh3-128:{xxh3_128(array.tobytes()).hexdigest()}"
     for small in (np.zeros((0, 3)), np.array(1.5, np.float32)):
-        assert digest_of(small) == blake2b(small.tobytes(), digest_size=16).hexdigest()
+        assert digest_of(small) == f"xxh3-128:{xxh3_128(small.tobytes()).hexdigest()}"
 
 
 def test_uint16_is_bfloat16_and_other_dtypes_are_refused():

@@ -42,16 +42,17 @@ class PortRange:
 class Profile:
     """One kind of accelerator.
 
-    resource: the name that its device plugin gives it, "" for none. legal_counts: devices that one process can have;
-    gang_counts: the same where several processes form a gang. image: which runtime image. collective: the
-    torch.distributed back end. visible: the variable by which a process sees its devices, numbered from 0 in a
-    container; assigned: the variable that names the host's devices where the vendor's scheduler plug-in chose them.
-    groups: group ids that may open the device files. node_labels, node_types: what nodes with it are labelled with, the
-    second with one of several values. port_ranges: see ``ports``. host_ip, interfaces: variables with the address, or
-    the name of the network interface, that the vendor's library uses (see there).
+    device: torch's name of it. resource: the name that its device plugin gives it, "" for none. legal_counts: devices
+    that one process can have; gang_counts: the same where several processes form a gang. image: which runtime image.
+    collective: the torch.distributed back end. visible: the variable by which a process sees its devices, numbered from
+    0 in a container; assigned: the variable that names the host's devices where the vendor's scheduler plug-in chose
+    them. groups: group ids that may open the device files. node_labels, node_types: what nodes with it are labelled
+    with, the second with one of several values. port_ranges: see ``ports``. host_ip, interfaces: variables with the
+    address, or the name of the network interface, that the vendor's library uses (see there).
     """
 
     title: str
+    device: str
     resource: str
     legal_counts: tuple[int, ...]
     gang_counts: tuple[int, ...]
@@ -111,6 +112,7 @@ def _ascend(
 ) -> Profile:
     return Profile(
         title=title,
+        device="npu",
         resource=resource,
         legal_counts=legal,
         gang_counts=gang,
@@ -133,10 +135,17 @@ def _ascend(
 PROFILES: Mapping[str, Profile] = MappingProxyType(
     {
         "cpu": Profile(
-            title="CPU", resource="", legal_counts=(0,), gang_counts=(0,), image="runtime-cpu", collective="gloo"
+            title="CPU",
+            device="cpu",
+            resource="",
+            legal_counts=(0,),
+            gang_counts=(0,),
+            image="runtime-cpu",
+            collective="gloo",
         ),
         "nvidia": Profile(
             title="NVIDIA",
+            device="cuda",
             resource="nvidia.com/gpu",
             legal_counts=tuple(range(1, 17)),
             gang_counts=tuple(range(1, 17)),

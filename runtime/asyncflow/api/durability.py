@@ -118,7 +118,8 @@ class LimitsSpec(Spec):
     start_seconds: Annotated[float, Field(gt=0, le=86_400)] = 600.0
     """Seconds that a role may take from start to ready."""
     stall_seconds: Annotated[float, Field(gt=0, le=86_400)] = 1800.0
-    """Seconds without a step after which the job counts as stalled, and says what it waits for."""
+    """Seconds without a step after which the job counts as stalled, and says what it waits for; also those after which
+    a trainer rank gives up one that it waits for, unless a checkpoint is being written and gets on."""
     stop_seconds: Annotated[float, Field(gt=0, le=3600)] = 8.0
     """Seconds that roles have to end in order before they are killed."""
     keep_on_failure: bool = True

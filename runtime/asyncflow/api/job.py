@@ -81,6 +81,11 @@ class RLJobSpec(Spec):
         return self.sampling.max_prompt_tokens + self.sampling.max_tokens
 
     @property
+    def devices(self) -> int:
+        """Devices of all trainer ranks and rollouts; on the CPU each process counts as one."""
+        return sum(role.replicas * max(1, role.accelerator.count) for role in (self.trainer, self.rollout))
+
+    @property
     def output_bytes(self) -> dict[str, int]:
         """Most bytes of each column that is written to a sample after its creation."""
         of_token = {"response_ids": 4, "logprobs": 4, "versions": 8}

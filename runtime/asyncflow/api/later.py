@@ -37,11 +37,21 @@ def _several(value: int) -> bool:
     return value > 1
 
 
+def _not_cpu(profile: str) -> bool:
+    return profile != "cpu"
+
+
 _PLANNED: dict[str, tuple[_Later, ...]] = {
     "RLJob": (
         _Later("model.dtype", _given, "nothing: weights are published as the trainer holds them, float32"),
         _Later("algorithm.name", _is("ppo", "dapo", "pf-ppo", "dpo"), "grpo"),
         _Later("algorithm.old", _is("lagged"), "behaviour or recompute"),
+        _Later(
+            "algorithm.old",
+            _is("recompute"),
+            "behaviour, where samples are of older weights: without a correction for them the ratio would be 1 for all",
+            when=lambda spec: spec.schedule.lag > 0,
+        ),
         _Later("schedule.update", _is("staggered"), "sync or delayed"),
         _Later("schedule.swap_at", _is("token"), "quota or sequence"),
         _Later("schedule.sync_every", _several, "1", when=lambda spec: spec.schedule.swap_at == "quota"),
@@ -57,9 +67,21 @@ _PLANNED: dict[str, tuple[_Later, ...]] = {
         _Later("reward.config", bool, "nothing: a function is given response, prompt, answer and meta"),
         _Later(
             "rollout.accelerator.profile",
-            lambda profile: profile != "cpu",
+            _not_cpu,
             "cpu: the engine computes on the CPU",
-            when=lambda spec: spec.rollout.engine.name == "transformers",
+            when=lambda spec: spec.rollout.engine.name in ("transformers", "simulated"),
+        ),
+        _Later(
+            "trainer.accelerator.profile",
+            _not_cpu,
+            "cpu: the back end counts on the CPU",
+            when=lambda spec: spec.trainer.backend.name == "counting",
+        ),
+        _Later(
+            "trainer.accelerator.count",
+            _several,
+            "1: a rank trains on one device; for more devices, more trainer.replicas",
+            when=lambda spec: spec.trainer.backend.name == "torch",
         ),
         _Later("schedule.update", _is("sync"), "delayed", when=lambda spec: spec.schedule.mode == "async"),
         _Later("algorithm.filter_zero_variance", _is("drop"), "keep", when=lambda spec: spec.schedule.deterministic),

@@ -34,7 +34,8 @@ class TrainDataSpec(Spec):
     source: Source
     """``gym://DATASET`` (reasoning-gym), ``tiny://TASK``, or ``jsonl://PATH``."""
     config: Options = Field(default_factory=dict)
-    """Settings of the source, e.g. the difficulty of a generated task."""
+    """Settings of the source: the difficulty of a generated task; of a JSONL file ``split``, ``whole`` (all of it, as
+    where it is absent) or ``hash`` (three quarters of its questions for training, the others for evaluation)."""
     seed: Seed = 0
     """Seed of the order, and of generated prompts."""
     template: Text | None = None
@@ -77,8 +78,10 @@ class DataSpec(Spec):
     eval: EvalDataSpec | None = None
     """Held-out prompts; needed where ``evaluation`` is set."""
     max_task_bytes: Annotated[int, Field(ge=256, le=1 << 30)] = 16384
-    """Most bytes of one task: question, answer and what its checker needs; a larger one is refused by the driver, with
-    its serial."""
+    """Most bytes of one task: question, answer and what its checker needs; for a larger one see ``overlong``."""
+    overlong: Literal["skip", "refuse"] = "skip"
+    """What becomes of a prompt of more than ``sampling.maxPromptTokens`` or ``maxTaskBytes``: it is left out and
+    counted, and in training the next one takes its place, or the job ends with an error."""
 
 
 class WorkersSpec(Spec):
@@ -211,6 +214,9 @@ class AlgorithmSpec(Spec):
     """Denominator of the ratio: log-probs of the sampler, of the trainer before the step, or of one step behind."""
     filter_zero_variance: Literal["keep", "drop"] = "keep"
     """What becomes of groups whose rewards are all equal; dropped ones are counted and refilled."""
+    max_filtered_batches: Annotated[int, Field(ge=1, le=100_000)] = 10
+    """Most groups that are dropped so for one optimizer step, in batches of ``promptsPerStep``; beyond that the job
+    ends with an error that says so (verl: ``max_num_gen_batches``)."""
     seed: Seed = 0
     """Seed of everything random: sampling is keyed by (seed, prompt, sample, position)."""
 
@@ -246,7 +252,7 @@ class SamplingSpec(Spec):
     max_tokens: Annotated[int, Field(ge=1, le=1_048_576)]
     """Most tokens of a response."""
     max_prompt_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 512
-    """Most tokens of a prompt, held out or not; a longer one is refused by the driver, with its serial."""
+    """Most tokens of a prompt, held out or not; for a longer one see ``data.overlong``."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus; 1 is off."""
     top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0

@@ -89,6 +89,44 @@ class CheckpointState(Wire):
     """When it was complete."""
 
 
+class StepProgress(Wire):
+    """How far the step is that is being made."""
+
+    step: Count
+    """The step."""
+    samples: Count
+    """Samples that it takes."""
+    generated: Count = 0
+    """Those of them that are generated and scored."""
+    filtered: Count = 0
+    """Samples of this step that were generated and left out, and others in their place."""
+    trained: Count = 0
+    """Those whose gradient is computed."""
+    running: Count = 0
+    """Sequences in generation, of all steps."""
+    tokens_per_second: Annotated[float, Field(ge=0)] = 0.0
+    """Response tokens of the sequences that ended, in a second, by all rollouts, over the last seconds."""
+    publishing: Count | None = None
+    """Step of the version that is being published."""
+    saving: bool = False
+    """Whether a checkpoint is being written."""
+
+    @property
+    def words(self) -> str:
+        """The same in one sentence."""
+        done = (
+            f"step {self.step}: generated {self.generated} of {self.samples}, trained {self.trained} of {self.samples}"
+        )
+        beside = {
+            f"{self.filtered} filtered": self.filtered,
+            f"{self.running} sequence{'' if self.running == 1 else 's'} running": self.running,
+            f"{self.tokens_per_second:.0f} tokens/s": self.tokens_per_second,
+            f"publishing θ_{self.publishing}": self.publishing is not None,
+            "writing a checkpoint": self.saving,
+        }
+        return "; ".join(filter(None, (done, ", ".join(words for words, there in beside.items() if there))))
+
+
 class DriverStatus(Wire):
     """Answer of ``GET /v1/status``."""
 
@@ -100,12 +138,16 @@ class DriverStatus(Wire):
     """Optimizer steps done."""
     steps: Count = 0
     """Optimizer steps of the run."""
+    progress: StepProgress | None = None
+    """How far the next step is; absent before the first one and after the last."""
     reward: float | None = None
     """Mean reward of the last step's samples."""
     eval: float | None = None
     """pass@1 of the last evaluation."""
     eval_greedy: float | None = None
     """Greedy accuracy of the last evaluation."""
+    eval_reward: float | None = None
+    """Mean reward of the last evaluation's samples, the greedy ones apart."""
     tokens_per_second: Annotated[float, Field(ge=0)] = 0.0
     """Tokens trained in a second, prompts and responses, over the last steps."""
     eta_seconds: Annotated[float, Field(ge=0)] | None = None
@@ -124,6 +166,8 @@ class DriverStatus(Wire):
     """Share of its time that the trainer waited for samples."""
     idle_share: Annotated[dict[str, float], Field(max_length=16)] = Field(default_factory=dict)
     """By role: share of their time in which instances did nothing."""
+    prompts_skipped: Count = 0
+    """Training prompts left out because they are too long, see ``data.overlong``."""
     rollouts: Annotated[tuple[RolloutState, ...], Field(max_length=10_000)] = ()
     """The rollouts."""
     rewards: RewardState = Field(default_factory=RewardState)

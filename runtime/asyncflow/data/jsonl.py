@@ -1,7 +1,8 @@
 """Prompts of a JSONL file: ``jsonl://PATH?prompt=FIELD&answer=FIELD``, one task a line.
 
-Invariants: a file is split by ``held_out`` like every source, unless its config says ``split: whole``; a training
-source goes through the file in a new keyed order each epoch, so that any serial can be had without those before it.
+Invariants: a file is used whole, unless its config says ``split: hash``: then training and evaluation each take their
+part by ``held_out``, as of every source; a training source goes through the file in a new keyed order each epoch, so
+that any serial can be had without those before it.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ def open_jsonl(
     """Read the file. Raises ManifestError with path and line where it cannot be used.
 
     prompt_field: a text, or a list of {role, content}; answer_field: any JSON. The other fields of a line are the
-    task's ``meta``. config: ``split``: ``hash`` (the default) or ``whole``; of equal questions the first is kept.
+    task's ``meta``. config: ``split``: ``whole`` (the default) or ``hash``; of equal questions the first is kept.
     """
-    split = config.get("split", "hash")
+    split = config.get("split", "whole")
     unknown = sorted(set(config) - {"split"})
     if unknown or split not in ("hash", "whole"):
         raise ManifestError(
-            f"config {dict(config)} is not understood", where=where, hint="it may hold `split: hash` or `split: whole`"
+            f"config {dict(config)} is not understood", where=where, hint="it may hold `split: whole` or `split: hash`"
         )
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -75,10 +76,11 @@ def open_jsonl(
             read.setdefault(prompt.question, prompt)
     prompts = [p for p in read.values() if split == "whole" or held_out(p.question) == (purpose == "eval")]
     if len(prompts) < (size or 1):
+        taken = "all of them" if split == "whole" else "its part of them"
         raise ManifestError(
             f"has {len(prompts)} {'training' if purpose == 'train' else 'held-out'} prompts, not {size or 1}",
             where=str(path),
-            hint="a file is split by hash; with a file for each purpose, set `split: whole` in both configs",
+            hint=f"The file has {len(read)} different questions, and config.split: {split} takes {taken}",
         )
     return JsonlSource(prompts, name=str(path), seed=seed, purpose=purpose, size=size)
 

@@ -96,7 +96,7 @@ def _file(text: str, *, where: str) -> tuple[Path, dict[str, str]]:
 
 
 def check_disjoint(train: PromptSource, evaluation: PromptSource) -> None:
-    """Refuse two finite sources that share a question, as files used whole may.
+    """Refuse two finite sources that share a question, as one file used whole for both does.
 
     Endless sources are disjoint by construction, as long as both hold out the same share. Raises ManifestError.
     """
@@ -115,5 +115,5 @@ def check_disjoint(train: PromptSource, evaluation: PromptSource) -> None:
         raise ManifestError(
             f"{len(shared)} held-out prompts are also trained on, such as {shared[0]!r}",
             where="data.eval",
-            hint="leave `split: whole` out, or take them out of the training file",
+            hint="Set data.*.config.split: hash for both, or take them out of the training file",
         )

@@ -20,14 +20,15 @@ from pathlib import Path
 
 from asyncflow import clock
 from asyncflow.api.job import RLJob
-from asyncflow.api.status import DriverStatus, Phase
+from asyncflow.api.status import DriverStatus, Phase, StepProgress
 from asyncflow.data.prompter import Prompter
-from asyncflow.driver.book import PromptBook, generating
+from asyncflow.driver.book import PromptBook
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S, Dispatcher
 from asyncflow.driver.ending import Ending
 from asyncflow.driver.evaluation import Evaluation, EvaluationResult
 from asyncflow.driver.gauges import count_step, show
 from asyncflow.driver.groups import GroupPolicy, Groups
+from asyncflow.driver.inside import StepWatch
 from asyncflow.driver.journal import StateFile
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
@@ -53,6 +54,8 @@ log = logging.getLogger(__name__)
 
 PULSE_S = 0.5
 REMEMBER_S = 5.0
+LOOK_S = 2.0
+TELL_S = 10.0
 FULL = 0.8
 """Share of the queue's bytes at which a checkpoint is forced, so that its commit frees them."""
 
@@ -96,8 +99,10 @@ class Driver:
         )
         self.phase: Phase = "Starting"
         self._stats: QueueStats | None = None
-        self._generated = 0
-        self._seen: set[int] = set()
+        self._inside: StepProgress | None = None
+        self._watch = StepWatch(
+            queue, members=self.members, samples=spec.algorithm.prompts_per_step * spec.algorithm.group_size
+        )
         self._full_at = -1
         self._moved = clock.now()
         self._dispatcher = Dispatcher(
@@ -110,6 +115,7 @@ class Driver:
             flow=self._flow,
             changed=self.wake.changed,
             on_first=self._first_dispatch,
+            on_skip=self.metrics.prompts_skipped.inc,
         )
         kept = StateFile(folder / "rewards.json")
         self.rewards = RewardTally(
@@ -152,8 +158,9 @@ class Driver:
             suspending=lambda: self.phase == "Suspending",
             export_s=spec.limits.stall_seconds,
             stop_s=spec.limits.stop_seconds,
-            devices=spec.trainer.replicas + spec.rollout.replicas,
+            devices=spec.devices,
             rewards=self.rewards,
+            prompts_skipped=lambda: self._dispatcher.skipped,
         )
         server.route("driver.report", TrainReport, self._report)
 
@@ -169,6 +176,7 @@ class Driver:
             "replacing lost samples": self._dispatcher.replace_lost,
             "advantages": self._groups.run,
             "the pulse": self._pulse,
+            "progress": self._look_inside,
         }
         if self._evaluation is not None:
             loops |= {
@@ -202,6 +210,8 @@ class Driver:
             checkpoint=self._ending.checkpoint,
             idle_share=self.lives.idle_shares(clock.now()),
             rewards=self.rewards.state,
+            prompts_skipped=self._dispatcher.skipped,
+            inside=self._inside if self._inside and self._inside.step == self.progress.done + 1 else None,
             clock_ahead_s=clock.ahead(),
             waiting_for=self.rewards.paused
             or waiting_for(
@@ -257,9 +267,11 @@ class Driver:
             await self.queue.take_over(partition=partition, timeout=CALL_TIMEOUT_S)
         snapshot = await self.queue.snapshot(partition=TRAIN, timeout=CALL_TIMEOUT_S)
         self.book.restore(snapshot)
+        size = self.job.spec.algorithm.group_size
+        self._groups.filtered.update({step: state.filtered // size for step, state in snapshot.steps.items()})
         self.progress.begin_at(snapshot.last_staged_step, attempt=snapshot.attempt)
-        self._generated = self.book.next_serial - generating(snapshot)
         self._ending.note_commit(snapshot.last_committed_step)
+        await self._dispatcher.recall()
         await self.queue.clear_partition(partition=EVAL, timeout=CALL_TIMEOUT_S)
 
     async def _pulse(self) -> None:
@@ -291,6 +303,19 @@ class Driver:
             self.wake.tell()
             await asyncio.sleep(PULSE_S)
 
+    async def _look_inside(self) -> None:
+        """Look into the step that is being made, and log it as long as nothing else is told."""
+        told, logged = self.progress.done, time.monotonic()
+        while True:
+            step = self.progress.done + 1
+            self._inside = await self._watch.look(step) if step <= self.progress.steps else None
+            if told != step:
+                told, logged = step, time.monotonic()
+            elif self._inside is not None and time.monotonic() - logged >= TELL_S:
+                logged = time.monotonic()
+                log.info("%s", self._inside.words)
+            await asyncio.sleep(LOOK_S)
+
     def _flow(self) -> Flow | None:
         newest = self.versions.newest
         if newest is None or self.phase != "Running" or self.rewards.paused:
@@ -298,7 +323,7 @@ class Driver:
         return Flow(
             published=newest,
             dispatched=self.book.dispatched,
-            running=self.book.next_serial - self._generated,
+            running=self.book.running,
         )
 
     def _evaluated(self, result: EvaluationResult) -> None:
@@ -307,8 +332,7 @@ class Driver:
         self.wake.tell()
 
     def _finished(self, serial: int) -> None:
-        self._generated += serial not in self._seen
-        self._seen.add(serial)
+        self.book.finish(serial)
         self.wake.tell()
 
     def _exclude(self, serial: int) -> None:

@@ -40,7 +40,7 @@ class Ending:
 
     unevaluated: gives the versions whose evaluation is still to come; suspending: whether the job is to be suspended;
     export_s: how long the trainer may take from the last commit to the end of its export; stop_s: how long the others
-    have to leave; devices: that the job uses.
+    have to leave; devices: that the job uses; prompts_skipped: gives how many were too long.
     checkpoint: step of the newest commit and when it was first seen, by ``clock.now``.
     """
 
@@ -55,6 +55,7 @@ class Ending:
     stop_s: float
     devices: int
     rewards: RewardTally
+    prompts_skipped: Callable[[], int]
     checkpoint: tuple[int, float] | None = field(default=None, init=False)
 
     async def reached(self) -> Phase:
@@ -104,6 +105,7 @@ class Ending:
             lives=self.members.lives,
             rewards=self.rewards.state,
             devices=self.devices,
+            prompts_skipped=self.prompts_skipped(),
         )
         write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         await self.members.dismiss(within_s=self.stop_s)

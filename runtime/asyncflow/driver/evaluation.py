@@ -1,4 +1,4 @@
-"""Accuracy on held-out prompts, at versions that the schedule names, without stopping anything.
+"""Accuracy and mean reward on held-out prompts, at versions that the schedule names, without stopping anything.
 
 An evaluation is a partition's worth of rows pinned to one version; instances that are at that version generate them
 between training prompts. Each held-out prompt is sampled ``samples`` times at the evaluation's temperature and, where
@@ -12,23 +12,28 @@ another driver put cannot turn up: this one has taken over, and what it creates 
 A row names a step and no attempt of the trainer, as rows of training do: an instance that has still loaded the θ_step
 of an earlier attempt may answer. A sample that is lost and made again, before or after it was counted, counts once.
 
+A held-out prompt that is too long is left out of all evaluations, where ``data.overlong`` says so.
+
 Invariant: an evaluation is recorded once a round, when all its samples of that round are in, and all of them were made
 by a θ_step.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from asyncflow.api.job import RLJobSpec
 from asyncflow.data.prompter import Prompter
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
-from asyncflow.driver.prompts import PROMPTS_PER_PUT, PromptColumns
-from asyncflow.driver.rewards import RewardTally
+from asyncflow.driver.prompts import PROMPTS_PER_PUT, Overlong, PromptColumns
+from asyncflow.driver.rewards import RewardTally, failure_of
 from asyncflow.driver.tasks import EVAL
+from asyncflow.net.batches import batches
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta
 
@@ -42,10 +47,10 @@ RIGHT = 1.0
 
 @dataclass(kw_only=True)
 class Tally:
-    """What has come in of one evaluation: whether (serial, sample) was right, so that a repeat changes nothing."""
+    """What has come in of one evaluation, so that a repeat changes nothing: by (serial, sample) its reward, or None."""
 
-    sampled: dict[tuple[int, int], bool] = field(default_factory=dict)
-    greedy: dict[tuple[int, int], bool] = field(default_factory=dict)
+    sampled: dict[tuple[int, int], float | None] = field(default_factory=dict)
+    greedy: dict[tuple[int, int], float | None] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -55,12 +60,18 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
-    """Means over the held-out prompts. pass@1 is the mean over all samples at the evaluation's temperature."""
+    """Means over the held-out prompts.
+
+    accuracy, greedy: share of right answers over all samples at the evaluation's temperature (pass@1), and greedily;
+    reward, greedy_reward: mean rewards of those of the same that have one (None in lines of older versions).
+    """
 
     step: int
     prompts: int
     accuracy: float
     greedy: float | None
+    reward: float | None = None
+    greedy_reward: float | None = None
 
 
 @dataclass(kw_only=True)
@@ -83,6 +94,7 @@ class Evaluation:
     due: Callable[[], list[int]]
     changed: Callable[[], Awaitable[None]]
     finished: Callable[[EvaluationResult], None]
+    _fitting: Sequence[int] = ()
     _tallies: dict[int, Tally] = field(default_factory=dict)
     _put: set[int] = field(default_factory=set)
     _round: int = 0
@@ -109,7 +121,11 @@ class Evaluation:
         self._tallies.clear()
 
     async def put_due(self) -> None:
-        """Create the rows of each evaluation as it falls due; may be run again after it failed."""
+        """Create the rows of each evaluation as it falls due; may be run again after it failed.
+
+        Raises ManifestError for a prompt that is too long, where such are refused, and where all are.
+        """
+        self._fitting = self._fitting or await asyncio.to_thread(self._fit)
         while True:
             if self._cleared != self._round:
                 cleared = self._round
@@ -123,15 +139,29 @@ class Evaluation:
             await self.changed()
 
     async def _create(self, step: int) -> None:
-        for start in range(0, self.prompts, PROMPTS_PER_PUT):
-            await self._put_prompts(step, range(start, min(start + PROMPTS_PER_PUT, self.prompts)))
+        for indices in batches(self._fitting, PROMPTS_PER_PUT):
+            await self._put_prompts(step, indices)
 
     async def _put_prompts(self, step: int, indices: Sequence[int]) -> None:
         metas = [self._meta(step, index, sample) for index in indices for sample in range(self.group_size)]
-        columns = self.columns.columns(indices, copies=self.group_size)
+        columns = self.columns.columns([self.columns.encode(index) for index in indices], copies=self.group_size)
         await self.queue.create(
             metas, columns, group_size=self.group_size, outputs=self.columns.outputs, timeout=CALL_TIMEOUT_S
         )
+
+    def _fit(self) -> list[int]:
+        """Return the indices of the prompts that are not too long."""
+        fitting: list[int] = []
+        for index in range(self.prompts):
+            try:
+                self.columns.encode(index)
+            except Overlong as error:
+                if not self.columns.skips or (index == self.prompts - 1 and not fitting):
+                    raise
+                log.warning("left out of all evaluations: %s", error.what)
+            else:
+                fitting.append(index)
+        return fitting
 
     async def replace_lost(self) -> None:
         """Create again the rows whose bytes were lost with a storage unit, for as long as the job lasts."""
@@ -150,7 +180,8 @@ class Evaluation:
                 self._take(row)
             if rows:
                 await self.queue.drop(rows, reason=SCORED, timeout=CALL_TIMEOUT_S)
-            for step in [step for step, tally in self._tallies.items() if tally.size == self.prompts * self.group_size]:
+            whole = len(self._fitting) * self.group_size
+            for step in [step for step, tally in self._tallies.items() if tally.size == whole]:
                 self.finished(self._result(step, self._tallies.pop(step)))
 
     def _take(self, row: LeasedRow) -> None:
@@ -167,14 +198,17 @@ class Evaluation:
         kind = tally.greedy if greedy else tally.sampled
         if (row.meta.serial, row.meta.sample) not in kind:
             self.rewards.take(row)
-        kind[row.meta.serial, row.meta.sample] = float(row.meta.tags["reward"]) >= RIGHT
+        reward = None if failure_of(row) else float(row.meta.tags["reward"])
+        kind[row.meta.serial, row.meta.sample] = reward
 
     def _result(self, step: int, tally: Tally) -> EvaluationResult:
         return EvaluationResult(
             step=step,
-            prompts=self.prompts,
-            accuracy=sum(tally.sampled.values()) / len(tally.sampled),
-            greedy=sum(tally.greedy.values()) / len(tally.greedy) if tally.greedy else None,
+            prompts=len(self._fitting),
+            accuracy=_share_right(tally.sampled.values()),
+            greedy=_share_right(tally.greedy.values()) if tally.greedy else None,
+            reward=_mean(tally.sampled.values()),
+            greedy_reward=_mean(tally.greedy.values()),
         )
 
     def _meta(self, step: int, index: int, sample: int) -> RowMeta:
@@ -192,3 +226,12 @@ class Evaluation:
 
     def _is_greedy(self, sample: int) -> bool:
         return self.greedy and sample == self.group_size - 1
+
+
+def _share_right(rewards: Collection[float | None]) -> float:
+    return fmean(reward is not None and reward >= RIGHT for reward in rewards)
+
+
+def _mean(rewards: Iterable[float | None]) -> float | None:
+    had = [reward for reward in rewards if reward is not None]
+    return fmean(had) if had else None

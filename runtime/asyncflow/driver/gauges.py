@@ -21,6 +21,8 @@ def show(metrics: DriverMetrics, status: DriverStatus, *, stats: QueueStats, mem
         metrics.reward_mean.set(status.reward)
     if status.eval is not None:
         metrics.eval_accuracy.set(status.eval)
+    if status.eval_reward is not None:
+        metrics.eval_reward.set(status.eval_reward)
     for task, count in stats.ready.items():
         metrics.queue_rows.labels(f"ready {task}").set(count)
     for state, count in (("staged", stats.staged), ("live", stats.live), ("wanted", stats.wanted)):

@@ -12,8 +12,9 @@ counted; a driver that takes over in the middle of a group decides as the one be
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final
 
@@ -25,6 +26,7 @@ from asyncflow.api.job import RLJobSpec
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
 from asyncflow.driver.rewards import RewardTally, failure_of
 from asyncflow.driver.tasks import TRAIN
+from asyncflow.errors import ManifestError
 from asyncflow.net.frames import Jagged
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow
@@ -42,15 +44,16 @@ _FEWEST: Final = 2
 class GroupPolicy:
     """What becomes of a finished group.
 
-    estimator: the advantage's name (``asyncflow.algorithms.advantages``). drop_zero_variance: DAPO's dynamic sampling.
-    drop_timeouts: a reward that ran into its deadline is none, instead of 0. shuffle_seed: permute the rewards of each
-    group by it, the control in which nothing may be learned; None is off. refills: whether another group takes the
-    place of one that goes no further; in a run that promises the same bits none can, because which one it is would
-    depend on when it happens.
+    estimator: the advantage's name (``asyncflow.algorithms.advantages``). drop_zero_variance: DAPO's dynamic sampling,
+    with at most ``most_filtered`` groups dropped for one step. drop_timeouts: a reward that ran into its deadline is
+    none, instead of 0. shuffle_seed: permute the rewards of each group by it, the control in which nothing may be
+    learned; None is off. refills: whether another group takes the place of one that goes no further; in a run that
+    promises the same bits none can, because which one it is would depend on when it happens.
     """
 
     estimator: AdvantageName
     drop_zero_variance: bool
+    most_filtered: int
     drop_timeouts: bool
     shuffle_seed: int | None = None
     refills: bool = True
@@ -61,6 +64,7 @@ class GroupPolicy:
         return cls(
             estimator=spec.algorithm.advantage,
             drop_zero_variance=spec.algorithm.filter_zero_variance == "drop",
+            most_filtered=spec.algorithm.max_filtered_batches * spec.algorithm.prompts_per_step,
             drop_timeouts=spec.reward.on_timeout == "drop",
             shuffle_seed=spec.algorithm.seed if spec.reward.shuffle else None,
             refills=not spec.schedule.deterministic,
@@ -90,6 +94,7 @@ class Groups:
     """Runs the advantage task.
 
     finished: told the serial of each group that was generated; excluded: of one that the trainer will not see.
+    filtered: groups of each step without variance, those that an earlier driver dropped included.
     """
 
     queue: QueueClient
@@ -97,9 +102,13 @@ class Groups:
     rewards: RewardTally
     finished: Callable[[int], None]
     excluded: Callable[[int], None]
+    filtered: Counter[int] = field(default_factory=Counter)
 
     async def run(self) -> None:
-        """Serve the task for as long as the job lasts."""
+        """Serve the task for as long as the job lasts.
+
+        Raises ManifestError when more groups of a step had no variance than the policy allows.
+        """
         while True:
             rows = await self.queue.claim(
                 partition=TRAIN, task="advantage", max_rows=1 << 20, max_groups=GROUPS_PER_CLAIM, timeout=CALL_TIMEOUT_S
@@ -121,6 +130,8 @@ class Groups:
             if kept:
                 await self.queue.drop(kept, reason=reason, timeout=CALL_TIMEOUT_S)
             self._exclude(serial, reason)
+            if reason == FILTERED_ZERO_VARIANCE:
+                self._count_filtered(group[0].meta.step, reward=rewards[0])
             return
         advantages = self.policy.advantages(serial, rewards)
         column = Jagged.from_rows([advantages[i : i + 1] for i in range(len(kept))], np.float32)
@@ -136,4 +147,15 @@ class Groups:
             self.rewards.pause(
                 f"the reward to be mended: group {serial} goes no further ({reason}), and schedule.deterministic is "
                 "true: which prompt takes its place would depend on when that happened"
+            )
+
+    def _count_filtered(self, step: int, *, reward: float) -> None:
+        self.filtered[step] += 1
+        if self.filtered[step] > self.policy.most_filtered:
+            raise ManifestError(
+                f"{self.filtered[step]} groups of step {step} were dropped: within each, all rewards were equal,"
+                f" the last time {reward:g}",
+                where="spec.algorithm.filterZeroVariance",
+                hint="The task is too easy or too hard for the model, or the reward always says the same. Change data"
+                " or reward, keep such groups, or raise maxFilteredBatches; the run can be resumed",
             )

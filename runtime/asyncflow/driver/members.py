@@ -21,7 +21,7 @@ from asyncflow.driver.lives import Life, Lives
 from asyncflow.driver.status import rollout_state
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, StaleHandle
 from asyncflow.net.directory import Directives, Directory, Member
-from asyncflow.net.roster import AGE
+from asyncflow.net.roster import AGE, Status
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.weights.service import CatalogueService
 
@@ -83,9 +83,12 @@ class Members:
     @property
     def transfer_seconds(self) -> float | None:
         """Median duration of the rollouts' last transfers of weights, None before there was one."""
-        statuses = [self._directory.status(member.incarnation) for member in self._directory.members("rollout")]
-        lasted = [float(status["pull_s"]) for status in statuses if "pull_s" in status]
+        lasted = [float(status["pull_s"]) for status in self.told("rollout") if "pull_s" in status]
         return statistics.median(lasted) if lasted else None
+
+    def told(self, role: str) -> list[Status]:
+        """Return what the members of a role said in their last heartbeats."""
+        return [self._directory.status(member.incarnation) for member in self._directory.members(role)]
 
     def rollouts(self, *, newest: int | None, lag: int) -> list[RolloutState]:
         """Give the state of each rollout; newest: step of the newest version; lag: how far behind is allowed."""

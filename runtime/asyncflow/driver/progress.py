@@ -13,7 +13,7 @@ lines are missing; durations are those that the trainer measured with a clock th
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -140,8 +140,7 @@ class Progress:
     def evaluated(self, result: EvaluationResult, *, at: float) -> None:
         """Record an evaluation."""
         self.evaluations[result.step] = result
-        fields = {"step": result.step, "prompts": result.prompts, "accuracy": result.accuracy, "greedy": result.greedy}
-        self.note("evaluation", at=at, **fields)
+        self.note("evaluation", at=at, **asdict(result))
 
     @property
     def lines(self) -> list[dict[str, Any]]:

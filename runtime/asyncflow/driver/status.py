@@ -10,7 +10,16 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from asyncflow.api.job import RLJobSpec
-from asyncflow.api.status import CheckpointState, DriverStatus, Lag, Phase, QueueDepth, RewardState, RolloutState
+from asyncflow.api.status import (
+    CheckpointState,
+    DriverStatus,
+    Lag,
+    Phase,
+    QueueDepth,
+    RewardState,
+    RolloutState,
+    StepProgress,
+)
 from asyncflow.driver.progress import Progress
 from asyncflow.identity import Version
 from asyncflow.net.roster import Member, Status
@@ -58,13 +67,16 @@ def build_status(
     checkpoint: tuple[int, float] | None,
     idle_share: Mapping[str, float],
     rewards: RewardState,
+    prompts_skipped: int,
+    inside: StepProgress | None,
     waiting_for: str,
     clock_ahead_s: float,
 ) -> DriverStatus:
     """Put together what is known now.
 
     newest: step of the newest version; version_bytes: its size; transfer_seconds: what its transfers take; checkpoint:
-    step and when, by ``clock.now``; clock_ahead_s: by how much the system clock is ahead of that.
+    step and when, by ``clock.now``; prompts_skipped: those that were too long; inside: how far the next step is;
+    clock_ahead_s: by how much the system clock is ahead of ``clock.now``.
     """
     last: dict[str, Any] = progress.lines[-1] if progress.lines else {}
     evaluation = progress.evaluations[max(progress.evaluations)] if progress.evaluations else None
@@ -73,9 +85,11 @@ def build_status(
         phase=phase,
         step=progress.done,
         steps=progress.steps,
+        progress=inside,
         reward=last.get("reward"),
         eval=evaluation.accuracy if evaluation else None,
         eval_greedy=evaluation.greedy if evaluation else None,
+        eval_reward=evaluation.reward if evaluation else None,
         tokens_per_second=progress.tokens_per_second(),
         eta_seconds=progress.eta_seconds(),
         last_step_at=timestamp(last["at"] + clock_ahead_s) if last else None,
@@ -88,6 +102,7 @@ def build_status(
         trainer_wait_share=progress.wait_share(),
         idle_share=dict(idle_share),
         rewards=rewards,
+        prompts_skipped=prompts_skipped,
         rollouts=tuple(rollouts),
         checkpoint=(
             CheckpointState(step=checkpoint[0], at=timestamp(checkpoint[1] + clock_ahead_s)) if checkpoint else None

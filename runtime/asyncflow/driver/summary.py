@@ -24,8 +24,13 @@ def summarize(
     lives: Lives,
     rewards: RewardState,
     devices: int,
+    prompts_skipped: int,
 ) -> dict[str, Any]:
-    """Give the summary. finished: unix seconds; devices: trainer ranks and rollouts (on CPU a process is a device)."""
+    """Return the summary.
+
+    finished: unix seconds; devices: as ``RLJobSpec.devices`` counts them; prompts_skipped: those
+    that were too long.
+    """
     lines = progress.lines
     evaluations = [progress.evaluations[step] for step in sorted(progress.evaluations)]
     first_eval = evaluations[0] if evaluations else None
@@ -45,6 +50,8 @@ def summarize(
         "eval_accuracy_last": last_eval.accuracy if last_eval else None,
         "eval_greedy_first": first_eval.greedy if first_eval else None,
         "eval_greedy_last": last_eval.greedy if last_eval else None,
+        "eval_reward_first": first_eval.reward if first_eval else None,
+        "eval_reward_last": last_eval.reward if last_eval else None,
         "reward_first": lines[0]["reward"] if lines else None,
         "reward_last": lines[-1]["reward"] if lines else None,
         "tokens_generated": lives.tokens_generated,
@@ -62,6 +69,7 @@ def summarize(
             if lines
             else None
         ),
+        "prompts_skipped": prompts_skipped,
         "samples_dispatched": audit.dispatched,
         "samples_trained": audit.trained,
         "samples_filtered": audit.filtered,
@@ -72,6 +80,7 @@ def summarize(
         "samples_lost": audit.lost,
         "samples_duplicated": audit.duplicated,
         "idle_share": lives.idle_shares(finished),
+        "steps_skipped": sum(int(line.get("skipped", 0)) for line in lines),
         "logprob_gap_p99": max(gaps, default=None),
         "trainer_attempts": audit.attempts,
         "redeliveries": audit.redeliveries,

@@ -39,6 +39,7 @@ def tasks_of(spec: RLJobSpec) -> list[TaskSpec]:
             needs=["prompt_ids", *_RESPONSE, "advantage"],
             kind="gang",
             order="key" if spec.schedule.whole_steps else "fifo",
+            shared_tokens=spec.trainer.backend.packing == "shared-prompt",
         ),
         TaskSpec(partition=EVAL, name="rollout", needs=_PROMPT, writes=_RESPONSE, groups=True, lease_s=lease_s),
         TaskSpec(partition=EVAL, name="score", needs=["reward"], lease_s=DRIVER_LEASE_S),

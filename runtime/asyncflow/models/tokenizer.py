@@ -1,13 +1,14 @@
 """A tokenizer as every role uses it: text to ids and back, and chat templates, without transformers or torch.
 
-Invariant: ``Tokenizer.load(folder)`` gives the ids that transformers gives for the same ordinary Hugging Face folder.
+Invariant: ``Tokenizer.load(folder)`` gives the ids that transformers gives for the same ordinary Hugging Face folder,
+on the day ``TODAY`` where the chat template asks for one.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import date
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +18,10 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from asyncflow.errors import ManifestError
+
+TODAY = date(2024, 7, 26)
+"""The day that chat templates are told, so that a run does not depend on when it runs: the one that Llama's templates
+take where they are told none."""
 
 
 class Tokenizer:
@@ -124,7 +129,7 @@ def _compile(template: str) -> Template:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
+    environment.globals["strftime_now"] = TODAY.strftime
     try:
         return environment.from_string(template)
     except TemplateError as error:

@@ -29,7 +29,7 @@ from asyncflow.api.job import RLJob
 from asyncflow.api.load import Manifest, load
 from asyncflow.api.names import HOST_ENV
 from asyncflow.api.queue import TransferQueue
-from asyncflow.errors import AsyncFlowError, CheckpointError, LedgerCorrupt, ManifestError
+from asyncflow.errors import AsyncFlowError, CheckpointError, Diverged, LedgerCorrupt, ManifestError
 from asyncflow.net.loop import Loop
 from asyncflow.roles.post import LOOPBACK, JobPost, Post, QueuePost, RoleOptions, keys_of_job
 from asyncflow.telemetry.logs import setup_logging
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 REFUSED = 2
 _SELDOM = (20_000, 20, 100)
 """Thresholds of the garbage collector's generations (``gc.set_threshold``)."""
-BEYOND_REPAIR = (ManifestError, CheckpointError, LedgerCorrupt)
+BEYOND_REPAIR = (ManifestError, CheckpointError, LedgerCorrupt, Diverged)
 """Errors that the same process would meet again."""
 
 

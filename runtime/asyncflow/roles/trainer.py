@@ -12,6 +12,7 @@ from pathlib import Path
 from asyncflow.algorithms.aggregation import Aggregation
 from asyncflow.algorithms.grpo import GrpoLoss
 from asyncflow.algorithms.losses import Clip
+from asyncflow.api.accelerators import PROFILES
 from asyncflow.api.job import RLJobSpec
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.flow.schedule import Schedule
@@ -48,8 +49,10 @@ async def serve(post: JobPost) -> None:
     spec, options = post.job.spec, post.options
     kind, metrics = _kind_of_backend(spec), TrainerMetrics()
     server = RpcServer(name=f"trainer-{options.index}", bind=post.bind, keys=post.keys)
+    checkpoints = Checkpoints(options.workdir / "checkpoints", keep=spec.storage.checkpoints.keep)
     if options.index == 0:
-        GatherService(attempt=options.attempt, world=spec.trainer.replicas).attach(server)
+        gathering = GatherService(attempt=options.attempt, world=spec.trainer.replicas, progress=checkpoints.progress)
+        gathering.attach(server)
     address = await server.start()
     trainer: Trainer | None = None
     exported = asyncio.Event()
@@ -57,12 +60,7 @@ async def serve(post: JobPost) -> None:
     def status() -> dict[str, object]:
         if trainer is None:
             return {"step": 0, "busy_s": 0.0}
-        return {
-            "step": trainer.step,
-            "busy_s": trainer.busy.total(),
-            "waiting_for": trainer.waiting_for,
-            "exported": exported.is_set(),
-        }
+        return {**trainer.status(), "exported": exported.is_set()}
 
     def ready() -> tuple[bool, str]:
         begun = trainer is not None and trainer.begun
@@ -83,7 +81,7 @@ async def serve(post: JobPost) -> None:
         sender=sender,
         backend=backend,
         group=group,
-        checkpoints=Checkpoints(options.workdir / "checkpoints", keep=spec.storage.checkpoints.keep),
+        checkpoints=checkpoints,
         report=lambda report: _report(membership, metrics, report),
         directives=lambda: membership.directives,
         settings=_settings(post),
@@ -117,8 +115,10 @@ async def _report(membership: Membership, metrics: TrainerMetrics, report: Train
     metrics.step.set(report.step)
     metrics.tokens.labels("prompt").inc(report.tokens - report.response_tokens)
     metrics.tokens.labels("response").inc(report.response_tokens)
+    metrics.steps_skipped.inc(report.metrics.get("skipped", 0.0))
     metrics.wait_seconds.observe(report.seconds.wait)
-    metrics.publish_seconds.observe(report.seconds.publish)
+    if report.publication_s is not None:
+        metrics.publish_seconds.observe(report.publication_s)
     if report.seconds.checkpoint:
         metrics.checkpoint_seconds.observe(report.seconds.checkpoint)
     for name, gauge in (("loss", metrics.loss), ("grad_norm", metrics.grad_norm), ("approx_kl", metrics.kl)):
@@ -143,6 +143,7 @@ def _group(post: JobPost, membership: Membership) -> Group:
         leader=leader,
         loop=asyncio.get_running_loop(),
         keys=post.keys,
+        patience_s=post.job.spec.limits.stall_seconds,
     )
 
 
@@ -190,7 +191,7 @@ def _backend_settings(spec: RLJobSpec, *, host: str) -> BackendSettings:
         threads=spec.trainer.threads,
         group_size=algorithm.group_size,
         seed=algorithm.seed,
-        device="cpu" if spec.trainer.accelerator.profile == "cpu" else "auto",
+        device=PROFILES[spec.trainer.accelerator.profile].device,
         host=host,
         options=backend.options,
     )

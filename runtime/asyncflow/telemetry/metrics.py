@@ -65,11 +65,13 @@ class DriverMetrics(RoleMetrics):
         self.step_seconds = self.histogram("step_seconds", "time from one optimizer step to the next")
         self.reward_mean = self.gauge("reward_mean_ratio", "mean reward of the last step's samples")
         self.eval_accuracy = self.gauge("eval_accuracy_ratio", "accuracy of the last evaluation")
+        self.eval_reward = self.gauge("eval_reward", "mean reward of the last evaluation's samples")
         self.lag = self.histogram(
             "lag_versions", "lag of the trained samples in optimizer steps", "token", buckets=_LAGS
         )
         self.tokens = self.counter("tokens_trained", "tokens trained", "kind")
         self.samples = self.counter("samples", "samples by what became of them", "outcome")
+        self.prompts_skipped = self.counter("prompts_skipped", "training prompts left out because they are too long")
         self.queue_rows = self.gauge("queue_rows_count", "rows in the queue", "state")
         self.queue_bytes = self.gauge("queue_bytes", "bytes held by the queue")
         self.idle_share = self.gauge("idle_share_ratio", "share of time in which the role did no work", "of")
@@ -157,8 +159,9 @@ class TrainerMetrics(RoleMetrics):
         self.grad_norm = self.gauge("grad_norm_ratio", "norm of the last gradient before clipping")
         self.kl = self.gauge("kl_ratio", "estimate of the KL divergence from the sampling policy, last step")
         self.tokens = self.counter("tokens_trained", "tokens trained", "kind")
+        self.steps_skipped = self.counter("steps_skipped", "optimizer steps left out: their gradient was not finite")
         self.wait_seconds = self.histogram("wait_seconds", "time a slot was waited for")
-        self.publish_seconds = self.histogram("publish_seconds", "time to publish a version")
+        self.publish_seconds = self.histogram("publish_seconds", "time to publish a version, beside the training")
         self.checkpoint_seconds = self.histogram("checkpoint_seconds", "time to write a checkpoint")
 
 

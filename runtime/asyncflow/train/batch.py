@@ -54,7 +54,10 @@ class MicroBatch:
 
     @classmethod
     def of(cls, keys: Sequence[SampleKey], columns: Mapping[str, Jagged]) -> MicroBatch:
-        """Build it from fetched columns, in the order of ``keys``. Raises ProtocolError where the columns disagree."""
+        """Build it from fetched columns, in the order of ``keys``.
+
+        Raises ProtocolError where the columns disagree, or a reward is not finite.
+        """
         responses = columns["response_ids"]
         expected = {"logprobs": responses, "versions": responses, LOSS_MASK: responses}
         for name, column in columns.items():
@@ -72,6 +75,9 @@ class MicroBatch:
                     f"not {lengths[wrong[0]]}",
                     where="trainer",
                 )
+        rewards = np.asarray(columns["reward"].values, dtype=np.float32) if "reward" in columns else None
+        if rewards is not None and len(odd := np.flatnonzero(~np.isfinite(rewards))):
+            raise ProtocolError(f"sample {tuple(keys[odd[0]])}: reward is {rewards[odd[0]]}", where="trainer")
         return cls(
             keys=keys,
             prompts=columns["prompt_ids"],
@@ -80,7 +86,7 @@ class MicroBatch:
             versions=columns["versions"],
             advantages=np.asarray(columns["advantage"].values, dtype=np.float32),
             loss_mask=columns.get(LOSS_MASK),
-            rewards=np.asarray(columns["reward"].values, dtype=np.float32) if "reward" in columns else None,
+            rewards=rewards,
         )
 
     def __len__(self) -> int:
@@ -97,7 +103,25 @@ class MicroBatch:
         counted = np.r_[0, np.cumsum(self.loss_mask.values, dtype=np.int64)]
         return np.diff(counted[self.loss_mask.offsets])
 
-    def made_by(self, version: int) -> NDArray[np.bool_]:
-        """Say of each sample, [n], whether all its tokens come from the packed version ``version``."""
-        other = np.r_[0, np.cumsum(self.versions.values != version)]
-        return np.equal(np.diff(other[self.versions.offsets]), 0)
+    def makers(self) -> NDArray[np.int64]:
+        """Return the packed version that made all tokens of each sample, [n]; -1 where there is no such one."""
+        starts, lengths = self.versions.offsets[:-1], self.response_lengths()
+        makers = np.full(len(self), -1, dtype=np.int64)
+        some = lengths > 0
+        makers[some] = self.versions.values[starts[some]]
+        other = np.r_[0, np.cumsum(self.versions.values != np.repeat(makers, lengths))]
+        makers[np.diff(other[self.versions.offsets]) > 0] = -1
+        return makers
+
+    def take(self, indices: Sequence[int]) -> MicroBatch:
+        """Return the samples at ``indices`` alone."""
+        return MicroBatch(
+            keys=[self.keys[index] for index in indices],
+            prompts=self.prompts.take(indices),
+            responses=self.responses.take(indices),
+            logprobs=self.logprobs.take(indices),
+            versions=self.versions.take(indices),
+            advantages=self.advantages[list(indices)],
+            loss_mask=None if self.loss_mask is None else self.loss_mask.take(indices),
+            rewards=None if self.rewards is None else self.rewards[list(indices)],
+        )

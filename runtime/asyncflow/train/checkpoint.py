@@ -13,6 +13,7 @@ manifest holds files of exactly the sizes and digests that it names. A trainer o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 _ATTEMPT = "attempt"
 _FORMAT = 1
+_CHUNK = 1 << 24
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,11 +65,14 @@ class Checkpoint(msgspec.Struct, frozen=True):
     folder: Path
     manifest: CheckpointManifest
 
-    def verify(self) -> None:
-        """Read everything and compare. Raises CheckpointError at the first file that is not as it was written."""
+    def verify(self, *, read: Callable[[int], None] = lambda _: None) -> None:
+        """Read everything and compare. Raises CheckpointError at the first file that is not as it was written.
+
+        read: told how many bytes more were read.
+        """
         for file in self.manifest.files:
             path = self.folder / file.path
-            if not path.is_file() or path.stat().st_size != file.size or _digest(path) != file.sha256:
+            if not path.is_file() or path.stat().st_size != file.size or _digest(path, read) != file.sha256:
                 raise CheckpointError(
                     f"{file.path} is missing or not as it was written ({file.size} bytes)",
                     where=str(self.folder),
@@ -81,6 +86,20 @@ class Checkpoints:
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
         self.folder = folder
         self._keep = max(1, keep)
+        self._handled = 0
+        self._draft: Path | None = None
+
+    def progress(self) -> int:
+        """Return a number that changes while a checkpoint is written or read; for another thread, it may block."""
+        draft, written = self._draft, 0
+        if draft is not None:
+            with contextlib.suppress(OSError):
+                written = sum(file.stat().st_size for file in draft.iterdir())
+        return self._handled + written
+
+    def handled(self, bytes_: int) -> None:
+        """Note that so many bytes more were synced or read."""
+        self._handled += bytes_
 
     def claim(self, attempt: int) -> None:
         """Shut out all older attempts. Raises Fenced if a newer one is already here, CheckpointError if unwritable."""
@@ -107,8 +126,9 @@ class Checkpoints:
         try:
             self._check(manifest.attempt)
             draft.mkdir(parents=True)
+            self._draft = draft
             fill(draft)
-            manifest = msgspec.structs.replace(manifest, files=_stored(draft), saved_at=time.time())
+            manifest = msgspec.structs.replace(manifest, files=_stored(draft, self.handled), saved_at=time.time())
             self._replace(final, draft)
             self._check(manifest.attempt)
             write_whole(final / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
@@ -116,6 +136,7 @@ class Checkpoints:
         except OSError as error:
             raise _unwritable(final, error) from error
         finally:
+            self._draft = None
             shutil.rmtree(draft, ignore_errors=True)
         log.info("checkpoint of step %d in %s", manifest.step, final)
         return Checkpoint(final, manifest)
@@ -165,18 +186,27 @@ class Checkpoints:
             shutil.rmtree(rest, ignore_errors=True)
 
 
-def _stored(folder: Path) -> list[StoredFile]:
+def _stored(folder: Path, handled: Callable[[int], None]) -> list[StoredFile]:
+    """Have everything in ``folder`` on disk; return its files. handled: told of bytes that were synced or read."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in [*files, *(path for path in folder.rglob("*") if path.is_dir()), folder]:
+    for path in files:
+        sync(path)
+        handled(path.stat().st_size)
+    for path in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
         sync(path)
     return [
-        StoredFile(path=str(path.relative_to(folder)), size=path.stat().st_size, sha256=_digest(path)) for path in files
+        StoredFile(path=str(path.relative_to(folder)), size=path.stat().st_size, sha256=_digest(path, handled))
+        for path in files
     ]
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _digest(path: Path, read: Callable[[int], None]) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            read(len(chunk))
+    return digest.hexdigest()
 
 
 def _unwritable(path: Path, error: OSError) -> CheckpointError:

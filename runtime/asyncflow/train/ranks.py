@@ -7,12 +7,14 @@ rank alone needs no socket; several meet at the RpcServer of rank 0, whom they f
 Invariants: round n of attempt a pairs the n-th ``gather`` of every rank of attempt a and nothing else: an array for
 another round, of another attempt, shape or dtype is refused, and a repeated one gets the same answer again. Rank 0's
 table alone decides whether a round came about: once one rank leaves, a round that lacks an array lacks it for all. So
-all ranks end after the same round, and none enters torch's collectives without the others.
+all ranks end after the same round, and none enters torch's collectives without the others. A rank waits for the others
+as long as rank 0 gets on (it alone writes checkpoints, and a disk may be slow).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -21,7 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncflow.errors import AsyncFlowError, Fenced, ProtocolError
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, ProtocolError
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient, RpcServer, persist
 
@@ -29,6 +31,9 @@ log = logging.getLogger(__name__)
 
 _KEEP_ROUNDS = 2
 _LEAVE_S = 2.0
+_TELL_S = 10.0
+_ANSWER_S = 3 * _TELL_S
+_LEAST_S = 1.0
 
 
 class Left(Exception):
@@ -86,13 +91,14 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shares(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to a ``Share``: one frame for each rank, in the order of ranks; none where the round does not come about.
+    """Answer to a ``Share``: one frame for each rank, in the order of ranks; none where the round is not complete.
 
-    left: a rank has left before it was complete.
+    left: a rank has left, so it never will be; progress: else, how far rank 0 has come with what it is doing.
     """
 
     round: int
     left: bool = False
+    progress: int | None = None
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,11 +113,19 @@ class Gone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GatherService:
-    """Rank 0's table of rounds; call ``attach`` before the server starts."""
+    """Rank 0's table of rounds; call ``attach`` before the server starts.
 
-    def __init__(self, *, attempt: int, world: int) -> None:
+    progress: gives a number that changes while rank 0 gets on with what takes long, asked in a thread; tell_s: how
+    often a rank that waits is told of it.
+    """
+
+    def __init__(
+        self, *, attempt: int, world: int, progress: Callable[[], int] = lambda: 0, tell_s: float = _TELL_S
+    ) -> None:
         self._attempt = attempt
         self._world = world
+        self._progress = progress
+        self._tell_s = tell_s
         self._left = False
         self._rounds: dict[int, dict[int, tuple[Share, bytes]]] = {}
         self._changed = asyncio.Condition()
@@ -133,11 +147,13 @@ class GatherService:
                 raise ProtocolError(f"{share} does not fit {other}", where="trainer.gather")
         if not self._left:
             arrays[share.rank] = (share, bytes(frames[0]))
-        async with self._changed:
-            self._changed.notify_all()
-            await self._changed.wait_for(lambda: self._left or len(arrays) == self._world)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._tell_s), self._changed:
+                self._changed.notify_all()
+                await self._changed.wait_for(lambda: self._left or len(arrays) == self._world)
         if len(arrays) < self._world:
-            return Shares(round=share.round, left=True), []
+            progress = None if self._left else await asyncio.to_thread(self._progress)
+            return Shares(round=share.round, left=self._left, progress=progress), []
         self._rounds.pop(share.round - _KEEP_ROUNDS, None)
         return Shares(round=share.round), [arrays[rank][1] for rank in range(self._world)]
 
@@ -157,7 +173,8 @@ class HostGroup:
     """A gang of several processes that meet at rank 0 over the host network.
 
     leader: gives the address of rank 0 *of this attempt*, or None while it is not known; loop: the event loop that runs
-    the calls, while ``gather`` blocks the compute thread; patience_s: how long a gather waits for the slowest rank.
+    the calls, while ``gather`` blocks the compute thread; patience_s: how long a gather waits for the slowest rank
+    while rank 0 does not get on.
     """
 
     def __init__(
@@ -221,16 +238,9 @@ class HostGroup:
         if self._leaving is not None:
             raise Left
 
-        async def attempt() -> tuple[Shares, list[memoryview]]:
-            return await self._client.call_frames(
-                "trainer.gather", share, Shares, timeout=self._patience_s, frames=[content]
-            )
-
         try:
             async with asyncio.timeout(None) as self._limit:
-                shares, frames = await persist(
-                    attempt, what=f"gathering {what} of {self.world} ranks", timeout=self._patience_s
-                )
+                shares, frames = await self._gathered(share, content, f"gathering {what} of {self.world} ranks")
         except TimeoutError:
             raise Left from None
         finally:
@@ -239,3 +249,24 @@ class HostGroup:
             log.info("a rank of the gang leaves: %s will not be gathered", what)
             raise Left
         return frames
+
+    async def _gathered(self, share: Share, content: bytes, what: str) -> tuple[Shares, list[memoryview]]:
+        """Ask until the round is complete or never will be; the patience begins anew whenever rank 0 has got on."""
+
+        async def attempt() -> tuple[Shares, list[memoryview]]:
+            return await self._client.call_frames("trainer.gather", share, Shares, timeout=_ANSWER_S, frames=[content])
+
+        seen: int | None = None
+        until = self._loop.time() + self._patience_s
+        while True:
+            shares, frames = await persist(attempt, what=what, timeout=max(_LEAST_S, until - self._loop.time()))
+            if frames or shares.left:
+                return shares, frames
+            if shares.progress != seen:
+                seen, until = shares.progress, self._loop.time() + self._patience_s
+            elif self._loop.time() > until:
+                raise DeadlineExceeded(
+                    f"{what}: a rank is missing, and rank 0 has not got on for {self._patience_s:g} s",
+                    where="trainer",
+                    hint="The logs of the trainer's ranks say which",
+                )

@@ -13,7 +13,8 @@ from asyncflow.train.tally import Tally
 
 
 class Seconds(Struct, frozen=True, kw_only=True):
-    """Where the time since the last report went. wall: all of it; wait: for samples; compute: forward and backward.
+    """Where the time since the last report went. wall: all of it; wait: for samples; compute: forward and backward;
+    publish: waiting for a publication, which goes on beside the rest.
 
     checkpoint: of those written since the last report, so after the step before this one.
     """
@@ -31,10 +32,12 @@ class TrainReport(Struct, frozen=True, kw_only=True):
 
     ranks: of the gang; metrics: the backend's, by name; reward: mean over the samples; tokens: prompt and response of
     all samples; lag_start, lag_end: versions between the gradient and a sample's oldest and newest token, (step - 1)
-    - v; lag_token_mean: mean over all response tokens; logprob_gap_p99: |engine - trainer| of samples made by the
-    very version that was trained, None where there are none; busy_s: forward, backward, optimizer and checkpoint of
-    rank 0 since its process began; started, ended: unix time of the step; keys: digest of the set of samples,
-    whatever their order; published: whether rollouts can get θ_step.
+    - v; lag_token_mean: mean over all response tokens; logprob_gap_p99: |engine - trainer| under the weights
+    that made the tokens, of all that the trained version made, and of some of each older version whose weights are at
+    hand, None where there are none; busy_s: forward, backward, optimizer and checkpoint of
+    rank 0 since its process began; publication_s: what the last finished publication took, from the copy to the answer
+    of the driver, None before the first; started, ended: unix time of the step; keys: digest of the set of samples,
+    whatever their order; published: whether θ_step is published.
     """
 
     attempt: int
@@ -51,6 +54,7 @@ class TrainReport(Struct, frozen=True, kw_only=True):
     logprob_gap_p99: float | None
     metrics: dict[str, float]
     seconds: Seconds
+    publication_s: float | None
     busy_s: float
     started: float
     ended: float
@@ -67,6 +71,7 @@ def describe(
     step: int,
     published: bool,
     spent: Mapping[str, float],
+    publication_s: float | None,
     busy_s: float,
     started: float,
     ended: float,
@@ -77,7 +82,7 @@ def describe(
         ranks=ranks,
         step=step,
         samples=tally.samples,
-        reward=tally.reward_millionths / 1e6 / max(1, tally.samples),
+        reward=tally.reward_mean,
         tokens=tally.prompt_tokens + tally.response_tokens,
         response_tokens=tally.response_tokens,
         lag_start_max=tally.lag_start_max,
@@ -87,6 +92,7 @@ def describe(
         logprob_gap_p99=metrics.get("logprob_gap_p99"),
         metrics=metrics,
         seconds=Seconds(**{name: spent.get(name, 0.0) for name in Seconds.__struct_fields__}),
+        publication_s=publication_s,
         busy_s=busy_s,
         started=started,
         ended=ended,

@@ -8,6 +8,8 @@ can tell.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import starmap
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,11 @@ from numpy.typing import NDArray
 from asyncflow.identity import Version
 from asyncflow.train.batch import MicroBatch
 
+_UNITS = 1 << 149
+_DIGIT_BITS = 40
+_DIGITS = 8
+"""Digits of a sum of rewards: 320 bits hold 2^40 of the largest float32."""
+_DIGIT = (1 << _DIGIT_BITS) - 1
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
@@ -22,8 +29,8 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 class Tally:
     """Counts of one step. Lags are in steps, (step - 1) - v; ``lag_start_sum`` is over samples that have tokens.
 
-    The digest is a sum of 64-bit hashes of the keys, modulo 2^64, held as int64; rewards are summed in millionths, so
-    that no order of addition shows.
+    The digest is a sum of 64-bit hashes of the keys, modulo 2^64, held as int64. ``rewards`` is the exact sum of the
+    rewards, which are float32, in units of 2^-149: every float32 is a whole number of them.
     """
 
     samples: int = 0
@@ -33,7 +40,7 @@ class Tally:
     lag_start_sum: int = 0
     lag_token_sum: int = 0
     digest: int = 0
-    reward_millionths: int = 0
+    rewards: int = 0
     lag_start_max: int = 0
     lag_end_max: int = 0
 
@@ -45,7 +52,8 @@ class Tally:
         digest = np.array([self.digest], dtype=np.int64).view(np.uint64)
         self.digest = int(np.append(_hashes(batch), digest).sum(dtype=np.uint64).view(np.int64))
         if batch.rewards is not None:
-            self.reward_millionths += int(np.rint(batch.rewards.astype(np.float64) * 1e6).astype(np.int64).sum())
+            ratios = map(float.as_integer_ratio, batch.rewards.tolist())
+            self.rewards += sum(starmap(lambda over, under: over * (_UNITS // under), ratios))
         starts = batch.versions.offsets[:-1][batch.response_lengths() > 0]
         if not len(starts):
             return
@@ -57,20 +65,26 @@ class Tally:
         self.lag_start_max = max(self.lag_start_max, int(oldest.max()))
         self.lag_end_max = max(self.lag_end_max, int(newest.max()))
 
+    @property
+    def reward_mean(self) -> float:
+        """Mean reward over the samples, 0 where there are none."""
+        return float(Fraction(self.rewards, _UNITS * max(1, self.samples)))
+
     def array(self) -> NDArray[np.int64]:
-        """Give all entries in the order of the fields."""
-        return np.array(list(vars(self).values()), dtype=np.int64)
+        """Return all entries in the order of the fields, the last ``_DIGITS`` being the digits of ``rewards``."""
+        digits = [self.rewards >> _DIGIT_BITS * place & _DIGIT for place in range(_DIGITS - 1)]
+        last = self.rewards >> _DIGIT_BITS * (_DIGITS - 1)
+        entries = [value for name, value in vars(self).items() if name != "rewards"]
+        return np.array([*entries, *digits, last], dtype=np.int64)
 
     @classmethod
     def merged(cls, rows: NDArray[np.int64]) -> Tally:
         """Make one tally of the arrays of all ranks, [world, fields]."""
         total, highest = rows.sum(axis=0), rows.max(axis=0)
-        return cls(
-            **{
-                name: int((highest if name.endswith("_max") else total)[index])
-                for index, name in enumerate(vars(cls()))
-            }
-        )
+        names = [name for name in vars(cls()) if name != "rewards"]
+        entries = {name: int((highest if name.endswith("_max") else total)[index]) for index, name in enumerate(names)}
+        digits = enumerate(total[len(names) :].tolist())
+        return cls(**entries, rewards=sum(digit << _DIGIT_BITS * place for place, digit in digits))
 
 
 def _hashes(batch: MicroBatch) -> NDArray[np.uint64]:

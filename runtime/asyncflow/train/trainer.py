@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -26,13 +26,14 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from asyncflow import clock
-from asyncflow.errors import ProtocolError, StaleHandle
+from asyncflow.errors import Diverged, ProtocolError, StaleHandle
 from asyncflow.identity import Version
-from asyncflow.net.roster import Directives
+from asyncflow.net.roster import Directives, Status
 from asyncflow.net.rpc import persist
 from asyncflow.queue.protocol.messages import StepTotals
 from asyncflow.telemetry.busy import BusyClock
 from asyncflow.train.backends.base import TrainerBackend
+from asyncflow.train.batch import MicroBatch
 from asyncflow.train.checkpoint import Checkpoint, CheckpointManifest, Checkpoints
 from asyncflow.train.feed import Feed, Filled, TrainQueue
 from asyncflow.train.loops import streaming, synchronous
@@ -48,6 +49,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _CALL_S = 30.0
 _GRACE_S = 2.0
+_MEASURED = 4
+"""Samples of each older version in a step whose log-probs are computed again with the weights that made them."""
 
 
 class Trainer:
@@ -75,7 +78,9 @@ class Trainer:
         self.busy = BusyClock()
         self.waits = BusyClock()
         self._queue = queue
-        self._publication = Publication(sender, schedule=settings.schedule, attempt=settings.attempt)
+        self._publication = Publication(
+            sender, schedule=settings.schedule, attempt=settings.attempt, patience_s=settings.patience_s
+        )
         self._backend = backend
         self._group = group
         self._checkpoints = checkpoints
@@ -87,16 +92,27 @@ class Trainer:
         self._feed = Feed(queue, rank=group.rank, settings=settings, waits=self.waits, attend=self._attend)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._tally = Tally()
+        self._aged: dict[int, list[MicroBatch]] = {}
         self._samples = 0
         self._committed = 0
+        self._saving = False
         self._checkpoints_asked = directives().checkpoint
         self._leaving = asyncio.Event()
         self._since = (clock.now(), self._clock())
 
-    @property
-    def waiting_for(self) -> str:
-        """The slot that is waited for now, or ""."""
-        return self._feed.waiting_for
+    def status(self) -> Status:
+        """Return what heartbeats report. step: the last completed one; trained: samples of this rank in the next one.
+
+        publishing: step of the version that is being published, -1 for none; saving: whether a checkpoint is written.
+        """
+        return {
+            "step": self.step,
+            "trained": self._backend.trained,
+            "publishing": self._publication.underway,
+            "saving": self._saving,
+            "busy_s": self.busy.total(),
+            "waiting_for": self._feed.waiting_for,
+        }
 
     def leave(self) -> None:
         """Finish what is in hand, write a checkpoint of the last completed step, and return from ``run``.
@@ -107,21 +123,25 @@ class Trainer:
         self._group.leave()
 
     async def run(self) -> int:
-        """Train; give the last completed step. Raises Fenced when a newer attempt of the trainer has begun.
+        """Train; return the last completed step. Raises Fenced when a newer attempt of the trainer has begun.
 
-        Raises StaleHandle where samples of a slot were lost with a storage unit: they can be made again only for a step
-        that begins anew. What is complete is in a checkpoint then, so that no other step does.
+        Raises StaleHandle where samples of a slot were lost with a storage unit (they can be made again only for a step
+        that begins anew) and Diverged where the gradients are not finite any more. What is complete is in a checkpoint
+        then, so that no other step begins anew.
         """
         try:
             await self._start()
             await (synchronous(self) if self._settings.whole else streaming(self))
+            await self._unless_leaving(self._publication.announced())
         except Left:
             log.info("leaving after step %d", self.step)
+            await self._publication.announced(within_s=_GRACE_S)
             await self._save_completed()
-        except StaleHandle:
+        except (StaleHandle, Diverged):
             await self._save_completed()
             raise
         finally:
+            self._publication.close()
             self._thread.shutdown(wait=False, cancel_futures=True)
         return self.step
 
@@ -138,12 +158,16 @@ class Trainer:
     async def accumulate(self, step: int, slot: Filled) -> None:
         """Compute the gradient of one slot."""
         self._tally.add(slot.batch, step=step)
+        version = Version(self._settings.attempt, step - 1).packed
+        if self._group.rank == 0:
+            self._keep_aged(slot.batch, current=version)
         with self.busy("compute"):
-            version = Version(self._settings.attempt, step - 1).packed
             await self._compute(self._backend.micro_batch, slot.batch, version=version)
 
     async def finish(self, step: int, totals: StepTotals | None) -> None:
         """Make θ_step out of what was accumulated, and let everybody know."""
+        with self.waits("publish"):
+            await self._publication.copied()
         with self.busy("optimizer"):
             tally, metrics = await self._compute(self._optimize, step, totals)
         self.step = step
@@ -171,7 +195,9 @@ class Trainer:
             for step in found.manifest.carried:
                 await self._publish(step, partial(Publication.read, found.folder, step))
         await self._publish(self.step, self._weights)
+        await self._unless_leaving(self._publication.announced())
         self._since = (clock.now(), self._clock())
+        self._publication.began_at = self.step
         self.begun = True
         log.info("attempt %d begins at step %d", self._settings.attempt, self.step)
 
@@ -181,7 +207,7 @@ class Trainer:
             self._checkpoints.claim(self._settings.attempt)
             found = self._checkpoints.latest()
             if found is not None:
-                found.verify()
+                found.verify(read=self._checkpoints.handled)
             if found is None or self._backend.settings.loss.kl > 0:
                 self._materialise()
         place = np.array([found.manifest.step, found.manifest.samples] if found is not None else [0, 0])
@@ -190,7 +216,25 @@ class Trainer:
         self._backend.load(self._folder, checkpoint=found.folder if found is not None else None)
         return found
 
+    def _keep_aged(self, batch: MicroBatch, *, current: int) -> None:
+        """Keep some samples of each older version for ``_measure_aged``."""
+        makers = batch.makers()
+        for version in np.unique(makers[(makers >= 0) & (makers != current)]).tolist():
+            kept = self._aged.setdefault(version, [])
+            more = np.flatnonzero(makers == version)[: _MEASURED - sum(map(len, kept))]
+            if len(more):
+                kept.append(batch.take(more.tolist()))
+
+    def _measure_aged(self) -> None:
+        """Measure the engine on samples of older versions, as far as those are at hand."""
+        aged, self._aged = self._aged, {}
+        for version, batches in aged.items():
+            if (weights := self._publication.weights_of(Version.unpack(version))) is not None:
+                for batch in batches:
+                    self._backend.measure(batch, weights=weights)
+
     def _optimize(self, step: int, totals: StepTotals | None) -> tuple[Tally, dict[str, float]]:
+        self._measure_aged()
         tally = Tally.merged(self._group.gather(self._tally.array(), what=f"the samples of step {step}"))
         self._tally = Tally()
         if totals is None or totals.samples != tally.samples:
@@ -204,16 +248,14 @@ class Trainer:
         if self._group.rank != 0:
             return
         with self.waits("publish"):
-            copied = await self._compute(lambda: self._publication.copy(step, weights()))
-            await self._persist(
-                lambda: self._publication.announce(copied, timeout=_CALL_S), what=f"publishing θ_{step}"
-            )
+            await self._unless_leaving(self._publication.begin(step, weights))
 
     def _weights(self) -> Weights:
         return dict(self._backend.tensors())
 
     async def _attend(self) -> None:
         """Obey the driver: between micro-batches, when the weights are those of the last completed step."""
+        self._publication.check()
         directives = self._directives()
         if self._leaving.is_set() or directives.stop or directives.drain:
             self.leave()
@@ -232,8 +274,12 @@ class Trainer:
         step = self.step
         carried = self._publication.carried(step)
         manifest = CheckpointManifest(attempt=self._settings.attempt, step=step, samples=self._samples, carried=carried)
-        with self.busy("checkpoint"):
-            await self._compute(self._checkpoints.write, manifest, lambda folder: self._fill(folder, carried))
+        self._saving = True
+        try:
+            with self.busy("checkpoint"):
+                await self._compute(self._checkpoints.write, manifest, lambda folder: self._fill(folder, carried))
+        finally:
+            self._saving = False
         self._committed = step
         await self._persist(
             lambda: self._queue.commit(**self._ours, step=step, timeout=_CALL_S), what=f"committing step {step}"
@@ -254,6 +300,7 @@ class Trainer:
             step=self.step,
             published=published,
             spent={cause: now[cause] - before.get(cause, 0.0) for cause in now},
+            publication_s=self._publication.seconds,
             busy_s=self.busy.total(),
             started=started,
             ended=ended,
@@ -268,8 +315,12 @@ class Trainer:
 
     async def _persist(self, attempt: Callable[[], Awaitable[None]], *, what: str) -> None:
         """Try until it succeeds; once the trainer is leaving, only for a moment longer (then Left)."""
+        await self._unless_leaving(persist(attempt, what=what, timeout=self._settings.patience_s))
+
+    async def _unless_leaving(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await ``work``; once the trainer is leaving, only for a moment longer (then Left)."""
         leaving = asyncio.create_task(self._leaving.wait())
-        trying = asyncio.create_task(persist(attempt, what=what, timeout=self._settings.patience_s))
+        trying = asyncio.create_task(work)
         try:
             await asyncio.wait([leaving, trying], return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait([trying], timeout=_GRACE_S)

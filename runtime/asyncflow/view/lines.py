@@ -1,6 +1,7 @@
 """The view without a terminal: what is new in a moment of a run, as plain lines. Pure.
 
-Invariant: while nothing happens, nothing is written: a line says something that the line before of its kind did not.
+Invariant: a line of ``news`` says something that the line before of its kind did not. Where nothing is new for a while,
+``still`` says how far things are.
 """
 
 from __future__ import annotations
@@ -25,13 +26,28 @@ def news(before: DriverStatus, now: DriverStatus, *, ending: bool = False) -> li
         lines.append(f"phase {now.phase.lower()}")
     if now.step != before.step:
         lines.append(step_line(now))
-    if now.eval is not None and (now.eval, now.eval_greedy) != (before.eval, before.eval_greedy):
-        lines.append(f"eval  pass@1 {score(now.eval)}  greedy {score(now.eval_greedy)}")
+    if now.eval is not None and _evaluation(now) != _evaluation(before):
+        reward = "" if now.eval_reward in (None, now.eval) else f"  reward {score(now.eval_reward)}"
+        lines.append(f"eval  pass@1 {score(now.eval)}  greedy {score(now.eval_greedy)}{reward}")
+    if now.prompts_skipped and not before.prompts_skipped:
+        lines.append("prompts are skipped: they are too long (promptsSkipped of /v1/status counts them)")
     if now.rewards.failed and not before.rewards.failed:
         lines.append(f"a sample has no reward: {now.rewards.first_failure}")
     if now.waiting_for and not ending and _FIGURE.sub("", now.waiting_for) != _FIGURE.sub("", before.waiting_for):
         lines.append(f"waiting for {now.waiting_for}")
     return lines
+
+
+def still(status: DriverStatus | None) -> str:
+    """Return how far things are, where nothing happened for a while. status: the driver's last answer."""
+    if status is None:
+        return "the driver does not answer yet"
+    words = status.progress.words if status.progress else status.phase.lower()
+    return f"{words}; still waiting for {status.waiting_for}" if status.waiting_for else words
+
+
+def _evaluation(status: DriverStatus) -> tuple[float | None, ...]:
+    return status.eval, status.eval_greedy, status.eval_reward
 
 
 def step_line(status: DriverStatus) -> str:

@@ -24,6 +24,8 @@ def screen(frame: Frame) -> RenderableType:
     parts: list[RenderableType] = [_headline(frame, status), _progress(frame, status), _figures(status), _roles(frame)]
     if status.waiting_for:
         parts.insert(2, Text(f"waiting for {status.waiting_for}", style="yellow"))
+    if status.progress is not None:
+        parts.insert(2, Text(status.progress.words, style="dim"))
     return Group(*parts)
 
 
@@ -48,7 +50,7 @@ def _figures(status: DriverStatus) -> Table:
     table = Table.grid(padding=(0, 2))
     rows = (
         ("reward", score(status.reward), "tokens/s", amount(status.tokens_per_second)),
-        ("eval", f"{score(status.eval)} (greedy {score(status.eval_greedy)})", "version", f"θ{status.version}"),
+        ("eval", _evaluation(status), "version", f"θ{status.version}"),
         ("lag", f"start {amount(status.lag.start)} end {amount(status.lag.end)}", "idle", idle),
         (
             "queue",
@@ -61,6 +63,11 @@ def _figures(status: DriverStatus) -> Table:
     for name, value, other, other_value in rows:
         table.add_row(Text(name, style="dim"), value, Text(other, style="dim"), other_value)
     return table
+
+
+def _evaluation(status: DriverStatus) -> str:
+    reward = "" if status.eval_reward in (None, status.eval) else f", reward {score(status.eval_reward)}"
+    return f"{score(status.eval)} (greedy {score(status.eval_greedy)}{reward})"
 
 
 def _checkpoint(status: DriverStatus) -> str:

@@ -24,7 +24,7 @@ from asyncflow.api.status import DriverStatus
 from asyncflow.substrates.local.events import Event, Stopping
 from asyncflow.substrates.local.record import Placed
 from asyncflow.view.frame import Frame
-from asyncflow.view.lines import event_line, news
+from asyncflow.view.lines import event_line, news, still
 from asyncflow.view.screen import screen
 from asyncflow.view.summary import files_line, summary_table
 
@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 _PERIOD_S = 0.5
 _ANSWER_S = 2.0
 _CLOSE_S = 1.0
+_QUIET_S = 9.0
+"""How long nothing may be said, so that with the period and a slow answer it is never more than 10 s."""
 _FILES = ("summary.json", "metrics.jsonl", "job.yaml", "checkpoints", "ledger", "logs")
 
 
@@ -48,7 +50,7 @@ class Watch:
         self._http_port = http_port
         self._placed = placed
         self._console = console
-        self._begun = time.monotonic()
+        self._begun = self._said = time.monotonic()
         self._events: queue.SimpleQueue[tuple[float, Event | None]] = queue.SimpleQueue()
         self._status: DriverStatus | None = None
         self._thread = threading.Thread(target=self._show, name="view", daemon=True)
@@ -102,6 +104,8 @@ class Watch:
                 for line in news(before, status, ending=ending):
                     self._print(line)
                 before = status
+            if going and time.monotonic() - self._said > _QUIET_S:
+                self._print("ending" if ending else still(status))
 
     def _show_summary(self) -> None:
         summary = read_summary(self._folder / "summary.json")
@@ -142,6 +146,7 @@ class Watch:
     def _print(self, line: str, at: float | None = None) -> None:
         self._console.file.write(f"{self._stamped(line, time.monotonic() if at is None else at)}\n")
         self._console.file.flush()
+        self._said = time.monotonic()
 
 
 def ask(http_port: int) -> DriverStatus | None:

@@ -1,6 +1,6 @@
-"""The trainer's side: a rank copies its slices of a new version aside, and announces them.
+"""The trainer's side: a rank copies its slices of a new version aside, digests the copy, and announces it.
 
-Invariant: when ``publish`` has copied, the trainer may change its tensors; what was published never changes, and is
+Invariant: when ``copy`` has returned, the trainer may change its tensors; what was published never changes, and is
 served until the catalogue releases it. Nobody's pull is ever waited for.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,6 +34,14 @@ class Shard:
     def box(self) -> Box:
         """Where the slice lies in the tensor."""
         return Box(self.offset, self.array.shape)
+
+
+class Copied(NamedTuple):
+    """A version that was copied aside. shapes: by name that of the whole tensor."""
+
+    version: Version
+    arena: Arena
+    shapes: Mapping[str, tuple[int, ...]]
 
 
 Tensors = Mapping[str, AnyArray | Shard]
@@ -60,6 +69,14 @@ class WeightSender:
         """Bytes of the versions held here."""
         return sum(copy.arena.nbytes for copy in self._holder.copies.values())
 
+    def held(self, version: Version) -> Mapping[str, AnyArray] | None:
+        """Return the tensors of a version, or this rank's slices of them, None where it is not held any more.
+
+        They are what is served: nobody may change them.
+        """
+        copy = self._holder.copies.get(version)
+        return None if copy is None else copy.arena.arrays
+
     async def start(self) -> None:
         """Begin to serve."""
         await self._holder.start()
@@ -68,8 +85,8 @@ class WeightSender:
         """Serve no longer; versions live on only where others have pulled them."""
         await self._holder.close()
 
-    def copy(self, version: Version, tensors: Tensors) -> tuple[Arena, Part]:
-        """Copy tensors aside and digest them. Blocks; meant for the trainer's own thread, with ``announce`` to follow.
+    def copy(self, version: Version, tensors: Tensors) -> Copied:
+        """Copy tensors aside; blocks, in whatever thread. ``part`` and ``announce`` are to follow.
 
         Raises Refused for a dtype that cannot be published, or a slice that sticks out of its tensor.
         """
@@ -77,35 +94,39 @@ class WeightSender:
         arena = Arena({name: (dtype_name(shard.array), shard.box) for name, shard in shards.items()})
         for name, shard in shards.items():
             np.copyto(arena.arrays[name], shard.array)
-        part = Part(
-            version=version.packed,
+        return Copied(version, arena, {name: shard.shape for name, shard in shards.items()})
+
+    def part(self, copied: Copied) -> Part:
+        """Digest a copy; blocks, in whatever thread."""
+        return Part(
+            version=copied.version.packed,
             part=self._part,
             parts=self._parts,
             worker=self._holder.worker,
             address=self._holder.address,
-            tensors=tuple(self._entry(name, shards[name], arena.arrays[name]) for name in sorted(shards)),
+            tensors=tuple(self._entry(name, copied) for name in sorted(copied.shapes)),
         )
-        return arena, part
 
-    async def announce(self, copied: tuple[Arena, Part], *, timeout: float) -> bool:
-        """Announce what ``copy`` gave; say whether all ranks' parts of the version have arrived.
+    async def announce(self, copied: Copied, part: Part, *, timeout: float) -> bool:
+        """Announce a copy, of which ``part`` was made; say whether all ranks' parts of the version have arrived.
 
         Raises Fenced when a newer trainer attempt has published, Refused when the content contradicts what is known,
         DeadlineExceeded when the driver could not be reached: it is then announced as soon as it can.
         """
-        arena, part = copied
-        return await self._holder.publish(Version.unpack(part.version), arena, part, timeout=timeout)
+        return await self._holder.publish(copied.version, copied.arena, part, timeout=timeout)
 
     async def publish(self, version: Version, tensors: Tensors, *, timeout: float) -> bool:
-        """Copy ``tensors`` in another thread and announce them: ``copy`` and ``announce`` in one.
+        """Copy ``tensors`` in another thread, digest and announce them.
 
         The tensors must not change until it returns.
         """
-        return await self.announce(await asyncio.to_thread(self.copy, version, tensors), timeout=timeout)
+        copied = await asyncio.to_thread(self.copy, version, tensors)
+        return await self.announce(copied, await asyncio.to_thread(self.part, copied), timeout=timeout)
 
-    def _entry(self, name: str, shard: Shard, array: AnyArray) -> TensorEntry:
-        piece = Slice(box=shard.box, holder=self._holder.worker, nbytes=array.nbytes, digest=digest_of(array))
-        return TensorEntry(name=name, dtype=dtype_name(array), shape=shard.shape, slices=(piece,))
+    def _entry(self, name: str, copied: Copied) -> TensorEntry:
+        array, box = copied.arena.arrays[name], copied.arena.boxes[name]
+        piece = Slice(box=box, holder=self._holder.worker, nbytes=array.nbytes, digest=digest_of(array))
+        return TensorEntry(name=name, dtype=dtype_name(array), shape=copied.shapes[name], slices=(piece,))
 
 
 def _shard(name: str, given: AnyArray | Shard) -> Shard:

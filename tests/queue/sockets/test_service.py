@@ -30,6 +30,9 @@ async def test_a_sample_from_its_creation_to_its_commit(cluster):
             await queue.client.step_done(partition=P, attempt=0, step=1, rank=rank, timeout=10)
         snapshot = await queue.client.snapshot(partition=P, timeout=10)
         assert snapshot.steps[1].staged
+        alone = await queue.client.snapshot(partition=P, step=1, timeout=10)
+        assert alone.steps == {1: snapshot.steps[1]}
+        assert (await queue.client.snapshot(partition=P, step=9, timeout=10)).steps[9].serials == []
         assert (snapshot.last_staged_step, snapshot.last_committed_step, snapshot.next_serial) == (1, 0, 4)
         assert sum(unit.holdings.budget.used for unit in queue.units.values()) == 8 * (32 + 3 * 8)
         await queue.client.commit(partition=P, attempt=0, step=1, timeout=10)

@@ -151,9 +151,9 @@ class ControlVerbs:
         request = calls.TakeOver(partition, self.attempt)
         yield from self.ask("queue.take_over", request, calls.Done, timeout=timeout)
 
-    def snapshot(self, *, partition: str, timeout: float) -> Verb[PartitionSnapshot]:
-        """Give how far a partition has come."""
-        request = calls.InPartition(partition)
+    def snapshot(self, *, partition: str, step: int | None = None, timeout: float) -> Verb[PartitionSnapshot]:
+        """Return how far a partition has come; with ``step``, of its steps that one alone, and nothing is missing."""
+        request = calls.AskSnapshot(partition, step)
         return (yield from self.ask("queue.snapshot", request, calls.Snapshot, timeout=timeout)).snapshot
 
     def audit(self, *, timeout: float) -> Verb[AuditReport]:

@@ -79,7 +79,7 @@ class Handlers:
         freeing("queue.clear", calls.Clear, lambda c: table.clear(*_fields(c)))
         command("queue.close", calls.Close, lambda c: table.close(c.partition, c.step))
         command("queue.stats", calls.Nothing, lambda _: self._controller.stats())
-        command("queue.snapshot", calls.InPartition, self._snapshot)
+        command("queue.snapshot", calls.AskSnapshot, self._snapshot)
         command("units.hello", unit_calls.Hello, lambda c: self._sessions.greet(c, now()))
         command("units.announce", unit_calls.Announce, self._announce)
         answer("units.admit", unit_calls.Admit, self._admit)
@@ -101,8 +101,8 @@ class Handlers:
             return calls.Verdicts(self._table.claims.drop(call.lease, expand(call.rows), call.reason))
         return calls.Verdicts(self._table.give_back(call.lease, expand(call.rows), call.reason))
 
-    def _snapshot(self, call: calls.InPartition) -> calls.Snapshot:
-        return calls.Snapshot(snapshot(self._table.books.partition(call.partition)))
+    def _snapshot(self, call: calls.AskSnapshot) -> calls.Snapshot:
+        return calls.Snapshot(snapshot(self._table.books.partition(call.partition), step=call.step))
 
     def _claim(self, call: calls.ClaimRows) -> Soon[calls.Claimed]:
         late: list[str] = []

@@ -200,6 +200,13 @@ class InPartition(Struct, frozen=True):
     partition: str
 
 
+class AskSnapshot(Struct, frozen=True):
+    """How far a partition has come; of its steps only ``step`` is told, unless it is None."""
+
+    partition: str
+    step: int | None = None
+
+
 class TakeOver(Struct, frozen=True):
     """An attempt of the partition's creator begins."""
 

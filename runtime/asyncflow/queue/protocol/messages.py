@@ -63,8 +63,9 @@ class TaskSpec(Struct, frozen=True, kw_only=True):
     needs: columns that make a row ready; writes: columns that every completion must bring; groups: whole groups only;
     order: "fifo" (oldest step, then as they became ready) or "key" (by serial and sample; for a gang: whole steps);
     kind: "lease", or "gang" for the trainer's ranks (its steps have whole groups, with ``groups`` its slots and ranks
-    too); lease_s: seconds until a lease ends; clears: rows of an open partition that it has completed are cleared at
-    once; it acknowledges whole leases.
+    too); shared_tokens: of a gang: the rows of a group have their ``RowMeta.tokens`` in common, which count once where
+    they are together, so they are kept together as far as a slot's budget allows; lease_s: seconds until a lease ends;
+    clears: rows of an open partition that it has completed are cleared at once; it acknowledges whole leases.
     """
 
     partition: str
@@ -74,6 +75,7 @@ class TaskSpec(Struct, frozen=True, kw_only=True):
     groups: bool = False
     order: Literal["fifo", "key"] = "fifo"
     kind: Literal["lease", "gang"] = "lease"
+    shared_tokens: bool = False
     lease_s: float = 60.0
     clears: bool = False
 
@@ -228,6 +230,8 @@ def check_task(spec: TaskSpec) -> None:
         raise Refused("a task needs a partition, a name and at least one column", where=where)
     if spec.kind == "gang" and spec.writes:
         raise Refused(f"a gang writes no columns, but this one names {spec.writes}", where=where)
+    if spec.kind != "gang" and spec.shared_tokens:
+        raise Refused("tokens that rows share count in the slots of a gang, and this is none", where=where)
     if spec.kind == "gang" and spec.clears:
         raise Refused("the rows of a gang are freed by a commit, not by their completion", where=where)
     if not spec.lease_s > 0:

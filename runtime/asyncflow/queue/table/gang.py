@@ -3,9 +3,10 @@
 A step's groups are *bound* to it whole when the first of their rows goes into a slot; rows that did not fit wait in
 ``Step.carry`` for the next slot. A slot is decided once and then remembered, so that every rank sees the same one.
 Ranks get about the same weight over the whole step (``flow.selection.balance``); where the task says ``groups``, all
-samples of a prompt go to one rank in one slot.
+rows of a group go to one rank in one slot, and where it says ``shared_tokens``, as many as the budget allows.
 
-Invariants: a group is bound to its own step only; no row is in two slots; the slot after which nothing of D_step
+Invariants: a group is bound to its own step only; no row is in two slots; a rank's part of a slot is within the budget
+unless it is a single row, or a single group where the task says ``groups``; the slot after which nothing of D_step
 remains is ``last``, and only that one. The steps above ``committed`` can always be begun anew with the same samples.
 """
 
@@ -28,8 +29,14 @@ _AHEAD = 8
 _BY_KEY: Final = attrgetter("group.serial", "sample")
 
 
+_EVEN = 1.03
+"""Ranks are even when the heaviest has at most this much of the mean; beyond, groups that may be cut are cut."""
+_MOST_CUTS = 2
+"""Most such cuts for each rank."""
+
+
 class _Asked(NamedTuple):
-    """What slots were dealt for."""
+    """What slots were dealt for. tokens: most weight of one rank's part of a slot; groups: of the step."""
 
     world: int
     tokens: int
@@ -77,13 +84,13 @@ class Step:
         """What its slots hold so far."""
         return self.slots[-1].totals if self.slots else StepTotals()
 
-    def loads(self, world: int) -> list[int]:
-        """Weight of what each rank has had so far."""
+    def loads(self, world: int, spec: TaskSpec) -> list[int]:
+        """Return the weight of what each rank has had so far."""
         if self._counted == 0 or len(self._loads) != world:
             self._loads, self._counted = [0] * world, 0
         for slot in self.slots[self._counted :]:
             for rank in range(world):
-                self._loads[rank] += sum(row.weight for row in slot.ranks[rank])
+                self._loads[rank] += _weight(slot.ranks[rank], spec)
         self._counted = len(self.slots)
         return list(self._loads)
 
@@ -184,7 +191,7 @@ def decide(
         return None
     asked = _Asked(world, tokens, step.groups, spec)
     if step.planned != asked or not step.plan or not _takeable([row for rank in step.plan[0] for row in rank]):
-        step.plan, step.planned = _plan(step, ready, asked, room), asked
+        step.plan, step.planned = _plan(step, ready, asked, room, complete=count >= room), asked
     ranks = step.plan.pop(0) if step.plan else [[] for _ in range(world)]
     given = [row for rank in ranks for row in rank]
     begun = [group for group in dict.fromkeys([row.group for row in given]) if group.serial not in step.bound]
@@ -204,31 +211,92 @@ def decide(
     )
 
 
-def _plan(step: Step, ready: Iterable[Group], asked: _Asked, room: int) -> list[list[list[Row]]]:
-    """Deal what is left over and what is ready to the next slots; give the rows of each rank for those that stand.
+def _plan(step: Step, ready: Iterable[Group], asked: _Asked, room: int, *, complete: bool) -> list[list[list[Row]]]:
+    """Deal what is left over and what is ready to the next slots; return the rows of each rank for those that stand.
 
-    As long as more may come, later slots are dealt anew with it.
+    complete: all groups of the step are ready or bound. As long as more may come, later slots are dealt anew with it.
     """
-    items = [[row] for row in step.carry.values()]
-    weights = [row.weight for row in step.carry.values()]
-    load = sum(weights)
-    whole = asked.spec.order == "key"
+    left: dict[Group, list[Row]] = {}
+    for row in step.carry.values():
+        left.setdefault(row.group, []).append(row)
+    pieces = [piece for rows in left.values() for piece in _pieces(rows, asked)]
+    load = _weight(list(step.carry.values()), asked.spec)
     for group in islice(ready, max(0, room)):
         if load >= _AHEAD * asked.world * asked.tokens:
-            whole = False
+            complete = False
             break
         fresh = [row for row in group.rows if row.state < FINAL]
-        each = [row.weight for row in fresh]
-        items += [fresh] if asked.spec.groups else [[row] for row in fresh]
-        weights += [sum(each)] if asked.spec.groups else each
-        load += sum(each)
-    if not items:
+        pieces += _pieces(fresh, asked)
+        load += _weight(fresh, asked.spec)
+    if not pieces:
         return []
-    slots = balance(weights, ranks=asked.world, budget=asked.tokens, before=step.loads(asked.world))
+    slots = _deal(pieces, asked, before=step.loads(asked.world, asked.spec), cut=complete)
     return [
-        [sorted([row for index in indices for row in items[index]], key=_BY_KEY) for indices in slot]
-        for slot in (slots if whole else slots[: max(1, len(slots) // 2)])
+        [sorted([row for piece in given for row in piece], key=_BY_KEY) for given in slot]
+        for slot in (slots if complete else slots[: max(1, len(slots) // 2)])
     ]
+
+
+def _pieces(rows: list[Row], asked: _Asked) -> list[list[Row]]:
+    """Return rows of one group as they are to be dealt: all together, each alone, or as many as fit into a slot."""
+    if asked.spec.groups:
+        return [rows]
+    if not asked.spec.shared_tokens:
+        return [[row] for row in rows]
+    pieces: list[list[Row]] = []
+    load = 0
+    for row in rows:
+        if not pieces or load + row.response_tokens > asked.tokens:
+            pieces.append([])
+            load = row.tokens
+        pieces[-1].append(row)
+        load += row.response_tokens
+    return pieces
+
+
+def _weight(rows: Sequence[Row], spec: TaskSpec) -> int:
+    """Return the tokens of rows that one rank has in one slot, at least 1 for each row."""
+    if not spec.shared_tokens:
+        return sum([row.weight for row in rows])
+    shared: dict[Group, int] = {}
+    for row in rows:
+        shared[row.group] = max(row.tokens, shared.get(row.group, 0))
+    return max(len(rows), sum(shared.values()) + sum([row.response_tokens for row in rows]))
+
+
+def _deal(pieces: list[list[Row]], asked: _Asked, *, before: Sequence[int], cut: bool) -> list[list[list[list[Row]]]]:
+    """Deal pieces to slots and ranks.
+
+    cut: groups that may be cut are, as long as ranks are uneven and it makes the heaviest lighter.
+    """
+    cuts = _MOST_CUTS * asked.world if cut and asked.spec.shared_tokens and not asked.spec.groups else 0
+    best: list[list[list[list[Row]]]] = []
+    lightest = 0
+    for left in range(cuts, -1, -1):
+        weights = [_weight(piece, asked.spec) for piece in pieces]
+        dealt = balance(weights, ranks=asked.world, budget=asked.tokens, before=before)
+        loads = [had + sum(weights[i] for slot in dealt for i in slot[rank]) for rank, had in enumerate(before)]
+        most, mean = max(loads), sum(loads) / asked.world
+        if best and most >= lightest:
+            break
+        best = [[[pieces[i] for i in indices] for indices in slot] for slot in dealt]
+        lightest = most
+        heaviest = loads.index(most)
+        mine = [i for slot in dealt for i in slot[heaviest] if len(pieces[i]) > 1]
+        if not left or most <= _EVEN * mean or not mine:
+            break
+        pieces = _cut(pieces, max(mine, key=weights.__getitem__), surplus=most - mean)
+    return best
+
+
+def _cut(pieces: Sequence[list[Row]], index: int, *, surplus: float) -> list[list[Row]]:
+    """Return the pieces with one of them cut in two, the second of about ``surplus`` tokens beside the shared ones."""
+    rows, load = list(pieces[index]), 0
+    split = len(rows)
+    while split > 1 and (split == len(rows) or load + rows[split - 1].response_tokens / 2 <= surplus):
+        split -= 1
+        load += rows[split].response_tokens
+    return [*pieces[:index], rows[:split], rows[split:], *pieces[index + 1 :]]
 
 
 def _takeable(rows: Sequence[Row]) -> bool:

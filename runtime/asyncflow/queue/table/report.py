@@ -51,22 +51,28 @@ def stats(table: Table, storage: Storage) -> QueueStats:
     )
 
 
-def snapshot(partition: Partition) -> PartitionSnapshot:
-    """Say how far everything has come, in O(samples)."""
+def snapshot(partition: Partition, *, step: int | None = None) -> PartitionSnapshot:
+    """Say how far everything has come, in O(samples); with ``step`` only how far that step has, in O(groups)."""
     gang = partition.gang
-    unfinished = {group.step for group in partition.groups.values()}
-    later = {step for step in gang.steps if step > gang.committed}
-    later |= {finished.step for _, finished in partition.finished.items() if finished.step > gang.committed}
     return PartitionSnapshot(
         next_serial=partition.next_serial,
-        missing=_missing(partition),
-        steps={step: _step(partition, step) for step in sorted(unfinished | later)},
+        missing=_missing(partition) if step is None else [],
+        steps={number: _step(partition, number) for number in (_unfinished(partition) if step is None else [step])},
         attempt=gang.attempt,
         last_committed_step=gang.committed,
         last_staged_step=gang.last_staged,
         wanted=len(partition.wanted),
         closed=partition.closed,
     )
+
+
+def _unfinished(partition: Partition) -> list[int]:
+    """Return the steps that are not committed, and those with samples that are not finished."""
+    gang = partition.gang
+    unfinished = {group.step for group in partition.groups.values()}
+    later = {step for step in gang.steps if step > gang.committed}
+    later |= {finished.step for _, finished in partition.finished.items() if finished.step > gang.committed}
+    return sorted(unfinished | later)
 
 
 def _missing(partition: Partition) -> list[int]:

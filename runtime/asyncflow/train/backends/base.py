@@ -4,13 +4,14 @@ Invariant: between two ``finish_step`` the weights do not change, however many m
 turns the gradient of all micro-batches since the last one into one step, the same on every rank. So at any moment
 ``save`` gives a state that has seen whole steps only.
 
-All methods block and are called from one thread, the compute thread, in the same order on every rank.
+All methods block and are called from one thread, the compute thread, in the same order on every rank; but ``tensors``
+is called from another, while no ``load`` and no ``finish_step`` runs.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ class TrainerBackend(ABC):
     """One rank's model and optimizer.
 
     of_model: whether its tensors are those of the model in the folder, so that θ_0 has to lie there, and the last
-    weights can be exported as one.
+    weights can be exported as one. trained: samples whose gradient was added since the last ``finish_step``; another
+    thread may read it.
     """
 
     of_model = True
+    trained = 0
 
     def __init__(self, settings: BackendSettings, *, group: Group) -> None:
         """Prepare. A backend raises ManifestError for ``settings.options`` that it does not know."""
@@ -53,9 +56,19 @@ class TrainerBackend(ABC):
         ``version``: packed, of the weights as they are now; samples made by it measure engine against trainer.
         """
 
+    def measure(self, batch: MicroBatch, *, weights: Mapping[str, NDArray[Any]]) -> None:  # noqa: B027
+        """Measure the engine against the trainer on samples that older ``weights`` made, as part of this step.
+
+        weights: as ``tensors`` gave them then. Changes no weights and no gradient. By default nothing is measured.
+        """
+
     @abstractmethod
     def finish_step(self, step: int) -> dict[str, float]:
-        """Normalise over the whole step and all ranks, make θ_step, and give the metrics, equal on every rank."""
+        """Normalise over the whole step and all ranks, make θ_step, and return the metrics, equal on every rank.
+
+        ``skipped`` among them is 1 where the gradient was not finite, and the weights stayed as they were. Raises
+        Diverged on every rank when that goes on.
+        """
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, NDArray[Any]]]:

@@ -75,6 +75,7 @@ class CountingBackend(TrainerBackend):
                     hint="Give at least prompts * groupSize.",
                 )
             self._pending[index] += 1
+        self.trained += len(batch)
         time.sleep(self._sleep_s)
 
     def finish_step(self, step: int) -> dict[str, float]:
@@ -82,6 +83,7 @@ class CountingBackend(TrainerBackend):
         added = self.group.gather(self._pending, what=f"counts of step {step}").sum(axis=0)
         self._counts = self._counts + added
         self._pending[:] = 0
+        self.trained = 0
         return {"counted": float(added.sum()), "counted_max": float(self._counts.max())}
 
     def tensors(self) -> Iterator[tuple[str, NDArray[Any]]]:

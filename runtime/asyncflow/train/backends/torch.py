@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 import numpy as np
@@ -28,12 +29,12 @@ from torch import Tensor
 from asyncflow.algorithms.aggregation import LossTotals
 from asyncflow.algorithms.grpo import TokenLoss
 from asyncflow.algorithms.losses import MAX_LOG_RATIO
-from asyncflow.errors import CheckpointError
+from asyncflow.errors import CheckpointError, Diverged
 from asyncflow.plugins import read_options
 from asyncflow.train.backends.base import OPTIONS, TrainerBackend
 from asyncflow.train.backends.torch_model import named_weights, open_model, read_weights, token_logprobs
 from asyncflow.train.backends.torch_optimizer import FlatAdamW
-from asyncflow.train.backends.torch_ranks import TensorGroup, pick_device
+from asyncflow.train.backends.torch_ranks import TensorGroup, find_device
 from asyncflow.train.batch import MicroBatch
 from asyncflow.train.meter import Meter
 from asyncflow.train.packing import Pack, pack_samples
@@ -45,9 +46,11 @@ log = logging.getLogger(__name__)
 WEIGHTS_FILE = "model.safetensors"
 STATE_FILE = "optimizer.safetensors"
 _GENERATOR = "generator"
+_MOST_SKIPPED = 3
+"""Steps in a row whose gradient is not finite, at which the training ends."""
 _SUMS = (
     "tokens", "sequences", "computed", "loss", "kl", "entropy", "surprise", "ratio", "approx_kl",
-    "clip_low", "clip_high", "clip_dual", "silent", "gap_tokens", "gap",
+    "clip_low", "clip_high", "clip_dual", "silent", "packed_tokens", "gap_tokens", "gap",
 )  # fmt: skip
 
 
@@ -71,10 +74,13 @@ class TorchBackend(TrainerBackend):
         self._options = options = read_options(settings.options, TorchOptions, where=OPTIONS)
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        self._device = pick_device(settings.device)
+        self._device = find_device(settings.device)
         torch.use_deterministic_algorithms(True, warn_only=self._device.type != "cpu")
         torch.manual_seed(settings.seed)
-        self._compute = getattr(torch, settings.compute)
+        self._how: dict[str, Any] = {
+            "temperature": settings.temperature,
+            "compute": getattr(torch, settings.compute),
+        }
         self._pack_tokens = min(settings.pack_tokens, options.pack_tokens)
         self._ranks = TensorGroup(
             group,
@@ -83,6 +89,7 @@ class TorchBackend(TrainerBackend):
             timeout_s=options.collective_timeout_s,
         )
         self._meter = _meter()
+        self._skipped = 0
 
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:
         """See the base class; the reference for the KL term is always θ_0, also after a resume."""
@@ -122,18 +129,35 @@ class TorchBackend(TrainerBackend):
         totals = ("tokens", lengths.sum()), ("sequences", np.count_nonzero(lengths)), ("silent", silent.sum())
         self._meter.add((name, float(value)) for name, value in totals)
         active = np.flatnonzero(~silent & (lengths > 0))
+        self.trained += len(batch) - len(active)
         if not len(active):
             return
-        packs = pack_samples(
-            [batch.prompts.row(i) for i in active.tolist()],
-            [batch.responses.row(i) for i in active.tolist()],
-            [batch.keys[i].serial for i in active.tolist()],
+        packs = self._packs(batch, active)
+        self._meter.add([("packed_tokens", float(sum(len(pack.ids) for pack in packs)))])
+        weights, current = loss.aggregation.weights(lengths), batch.makers() == version
+        for pack in packs:
+            self._accumulate(batch, pack, active[pack.samples], weights, current)
+            self.trained += len(np.unique(pack.samples))
+
+    def measure(self, batch: MicroBatch, *, weights: Mapping[str, NDArray[Any]]) -> None:
+        """See the base class. On the CPU the weights are used where they lie, elsewhere copied to the device."""
+        tensors = {name: torch.from_numpy(array).to(self._device) for name, array in weights.items()}
+        with torch.no_grad():
+            for pack in self._packs(batch, np.arange(len(batch))):
+                entries, counted = _entries(batch, pack, pack.samples)
+                logprobs, _ = token_logprobs(self._model, pack, entropy=False, weights=tensors, **self._how)
+                gap = (logprobs - self._tensor(batch.logprobs.values[entries])).abs().cpu().numpy()[counted]
+                self._meter.add([("gap_tokens", float(len(gap))), ("gap", float(gap.sum(dtype=np.float64)))])
+                self._meter.histogram.add(gap)
+
+    def _packs(self, batch: MicroBatch, chosen: NDArray[np.int64]) -> list[Pack]:
+        return pack_samples(
+            [batch.prompts.row(i) for i in chosen.tolist()],
+            [batch.responses.row(i) for i in chosen.tolist()],
+            [batch.keys[i].serial for i in chosen.tolist()],
             layout=self.settings.layout,
             budget=self._pack_tokens,
         )
-        weights, current = loss.aggregation.weights(lengths), batch.made_by(version)
-        for pack in packs:
-            self._accumulate(batch, pack, active[pack.samples], weights, current)
 
     def _accumulate(
         self,
@@ -143,17 +167,15 @@ class TorchBackend(TrainerBackend):
         weights: NDArray[np.float64],
         current: NDArray[np.bool_],
     ) -> None:
-        settings, loss = self.settings, self.settings.loss
-        entries = batch.responses.offsets[samples] + pack.offsets
-        counted = np.ones(len(entries), bool) if batch.loss_mask is None else batch.loss_mask.values[entries]
+        loss = self.settings.loss
+        entries, counted = _entries(batch, pack, samples)
         weight = self._tensor(weights[samples] * counted)
         behaviour = self._tensor(batch.logprobs.values[entries])
-        how: dict[str, Any] = {"temperature": settings.temperature, "compute": self._compute}
         reference = None
         if self._reference is not None:
             with torch.no_grad():
-                reference, _ = token_logprobs(self._reference, pack, entropy=False, **how)
-        logprobs, entropy = token_logprobs(self._model, pack, entropy=loss.entropy != 0, **how)
+                reference, _ = token_logprobs(self._reference, pack, entropy=False, **self._how)
+        logprobs, entropy = token_logprobs(self._model, pack, entropy=loss.entropy != 0, **self._how)
         terms = loss.tokens(
             logprobs,
             behaviour=behaviour,
@@ -203,12 +225,20 @@ class TorchBackend(TrainerBackend):
         self._meter.histogram.add(gap[on_policy > 0].cpu().numpy())
 
     def finish_step(self, step: int) -> dict[str, float]:
-        """See the base class. Collective: the counts, then the gradient."""
+        """See the base class. Collective: the counts, then the gradient. Three skipped steps in a row are too many."""
         meter = self._meter.merged(self.group.gather(self._meter.array(), what=f"the counts of step {step}"))
         self._meter = _meter()
+        self.trained = 0
         sums = meter.sums
         divisor = self.settings.loss.aggregation.divisor(LossTotals(int(sums["tokens"]), int(sums["sequences"])))
         applied = self._optimizer.apply(step, divisor=divisor, total=self._ranks.total)
+        self._skipped = 0 if applied.moved else self._skipped + 1
+        if self._skipped == _MOST_SKIPPED:
+            raise Diverged(
+                f"the gradient is not finite in steps {step - _MOST_SKIPPED + 1} to {step}",
+                where="trainer",
+                hint="Try a lower learningRate or a lower maxGradNorm, or another precision; the run can be resumed",
+            )
         if not applied.moved:
             log.warning("step %d: the gradient is not finite, the weights stay as they are", step)
         computed, gap_tokens = max(1.0, sums["computed"]), sums["gap_tokens"]
@@ -221,6 +251,7 @@ class TorchBackend(TrainerBackend):
             "skipped": float(not applied.moved),
             "silent_samples": sums["silent"],
             "computed_tokens": sums["computed"],
+            "packed_tokens": sums["packed_tokens"],
             "logprob_gap_tokens": gap_tokens,
             "logprob_gap": sums["gap"] / max(1.0, gap_tokens),
             "logprob_gap_p99": meter.histogram.quantile(0.99),
@@ -228,9 +259,21 @@ class TorchBackend(TrainerBackend):
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def tensors(self) -> Iterator[tuple[str, NDArray[Any]]]:
-        """Give the weights in float32 under transformers' names; on the CPU they share the model's memory."""
-        for name, tensor in named_weights(self._model):
-            yield name, tensor.detach().cpu().contiguous().numpy()
+        """Give the weights in float32 under transformers' names; on the CPU they share the model's memory.
+
+        Elsewhere they are copied on a stream of their own, behind what made them and beside what computes with them.
+        """
+        with self._beside():
+            weights = [(name, tensor.detach().cpu()) for name, tensor in named_weights(self._model)]
+        for name, tensor in weights:
+            yield name, tensor.contiguous().numpy()
+
+    def _beside(self) -> AbstractContextManager[Any]:
+        if self._device.type == "cpu":
+            return nullcontext()
+        stream = torch.Stream(self._device)
+        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        return cast(AbstractContextManager[Any], stream)
 
     def save(self, folder: Path) -> None:
         """Write model.safetensors and optimizer.safetensors (moments, step counts, the generator's state)."""
@@ -250,6 +293,15 @@ class TorchBackend(TrainerBackend):
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.require(array, np.float32, ["W"])).to(self._device)
+
+
+def _entries(batch: MicroBatch, pack: Pack, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return where the targets of ``pack`` are among the batch's response tokens, and whether they count in the loss.
+
+    samples: the index in the batch of each target's sample.
+    """
+    entries = batch.responses.offsets[samples] + pack.offsets
+    return entries, np.ones(len(entries), bool) if batch.loss_mask is None else batch.loss_mask.values[entries]
 
 
 def _meter() -> Meter:

@@ -6,7 +6,7 @@ applied), in float32, and only the rows that predict a target ever reach the out
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncflow.errors import CheckpointError, ManifestError
@@ -68,22 +69,33 @@ def read_weights(model: nn.Module, file: Path) -> None:
 
 
 def token_logprobs(
-    model: nn.Module, pack: Pack, *, temperature: float, compute: torch.dtype, entropy: bool
+    model: nn.Module,
+    pack: Pack,
+    *,
+    temperature: float,
+    compute: torch.dtype,
+    entropy: bool,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Give the log-prob of each target of ``pack``, float32[N], and the entropy there, float32[N], if asked for."""
+    """Return the log-prob of each target of ``pack``, float32[N], and the entropy there, float32[N], if asked for.
+
+    weights: to compute with instead of the model's own, with the names of ``named_weights``.
+    """
     device = next(model.parameters()).device
 
     def on_device(array: Any) -> Tensor:
         return torch.from_numpy(array).to(device)
 
     with torch.autocast(device.type, dtype=compute, enabled=compute != torch.float32):
-        logits = model(
-            input_ids=on_device(pack.ids)[None],
-            position_ids=on_device(pack.positions)[None],
-            logits_to_keep=on_device(pack.rows),
-            documents=Documents.of(pack, device),
-            use_cache=False,
-        ).logits[0]
+        inputs = {
+            "input_ids": on_device(pack.ids)[None],
+            "position_ids": on_device(pack.positions)[None],
+            "logits_to_keep": on_device(pack.rows),
+            "documents": Documents.of(pack, device),
+            "use_cache": False,
+        }
+        output = model(**inputs) if weights is None else functional_call(model, dict(weights), kwargs=inputs)
+        logits = output.logits[0]
     logits = logits.float() / temperature
     logprobs = -F.cross_entropy(logits, on_device(pack.targets), reduction="none")
     if not entropy:

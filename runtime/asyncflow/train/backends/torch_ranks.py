@@ -19,18 +19,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from asyncflow.errors import ManifestError
 from asyncflow.train.ranks import Group
 
 _HOST_BYTES = 256
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def pick_device(wanted: str) -> torch.device:
-    """Give the device named, or for "auto" the accelerator if there is one, else the CPU."""
-    if wanted != "auto":
-        return torch.device(wanted)
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator if accelerator is not None else torch.device("cpu")
+def find_device(kind: str) -> torch.device:
+    """Return this process's device of ``kind``, torch's name for it. Raises ManifestError where there is none."""
+    if kind == "cpu":
+        return torch.device(kind)
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is None or found.type != kind:
+        raise ManifestError(
+            f"there is no {kind} device here: torch {torch.__version__} sees {found or 'only the CPU'}",
+            where="spec.trainer.accelerator",
+            hint="Run where the device and its build of torch are installed, or set profile: cpu and count: 0",
+        )
+    return found
 
 
 class TensorGroup:

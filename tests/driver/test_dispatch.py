@@ -1,0 +1,167 @@
+"""What the dispatcher puts: prompts with their tokens, and what becomes of those that are too long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncflow.api.load import load_job
+from asyncflow.data.base import Prompt
+from asyncflow.data.prompter import Prompter, PromptFormat
+from asyncflow.driver.book import PromptBook
+from asyncflow.driver.dispatch import Dispatcher
+from asyncflow.driver.prompts import PromptColumns
+from asyncflow.driver.tasks import tasks_of
+from asyncflow.errors import ManifestError
+from asyncflow.flow.admission import Flow, admission_of
+from asyncflow.flow.schedule import Schedule
+from asyncflow.queue.protocol.messages import PartitionSnapshot, RowMeta, StepState
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"
+LIMIT = 16
+PER_STEP, STEPS = 4, 3
+
+
+class Puts:
+    """A queue that keeps what is put."""
+
+    def __init__(self) -> None:
+        self.metas: list[RowMeta] = []
+
+    async def open_step(self, **_: object) -> None:
+        """Every step may be opened."""
+
+    async def create(self, metas: Sequence[RowMeta], *_: object, **__: object) -> list[bool]:
+        self.metas += metas
+        return [True] * len(metas)
+
+    @property
+    def steps(self) -> dict[int, int]:
+        return {meta.serial: meta.step for meta in self.metas}
+
+    def snapshot(self) -> PartitionSnapshot:
+        """What a queue would tell of these rows to the next driver."""
+        none: dict[str, Any] = {
+            "done": {},
+            "bound": 0,
+            "trained": 0,
+            "filtered": 0,
+            "dropped": 0,
+            "excluded": 0,
+            "staged": False,
+        }
+        serials: dict[int, list[int]] = {}
+        for serial, step in self.steps.items():
+            serials.setdefault(step, []).append(serial)
+        last = max(self.steps, default=-1)
+        return PartitionSnapshot(
+            next_serial=last + 1,
+            missing=[serial for serial in range(last) if serial not in self.steps],
+            steps={
+                step: StepState(groups=PER_STEP, group_size=4, serials=mine, **none) for step, mine in serials.items()
+            },
+            attempt=0,
+            last_committed_step=0,
+            last_staged_step=0,
+            wanted=0,
+            closed=None,
+        )
+
+
+class Stopped(Exception):
+    """Nothing more may be dispatched."""
+
+
+def dispatcher(puts: Puts, lengths: Sequence[int], *settings: str) -> Dispatcher:
+    sizes = [f"algorithm.promptsPerStep={PER_STEP}", f"algorithm.steps={STEPS}", "algorithm.warmupSteps=0"]
+    spec = load_job(EXAMPLE, [*sizes, *settings]).spec
+    source = SimpleNamespace(prompt=lambda serial: Prompt(question="q" * lengths[serial % len(lengths)]), size=None)
+    letters = SimpleNamespace(encode=lambda text, **_: list(range(len(text))))
+    book = PromptBook(prompts_per_step=PER_STEP, steps=STEPS)
+
+    async def changed() -> None:
+        raise Stopped
+
+    return Dispatcher(
+        queue=puts,  # type: ignore[arg-type]
+        prompts=PromptColumns.of(spec, prompter=Prompter(source, letters, PromptFormat()), what="prompt"),  # type: ignore[arg-type]
+        book=book,
+        schedule=Schedule.of(spec),
+        policies=admission_of(spec),
+        group_size=spec.algorithm.group_size,
+        flow=lambda: Flow(published=STEPS, dispatched=book.dispatched, running=0),
+        changed=changed,
+        on_first=lambda: None,
+        on_skip=lambda _: None,
+    )
+
+
+def run(made: Dispatcher) -> None:
+    with pytest.raises(Stopped):
+        asyncio.run(made.run())
+
+
+def test_a_row_says_how_many_tokens_its_prompt_has() -> None:
+    puts = Puts()
+    run(dispatcher(puts, [3, 9, 16]))
+    assert [meta.tokens for meta in puts.metas[::4]] == [3, 9, 16] * 4
+
+
+@pytest.mark.parametrize("packing", ["separate", "shared-prompt"])
+def test_the_trainer_gets_groups_together_where_they_share_their_prompt(packing: str) -> None:
+    tasks = tasks_of(load_job(EXAMPLE, [f"trainer.backend.packing={packing}"]).spec)
+    (gang,) = [task for task in tasks if task.kind == "gang"]
+    assert gang.shared_tokens is (packing == "shared-prompt")
+
+
+LONG = [5, LIMIT + 1, LIMIT, 40, 40, 7]
+FITTING = [serial for serial in range(60) if LONG[serial % len(LONG)] <= LIMIT]
+
+
+def test_a_prompt_that_is_too_long_is_skipped_and_the_next_takes_its_place() -> None:
+    puts = Puts()
+    made = dispatcher(puts, LONG)
+    run(made)
+    assert list(puts.steps) == FITTING[: PER_STEP * STEPS]
+    assert list(puts.steps.values()) == [1] * 4 + [2] * 4 + [3] * 4
+    assert made.skipped == FITTING[PER_STEP * STEPS - 1] + 1 - PER_STEP * STEPS
+
+
+@pytest.mark.parametrize("killed_after", range(0, 12, 3))
+def test_the_next_driver_gives_the_same_prompts_to_the_same_steps_and_counts_the_same(killed_after: int) -> None:
+    whole, puts = Puts(), Puts()
+    run(dispatcher(whole, LONG))
+    puts.metas = whole.metas[: 4 * killed_after]
+    again = dispatcher(puts, LONG)
+    again.book.restore(puts.snapshot())
+    asyncio.run(again.recall())
+    run(again)
+    assert puts.steps == whole.steps
+    assert again.skipped == FITTING[PER_STEP * STEPS - 1] + 1 - PER_STEP * STEPS
+
+
+def test_a_task_that_is_too_large_is_skipped_too() -> None:
+    puts = Puts()
+    made = dispatcher(puts, [1, 14], "data.maxTaskBytes=256", "sampling.maxPromptTokens=16")
+    made.prompts.prompter.source.prompt = (  # type: ignore[method-assign]
+        lambda serial: Prompt(question="q", answer="a" * (300 if serial == 2 else 1))
+    )
+    run(made)
+    assert 2 not in puts.steps
+    assert made.skipped == 1
+
+
+def test_it_is_refused_where_the_manifest_says_so() -> None:
+    with pytest.raises(ManifestError, match="prompt 1 has 17 tokens, more than 16") as refused:
+        asyncio.run(dispatcher(Puts(), LONG, "data.overlong=refuse").run())
+    assert refused.value.where == "spec.sampling.maxPromptTokens"
+
+
+def test_data_in_which_nothing_fits_end_the_job() -> None:
+    with pytest.raises(ManifestError, match="prompts in a row"):
+        asyncio.run(dispatcher(Puts(), [17]).run())
