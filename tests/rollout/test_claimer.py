@@ -23,6 +23,9 @@ class Till:
         self.asked = asyncio.Event()
         self.withdrawn = False
 
+    def ticket(self) -> str:
+        return "t-1"
+
     async def claim(self, **_: object) -> list[object]:
         if self.asked.is_set():
             await asyncio.Event().wait()

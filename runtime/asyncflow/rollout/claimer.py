@@ -3,7 +3,8 @@
 The claim stays for as long as what it says is right: when the instance has swapped, filled up or staged another
 version, it is withdrawn and a new one takes its place, so that nothing waits for a claim to time out.
 
-Invariant: at most one claim of a purpose is out; whatever it gives reaches ``got``, also when it was being withdrawn.
+Invariants: at most one claim of a purpose is out; whatever it gives reaches ``got``, also when it was being withdrawn,
+and no row is given back only because a claim was met in that moment.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from asyncflow.rollout.outage import Outage
 
 _PARKED_S = 0.05
 _BACKLOG = 4
+_WITHDRAW_S = 5.0
 
 
 class Claimer:
@@ -43,6 +45,7 @@ class Claimer:
     ) -> None:
         self.changed = asyncio.Event()
         self._purpose = purpose
+        self._partition = settings.train if purpose == "train" else settings.eval
         self._queue = queue
         self._instance = instance
         self._settings = settings
@@ -72,29 +75,35 @@ class Claimer:
 
     async def _claim(self, ask: Ask) -> None:
         """Claim until rows come, the time is over, or the instance would ask for something else."""
-        claim = asyncio.create_task(self._take(ask))
+        ticket = self._queue.ticket()
+        claim = asyncio.create_task(self._take(ask, ticket))
         claim.add_done_callback(lambda _: self.changed.set())
         try:
             await self._outlive(claim, ask)
+            if not claim.done():
+                await self._queue.withdraw(
+                    ticket, partition=self._partition, task=self._settings.task, timeout=_WITHDRAW_S
+                )
+                await asyncio.wait((claim,), timeout=_WITHDRAW_S)
         finally:
             claim.cancel()
             await asyncio.wait((claim,))
         if not claim.cancelled():
             claim.result()
 
-    async def _take(self, ask: Ask) -> None:
+    async def _take(self, ask: Ask, ticket: str) -> None:
         """Claim a quarter of the slots at most, so that instances that ask together share what there is.
 
         Rows are handed on in the step in which they come: no cancellation finds them in between.
         """
-        settings = self._settings
         rows = await self._queue.claim(
-            partition=settings.train if self._purpose == "train" else settings.eval,
-            task=settings.task,
+            partition=self._partition,
+            task=self._settings.task,
             max_rows=min(ask.rows, max(1, self._slots // 4)),
             version=ask.version,
             accept=ask.accept,
-            timeout=settings.park_s,
+            timeout=self._settings.park_s,
+            ticket=ticket,
         )
         if rows:
             self._got(rows)

@@ -111,6 +111,36 @@ async def test_what_a_cancelled_claim_was_given_comes_back_at_once(cluster):
         assert [row.attempt for row in await queue.claim("rollout", timeout=5)] == [1, 1]
 
 
+async def test_a_claim_that_is_withdrawn_ends_at_once_and_keeps_what_it_was_granted(cluster):
+    """However withdrawal and rows cross, no row is given back, so none is delivered twice."""
+    async with cluster() as queue:
+        got = []
+        for serial in range(20):
+            ticket = queue.client.ticket()
+            claim = asyncio.create_task(queue.claim("rollout", timeout=60, ticket=ticket))
+            await asyncio.sleep(0.01)
+            putting = asyncio.create_task(queue.create(serial))
+            for _ in range(serial):
+                await asyncio.sleep(0)
+            async with asyncio.timeout(10):
+                await queue.client.withdraw(ticket, partition=P, task="rollout", timeout=10)
+                got += await claim
+            assert all(await putting)
+        got += await queue.claim("rollout", timeout=0.5)
+        assert sorted(row.meta.key for row in got) == [(serial, sample) for serial in range(20) for sample in (0, 1)]
+        assert all(row.attempt == 0 for row in got)
+        assert (await queue.client.audit(timeout=10)).redeliveries == 0
+
+
+async def test_a_withdrawal_of_no_claim_does_nothing(cluster):
+    async with cluster() as queue:
+        await queue.create(0)
+        ticket = queue.client.ticket()
+        rows = await queue.claim("rollout", ticket=ticket)
+        await queue.client.withdraw(ticket, partition=P, task="rollout", timeout=10)
+        assert all(await queue.complete(rows, "response"))
+
+
 async def test_a_late_write_is_refused_and_leaves_no_bytes(cluster):
     async with cluster() as queue:
         await queue.create(0)

@@ -17,7 +17,7 @@ import msgspec
 from asyncflow.errors import Misdirected, Refused
 from asyncflow.queue.client.verbs import Ask, Expect, Farewell, Peer, Place, Reserve, Verb, left_of, scatter, shard
 from asyncflow.queue.client.verbs_control import GRACE_S, ControlVerbs
-from asyncflow.queue.protocol.calls import Abandon, Acknowledge, Ahead, Claimed, ClaimRows, Done, Verdicts
+from asyncflow.queue.protocol.calls import Abandon, Acknowledge, Ahead, Claimed, ClaimRows, Done, Verdicts, Withdraw
 from asyncflow.queue.protocol.runs import shrink
 from asyncflow.queue.protocol.shard_calls import controller_of
 from asyncflow.queue.protocol.unit_calls import FetchRows
@@ -56,6 +56,11 @@ class Claimer:
                 self.places[place] = shard(there.controller)
         raise Refused(f"no controller decides about {request.partition}/{request.task}", where="queue client")
 
+    def withdraw(self, request: Withdraw, *, partition: str, task: str, timeout: float) -> Verb[None]:
+        """Have a claim that is parked answered now, without rows."""
+        peer = self.places.get((partition, task))
+        yield from self._control.ask("queue.withdraw", request, Done, timeout=timeout, peer=peer)
+
     def acknowledge(self, leases: Sequence[str], *, timeout: float) -> Verb[list[bool]]:
         """Complete all rows of leases; False where a lease was not in force any more."""
 
@@ -81,7 +86,7 @@ class Claimer:
             claimed = yield from self._park(peer, request, columns, deadline)
             if late:
                 claimed = msgspec.structs.replace(claimed, late=late + claimed.late)
-            if claimed.lot is not None or claimed.ended or control.clock() >= deadline:
+            if claimed.lot is not None or claimed.ended or claimed.withdrawn or control.clock() >= deadline:
                 return claimed
 
     def _park(self, peer: Peer, request: ClaimRows, columns: Sequence[str], deadline: float) -> Verb[Claimed]:

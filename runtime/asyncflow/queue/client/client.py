@@ -84,6 +84,10 @@ class QueueClient:
         """Close all connections."""
         await self._connections.close()
 
+    def ticket(self) -> str:
+        """Return a name for a claim that no other has."""
+        return self.verbs.ticket()
+
     async def run(self, verb: Verb[T]) -> T:
         """Do what a verb of ``verbs`` says; give its result."""
         return await self._connections.run(verb)
@@ -91,6 +95,7 @@ class QueueClient:
     put = _awaited(OpenVerbs.put)
     create = _awaited(OpenVerbs.create)
     claim = _awaited(OpenVerbs.claim)
+    withdraw = _awaited(OpenVerbs.withdraw)
     claim_or_end = _awaited(OpenVerbs.claim_or_end)
     claim_lot = _awaited(OpenVerbs.claim_lot)
     acknowledge = _awaited(OpenVerbs.acknowledge)

@@ -105,18 +105,33 @@ class RowVerbs(ControlVerbs):
         version: int | None = None,
         accept: Sequence[int] = (),
         max_groups: int | None = None,
+        ticket: str = "",
     ) -> Verb[list[LeasedRow]]:
         """Lease up to ``max_rows`` rows (at least one group where the task takes groups), waiting until one is ready.
 
         version: step of the weights that the caller has; accept: further steps that it could load. Gives rows of the
         first kind if there are any, else of the second, never both; none when the time is over or nothing will come.
-        Raises DeadlineExceeded where the controller has not answered ``GRACE_S`` after that.
+        ticket: a name for ``withdraw``, from ``ticket``.
+
+        Raises DeadlineExceeded where the controller has not answered ``GRACE_S`` after that time.
         """
-        ticket = self._claimer.ticket()
+        named = ticket or self._claimer.ticket()
         request = calls.ClaimRows(
-            partition, task, self.worker, ticket, max_rows, max_groups, version, list(accept), wait_s=0.0
+            partition, task, self.worker, named, max_rows, max_groups, version, list(accept), wait_s=0.0
         )
         return (yield from self._claimer.claim(request, timeout=timeout)).rows
+
+    def ticket(self) -> str:
+        """Return a name for a claim that no other has."""
+        return self._claimer.ticket()
+
+    def withdraw(self, ticket: str, *, partition: str, task: str, timeout: float) -> Verb[None]:
+        """Have the claim ``ticket`` end now: with the rows that it was granted already, or without any.
+
+        Unlike a claim that is cancelled, it gives no rows back that somebody just got.
+        """
+        request = calls.Withdraw(self.worker, ticket)
+        return self._claimer.withdraw(request, partition=partition, task=task, timeout=timeout)
 
     def claim_or_end(
         self, *, partition: str, task: str, max_rows: int, until_done: bool = False, timeout: float

@@ -259,6 +259,10 @@ class Controller:
         self.settle()
         return later
 
+    def withdraw(self, worker: str, ticket: str) -> None:
+        """Answer a parked claim without rows; one that was met has its answer."""
+        self._parking.withdraw(worker, ticket)
+
     def _give_safe(self, found: Found) -> None:
         """Answer calls when the ledger has everything up to now."""
         try:

@@ -70,6 +70,7 @@ class Handlers:
         command("queue.renew", calls.Renew, lambda c: calls.Renewed(table.claims.renew(c.leases, now())))
         command("queue.end", calls.EndRows, self._end)
         command("queue.abandon", calls.Abandon, lambda c: table.claims.abandon(c.worker, c.ticket))
+        command("queue.withdraw", calls.Withdraw, lambda c: self._controller.withdraw(c.worker, c.ticket))
         command("queue.expire", calls.Expire, lambda c: table.claims.expire_worker(c.worker))
         command("queue.open_step", calls.OpenStep, lambda c: training.open_step(*_fields(c)))
         command("queue.begin", calls.Begin, lambda c: training.begin(*_fields(c)))

@@ -80,6 +80,13 @@ class Parking:
         waiter.later.add_done_callback(forget)
         return waiter.later
 
+    def withdraw(self, worker: str, ticket: str) -> None:
+        """Answer a claim without rows, if it is parked."""
+        for claim, (waiter, late) in self._claims.items():
+            if (claim.worker, claim.ticket) == (worker, ticket):
+                self._give([(self._leave(waiter), Claimed(None, False, late, withdrawn=True))])
+                return
+
     def take_found(self, ahead: SentAhead | None) -> Found:
         """Take the calls that can be answered now. ahead: takes the claims among them whose rows can be sent ahead."""
         books = self._table.books

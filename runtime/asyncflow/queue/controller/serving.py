@@ -62,6 +62,9 @@ class Serving(Protocol):
     def claim(self, claim: Claim, wait_s: float, late: list[str]) -> Soon[Claimed]:
         """Give what ``claim`` is granted; nothing after ``wait_s``. late: leases that had ended."""
 
+    def withdraw(self, worker: str, ticket: str) -> None:
+        """Answer a parked claim without rows; one that was met has its answer."""
+
 
 class Following(Serving, Protocol):
     """A controller that follows another, to what does this in its name."""

@@ -29,6 +29,7 @@ ANSWERED = frozenset(
         "queue.renew",
         "queue.end",
         "queue.abandon",
+        "queue.withdraw",
         "queue.expire",
         "queue.stats",
         "queue.snapshot",

@@ -78,13 +78,15 @@ class ClaimRows(Struct, frozen=True, omit_defaults=True):
 class Claimed(Struct, frozen=True, omit_defaults=True):
     """The rows, None if the time was over. ended: the partition is closed and holds nothing more for the task.
 
-    late: those of ``done`` that were not in force any more; ahead: a unit was told to send the cells.
+    late: those of ``done`` that were not in force any more; ahead: a unit was told to send the cells; withdrawn: the
+    caller asked for this answer.
     """
 
     lot: Lot | None
     ended: bool
     late: list[str] = []
     ahead: bool = False
+    withdrawn: bool = False
 
     @property
     def rows(self) -> list[LeasedRow]:
@@ -100,6 +102,13 @@ class Acknowledge(Struct, frozen=True):
 
 class Abandon(Struct, frozen=True):
     """Nobody waits for the claim ``ticket`` any more."""
+
+    worker: str
+    ticket: str
+
+
+class Withdraw(Struct, frozen=True):
+    """Answer the claim ``ticket`` now, without rows, if it waits; one that was met has its answer."""
 
     worker: str
     ticket: str
