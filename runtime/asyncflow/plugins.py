@@ -17,6 +17,10 @@ from asyncflow.errors import ManifestError
 Own = TypeVar("Own", bound=msgspec.Struct)
 
 
+class NoOptions(msgspec.Struct, frozen=True):
+    """The options of a plug-in that has none."""
+
+
 def installed(group: str) -> list[str]:
     """Give the names that the installed packages offer in ``group``."""
     return sorted({point.name for point in entry_points(group=group)})

@@ -51,18 +51,6 @@ def test_a_run_from_manifest_to_summary(manifest, tmp_path):
     assert ports_are_closed(folder)
 
 
-def test_it_is_said_that_nobody_will_generate(manifest, tmp_path):
-    run = subprocess.run(
-        command("run", manifest, "--set", "rollout.replicas=0", steps=1, pause_s=0),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("no rollout is placed, and none comes later: spec.rollout.replicas is 0\n")
-
-
 def ports_are_closed(folder):
     record = load_record(folder / "run" / "processes.json")
     listening = Path("/proc/net/tcp").read_text()

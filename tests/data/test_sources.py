@@ -144,7 +144,7 @@ def test_a_file_may_be_used_whole_but_not_for_both(jsonl: Path) -> None:
         ({"source": "data.jsonl?prompt=question", "size": 1000}, "training prompts, not 1000"),
         ({"source": "data.jsonl?prompt=question", "config": {"split": "half"}}, "is not understood"),
         ({"source": "broken.jsonl"}, r"broken\.jsonl:2: is not JSON"),
-        ({"source": "empty.jsonl"}, "has 0 training prompts"),
+        ({"source": "empty.jsonl"}, r"empty\.jsonl: is empty"),
         ({**TINY, "config": {"template": "no question"}}, "has no {question}"),
         ({**TINY, "config": {"system": "Be kind."}}, "needs `chat: true`"),
         ({**TINY, "config": {"chat": "yes"}}, "Expected `bool`"),

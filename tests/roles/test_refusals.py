@@ -12,16 +12,26 @@ import pytest
 COUNTING = Path(__file__).parents[2] / "examples" / "counting.yaml"
 
 
+def run(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    words = [word for setting in settings for word in ("--set", setting)]
+    command = [sys.executable, "-m", "asyncflow", "run", str(COUNTING), "--output", str(folder), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("role", "place"), [("trainer", "trainer.backend.options"), ("rollout", "rollout.engine.options")]
-)
-def test_an_unknown_option_of_a_plugin_is_refused(tmp_path: Path, role: str, place: str) -> None:
-    settings = ["--set", f"{place}={{quick: true}}", "--set", "rollout.replicas=1"]
-    command = [sys.executable, "-m", "asyncflow", "run", str(COUNTING), "--output", str(tmp_path / "run"), *settings]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert run.returncode == 1
-    assert f"{role}-0 ended with exit status 2" in run.stderr
-    assert f"spec.{place}: unknown option quick. Known: " in run.stderr
+@pytest.mark.parametrize("place", ["trainer.backend.options", "rollout.engine.options"])
+def test_an_unknown_option_of_a_plugin_is_refused_before_the_start(tmp_path: Path, place: str) -> None:
+    ended = run(tmp_path / "run", f"{place}={{quick: true}}", "rollout.replicas=1")
+    assert ended.returncode == 2
+    assert f"spec.{place}: unknown option quick. Known: " in ended.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.process
+def test_what_only_a_role_can_tell_is_refused_by_it(tmp_path: Path) -> None:
+    ended = run(tmp_path / "run", "trainer.backend.options={capacity: 8}", "rollout.replicas=1")
+    assert ended.returncode == 1
+    assert "trainer-0 ended with exit status 2" in ended.stderr
+    assert "spec.trainer.backend.options.capacity: sample " in ended.stderr
     record = json.loads((tmp_path / "run" / "run" / "processes.json").read_text())
     assert {placed["restarts"] for placed in record["processes"]} == {0}

@@ -1,6 +1,7 @@
 """The commands that look and tell: validate, plan, audit, crds, and the import of a model.
 
-Invariant: none of them starts a process; only ``crds`` and ``model import`` write, and only where they are told to.
+Invariant: none of them starts a process, but that ``validate`` has one load the reward function; only ``crds`` and
+``model import`` write, and only where they are told to.
 """
 
 from __future__ import annotations
@@ -24,10 +25,17 @@ _ACCOUNT = (
 
 
 def validate(file: Path, overrides: Sequence[str]) -> None:
-    """Say that a manifest is good. Raises ManifestError where it is not."""
-    from asyncflow.commands.manifest import checked
+    """Say that a manifest is good, and what is worth knowing about it. Raises ManifestError where it is not."""
+    from asyncflow.api.job import RLJob
+    from asyncflow.commands.manifest import anchored, checked, folder_of
 
     manifest = checked(file, overrides)
+    if isinstance(manifest, RLJob):
+        from asyncflow.commands.preflight import preflight
+
+        folder = folder_of(manifest, file)
+        for note in preflight(anchored(manifest, folder), folder, source=str(file), elsewhere=True):
+            click.echo(f"note: {note}")
     click.echo(f"{file}: {manifest.kind} {manifest.metadata.name} is valid")
 
 

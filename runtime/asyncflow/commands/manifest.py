@@ -16,8 +16,8 @@ from asyncflow.api.load import Manifest, check_files, load
 from asyncflow.api.names import FOLDER
 from asyncflow.api.problems import Problem, refusal
 from asyncflow.errors import ManifestError
-from asyncflow.plugins import installed, load_plugin
-from asyncflow.queue.backends.base import BACKENDS, Backend
+from asyncflow.plugins import installed
+from asyncflow.queue.backends.base import BACKENDS
 from asyncflow.rewards.registry import check as check_reward
 
 _PLUGINS = (
@@ -44,18 +44,19 @@ def checked(file: Path, overrides: Sequence[str] = ()) -> Manifest:
 def resolved_job(file: Path, overrides: Sequence[str] = ()) -> RLJob:
     """Read and check a job, with its paths made absolute, so that it means the same wherever it is written.
 
-    Raises ManifestError as ``checked`` does, for a manifest that is no job or a job that is suspended, and where this
-    machine lacks what the queue's back end needs.
+    Raises ManifestError as ``checked`` does, for a manifest that is no job, or a job that nothing would come of on one
+    machine: it is suspended, or has no rollout.
     """
     manifest = checked(file, overrides)
     if not isinstance(manifest, RLJob):
         raise ManifestError(f"kind = {manifest.kind!r}: not a job", where=str(file), hint="Give an RLJob")
-    queue = manifest.spec.transfer_queue
-    backend = load_plugin(BACKENDS, queue.backend, kind=Backend, where="spec.transferQueue.backend")
-    backend.check(servers=queue.store is None)
     if manifest.spec.suspend:
         raise ManifestError("the job is suspended", where=str(file), hint="Run it with --set suspend=false")
-    return _anchored(manifest, folder_of(manifest, file))
+    if manifest.spec.rollout.replicas == 0:
+        reason = "spec.rollout.replicas = 0: nothing would be generated, and on one machine nobody adds rollouts later"
+        hint = "Give at least 1; on a cluster such a job waits for kubectl scale"
+        raise ManifestError(reason, where=str(file), hint=hint)
+    return anchored(manifest, folder_of(manifest, file))
 
 
 def folder_of(job: RLJob, file: Path) -> Path:
@@ -63,7 +64,8 @@ def folder_of(job: RLJob, file: Path) -> Path:
     return Path((job.metadata.annotations or {}).get(FOLDER, file.absolute().parent))
 
 
-def _anchored(job: RLJob, base: Path) -> RLJob:
+def anchored(job: RLJob, base: Path) -> RLJob:
+    """Return ``job`` with the paths of its model and files made absolute; relative ones start at ``base``."""
     data = job.model_dump(mode="json", by_alias=True, exclude_none=True)
     spec = data["spec"]
     sources = (spec["data"][name] for name in ("train", "eval") if name in spec["data"])

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from asyncflow.api.job import RLJob, RLJobSpec
 from asyncflow.api.load import load_job, to_yaml
-from asyncflow.commands.manifest import resolved_job
+from asyncflow.commands.manifest import folder_of, resolved_job
+from asyncflow.commands.preflight import preflight
 from asyncflow.durable import write_whole
 from asyncflow.net.hosts import address_of
 from asyncflow.net.stream.server import new_server
@@ -37,6 +38,8 @@ def run(file: Path, *, output: Path | None, overrides: Sequence[str], resume: bo
     Raises ManifestError before anything was started, another AsyncFlowError where the job failed.
     """
     job = resolved_job(file, overrides)
+    for note in preflight(job, folder_of(job, file), source=str(file)):
+        click.echo(f"note: {note}")
     folder = RunFolder.claim(output or Path("runs") / job.name, resume=resume, fresh=fresh)
     try:
         if resume:
@@ -61,9 +64,6 @@ def _supervise(job: RLJob, folder: RunFolder) -> tuple[Outcome, bool]:
     with folder.log("supervisor").open("a", encoding="utf-8") as log, PortReservation(2) as (rpc_port, http_port):
         setup_logging("supervisor", 0, stream=log)
         places, driver = plan(job), address_of("127.0.0.1", rpc_port, server=new_server())
-        for role in places.roles:
-            if role.replicas == 0:
-                click.echo(f"no {role.name} is placed, and none comes later: spec.{role.name}.replicas is 0")
         if ignored := _only_on_a_cluster(job.spec):
             click.echo(f"of no effect on one machine: {', '.join(ignored)}")
         limits = job.spec.limits

@@ -10,8 +10,10 @@ Invariant: nothing is imported before ``load``, which only a reward process call
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import sys
+from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,12 +66,31 @@ def check(function: str, extractor: str, *, workdir: Path) -> None:
 
 
 def load(function: str, *, workdir: Path) -> RewardFunction:
-    """Import the function. Raises ManifestError where it has no such attribute; an import may raise anything."""
+    """Import the function; an import may raise anything.
+
+    Raises ManifestError where the module has no such function, TypeError for one that cannot be called as it will be.
+    """
     if str(workdir) not in sys.path:
         sys.path.insert(0, str(workdir))
     module, _, attribute = BUILT_IN.get(function, function).partition(":")
     found = getattr(importlib.import_module(module), attribute, None)
     if not callable(found):
         raise ManifestError(f"module {module!r} has no function {attribute!r}", where="reward.function")
+    _check_call(found)
     scorer: RewardFunction = found
     return scorer
+
+
+def _check_call(function: Callable[..., Any]) -> None:
+    """Refuse a function that cannot be called as a ``RewardFunction``. Raises TypeError."""
+    if inspect.iscoroutinefunction(function):
+        raise TypeError("it is a coroutine function (async def), and a plain function is called")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # compiled code may have none
+        return
+    try:
+        signature.bind(response="", prompt="", answer=None, meta={})
+    except TypeError as error:
+        hint = "it is called with the keywords response, prompt, answer and meta"
+        raise TypeError(f"it takes {signature}, and {hint}: {error}") from error
