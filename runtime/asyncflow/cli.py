@@ -6,6 +6,7 @@ with 130; a traceback is a bug of ours.
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from asyncflow.errors import AsyncFlowError, ManifestError
 USAGE = 2
 FAILED = 1
 INTERRUPTED = 130
+
+_DISK_SAYS_NO = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -198,6 +201,10 @@ def invoke(arguments: Sequence[str]) -> int:
         return _refuse(str(error), USAGE)
     except AsyncFlowError as error:
         return _refuse(str(error), FAILED)
+    except OSError as error:
+        if error.errno not in _DISK_SAYS_NO:
+            raise
+        return _refuse(f"{error.filename or 'a file'} cannot be written: {error.strerror}. Free some space", FAILED)
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     return result if isinstance(result, int) else 0

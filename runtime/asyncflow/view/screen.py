@@ -14,7 +14,7 @@ from asyncflow.api.status import DriverStatus
 from asyncflow.view.frame import Frame
 from asyncflow.view.words import ABSENT, amount, duration, score, share
 
-_STATES = {"running": "green", "waiting": "yellow", "ending": "yellow", "down": "red", "done": "dim"}
+_STATES = {"running": "green", "waiting": "yellow", "ending": "yellow", "down": "red", "done": "dim", "ended": "dim"}
 _MOST_ROWS = 24
 
 

@@ -4,19 +4,25 @@
     DIR/run/      lock  token  processes.json         (mode 0700; of the supervisor)
 
 Invariants: at most one supervisor holds a folder, by a lock that ends with its process; a run that is already there is
-never written over: it is continued on request (``resume``), or moved aside whole (``fresh``), never deleted.
+never written over: it is continued on request (``resume``), or moved aside whole (``fresh``), never deleted. A start
+from which nothing came, no step and no evaluation, is no run: the next one takes its place.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import logging
 import os
 import secrets
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+import msgspec
 
 from asyncflow.durable import write_whole
 from asyncflow.errors import ManifestError
@@ -25,27 +31,37 @@ from asyncflow.substrates.local.record import load_record
 
 _log = logging.getLogger(__name__)
 
+LEAST_FREE = 16 << 20
+"""Bytes that must be free where a run begins: its logs, its ledger and its first checkpoint would not fit into less."""
+
 _RUN_ENTRIES = ("job.yaml", "ledger", "checkpoints", "metrics.jsonl", "summary.json")
+_WITHOUT_PROGRESS = (*_RUN_ENTRIES, "events.jsonl", "lives.json", "logs", "model")
+"""What a start from which nothing came may have left, beside ``run``."""
+_EVALUATION = b'"event":"evaluation"'
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """A run's folder that this process holds the lock of, until ``release``."""
+    """A run's folder that this process holds the lock of, until ``release``.
+
+    moved_to: where the run is that was here; made: the folders that were created for it, innermost first.
+    """
 
     path: Path
     lock: int
     moved_to: Path | None = None
+    made: tuple[Path, ...] = ()
 
     @classmethod
     def claim(cls, path: Path, *, resume: bool = False, fresh: bool = False) -> Self:
         """Take ``path`` for a run, creating it where needed.
 
         What a supervisor that was killed there has left running is ended. Raises ManifestError where the folder cannot
-        be written, another supervisor holds it, it holds a run and neither ``resume`` nor ``fresh`` is asked for, or
-        ``resume`` is asked for and there is nothing to continue.
+        be written, the disk is full, another supervisor holds it, it holds a run and neither ``resume`` nor ``fresh``
+        is asked for, or ``resume`` is asked for and there is nothing to continue.
         """
         path = path.absolute()
-        held = holds_run(path)
+        held = holds_run(path) and not _came_to_nothing(path)
         if resume and not (path / "job.yaml").is_file():
             raise ManifestError(
                 "there is no run to resume", where=str(path), hint="Leave out --resume, or give its --output"
@@ -54,15 +70,19 @@ class RunFolder:
             _check_unused(path)
             hint = "Continue it with --resume, move it aside with --fresh, or give another --output"
             raise ManifestError("the folder already holds a run", where=str(path), hint=hint)
+        _check_room(path)
         try:
             moved_to = _move_aside(path) if held and fresh else None
+            made = tuple(folder for folder in (path, *path.parents) if not folder.exists())
             lock = _lock(path)
+            _end_predecessor(path)
+            if not resume and _came_to_nothing(path):
+                _clear(path)
             (path / "logs").mkdir(exist_ok=True)
         except OSError as error:
             hint = "Give an --output that can be written"
             raise ManifestError(f"cannot write there: {error.strerror}", where=str(path), hint=hint) from error
-        _end_predecessor(path)
-        return cls(path, lock, moved_to)
+        return cls(path, lock, moved_to, made)
 
     @property
     def job(self) -> Path:
@@ -80,6 +100,11 @@ class RunFolder:
         return self.path / "run" / "processes.json"
 
     @property
+    def overrides(self) -> Path:
+        """The ``--set`` values of the run, which ``--resume`` applies again."""
+        return self.path / "run" / "overrides.json"
+
+    @property
     def summary(self) -> Path:
         """What the driver found out, written before it ends."""
         return self.path / "summary.json"
@@ -92,15 +117,82 @@ class RunFolder:
         """Make a new token that only this user can read."""
         write_whole(self.token, secrets.token_urlsafe(32).encode(), mode=0o600)
 
-    def release(self) -> None:
-        """Remove the token and let others have the folder."""
+    def remember(self, overrides: Sequence[str]) -> None:
+        """Write down the ``--set`` values of this run. Raises OSError."""
+        write_whole(self.overrides, msgspec.json.encode(list(overrides)))
+
+    def release(self, *, undo: bool = False) -> None:
+        """Remove the token and let others have the folder.
+
+        undo: this start was refused: unless a run made progress here, remove what the start has made, the folder too,
+        and move back the run that it moved aside.
+        """
         self.token.unlink(missing_ok=True)
+        if undo and not _has_progress(self.path):
+            _clear(self.path)
+            shutil.rmtree(self.path / "run")
+            with contextlib.suppress(OSError):  # where somebody else has put something there, it stays
+                for folder in self.made:
+                    folder.rmdir()
+                if self.moved_to is not None:
+                    self.moved_to.rename(self.path)
         os.close(self.lock)
+
+
+def remembered(path: Path) -> list[str]:
+    """Return the ``--set`` values with which the run at ``path`` was begun. Raises ManifestError if unreadable."""
+    file = path / "run" / "overrides.json"
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=list[str])
+    except FileNotFoundError:
+        return []
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        hint = "Remove it, and give the run's --set values again"
+        raise ManifestError(
+            f"the --set values of the run cannot be read: {error}", where=str(file), hint=hint
+        ) from error
 
 
 def holds_run(path: Path) -> bool:
     """Say whether a run has left something at ``path`` that must not be written over."""
     return any((path / entry).exists() for entry in _RUN_ENTRIES)
+
+
+def _came_to_nothing(path: Path) -> bool:
+    """Say whether a supervisor has begun a job at ``path`` from which nothing came that could be lost."""
+    begun = (path / "job.yaml").is_file() and (path / "run" / "processes.json").is_file()
+    return begun and not _has_progress(path)
+
+
+def _has_progress(path: Path) -> bool:
+    if any((path / name).exists() for name in ("summary.json", "export")):
+        return True
+    metrics, events = path / "metrics.jsonl", path / "events.jsonl"
+    return (
+        any((path / "checkpoints").glob("*/manifest.json"))
+        or (metrics.is_file() and metrics.stat().st_size > 0)
+        or (events.is_file() and _EVALUATION in events.read_bytes())
+    )
+
+
+def _clear(path: Path) -> None:
+    """Remove what a start from which nothing came has left; the lock stays."""
+    for name in _WITHOUT_PROGRESS:
+        entry = path / name
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+    for name in ("processes.json", "overrides.json", "token", "reaper.log"):
+        (path / "run" / name).unlink(missing_ok=True)
+
+
+def _check_room(path: Path) -> None:
+    """Refuse to begin on a disk that is full. Raises ManifestError."""
+    disk = shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists()))
+    if disk.total and disk.free < LEAST_FREE:
+        words = f"only {disk.free >> 10} KiB are free there, and a run needs {LEAST_FREE >> 10} to begin"
+        raise ManifestError(words, where=str(path), hint="Free some space, or give another --output")
 
 
 def _check_unused(path: Path) -> None:

@@ -134,7 +134,8 @@ class Supervisor:
         self.observe(Stopping(reason=f"{verdict.culprit} failed" if verdict.culprit else verdict.reason))
         failure = None if self._stop_signal and not verdict.culprit else self._failure(verdict)
         await self._end_all()
-        return Outcome(exit_code=1 if failure else 128 + self._stop_signal, failure=failure)
+        code = 1 if failure else 128 + self._stop_signal
+        return Outcome(exit_code=code, failure=failure, refused=bool(verdict.culprit) and verdict.status.final)
 
     async def _end_all(self) -> None:
         begun = time.monotonic()

@@ -27,7 +27,11 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How the run ended. exit_code: 0, 1, or 128 + signal; failure: what to tell, where it failed."""
+    """How the run ended.
+
+    exit_code: 0, 1, or 128 + signal; failure: what to tell, where it failed; refused: a role refused its input.
+    """
 
     exit_code: int
     failure: AsyncFlowError | None = None
+    refused: bool = False
