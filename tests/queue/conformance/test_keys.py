@@ -77,7 +77,7 @@ async def test_29_a_key_whose_row_was_lost_with_its_unit_is_said_to_be_lost(two_
     with pytest.raises(StaleHandle, match="no row has the key 'nobody'. It was never put, or was cleared; list_rows"):
         await scores.get(["nobody"], ["n"])
     await two_units.restart_controller()
-    with pytest.raises(StaleHandle, match=f"or is one of {len(lost)} rows that were lost with a storage unit"):
+    with pytest.raises(StaleHandle, match=f"or lost with a storage unit, as {len(lost)} rows were"):
         await scores.get([lost[0]], ["n"])
     await scores.put({"n": np.array([50])}, keys=lost[:1])
     assert (await scores.get(lost[:1], ["n"]))["n"].tolist() == [50]

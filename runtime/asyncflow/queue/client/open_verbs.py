@@ -143,7 +143,7 @@ class OpenVerbs(RowVerbs):
             words = f"the row of {_listed('key', lost)} was lost with its storage unit"
             raise StaleHandle(words, where=partition, hint="Put it again under that key")
         if missing := [key for key, row in zip(keys, found.rows, strict=True) if not row]:
-            gone = f", or is one of {found.unnamed} rows that were lost with a storage unit" if found.unnamed else ""
+            gone = f", or lost with a storage unit, as {found.unnamed} rows were" if found.unnamed else ""
             hint = f"It was never put, or was cleared{gone}; list_rows tells which there are"
             raise StaleHandle(f"no row has the {_listed('key', missing)}", where=partition, hint=hint)
         return found.rows

@@ -80,7 +80,7 @@ class Found(Struct, frozen=True):
     """The rows, 0 for a key that none has.
 
     lost: those of these keys whose rows were lost with their unit; unnamed: how many rows of the partition were lost
-    whose keys are not known any more, since the controller has been restarted.
+    that had no key, or whose keys are not known any more since the controller was restarted.
     """
 
     rows: list[int]
