@@ -45,6 +45,11 @@ def test_a_run_from_manifest_to_summary(manifest, tmp_path):
     folder = tmp_path / "runs" / "little"
     lines = run.stdout.splitlines()
     assert f"files in {folder}, logs in {folder / 'logs'}" in lines[0]
+    record = load_record(folder / "run" / "processes.json")
+    told = next(line for line in lines if "metrics: " in line)
+    assert len({placed.http for placed in record.processes}) == len(record.processes)
+    for placed in record.processes:
+        assert f"{placed.role}-{placed.index} {placed.http}/metrics" in told
     assert any("step 2/2  reward 0.200  1.23k tokens/s" in line for line in lines)
     assert any("reward, first → last" in line and "0.100 → 0.500" in line for line in lines)
     assert any("rollout 25%" in line for line in lines)

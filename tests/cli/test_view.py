@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from asyncflow.api.status import CheckpointState, DriverStatus, Lag, QueueDepth, RolloutState
+from asyncflow.api.status import CheckpointState, DriverStatus, QueueDepth, RolloutState, Staleness
 from asyncflow.substrates.local.crew import Restart, Seat
 from asyncflow.substrates.local.events import Ended, Restarting, Started, Stopping
 from asyncflow.substrates.local.exits import ExitStatus
@@ -25,7 +25,7 @@ RUNNING = DriverStatus(
     eval_greedy=0.625,
     tokens_per_second=15321.0,
     eta_seconds=133.0,
-    lag=Lag(start=1, end=0, mean=0.7),
+    staleness=Staleness(start=1, end=0, mean=0.7),
     version=11,
     queue=QueueDepth(ready=32, leased=64, staged=128, bytes=1_500_000, limit=512_000_000),
     idle_share={"rollout": 0.04, "trainer": 0.31},
@@ -41,7 +41,10 @@ def rendered(renderable):
 
 
 def frame(status, *, reachable=True):
-    placed = [Placed(role="rollout", index=i, attempt=i, state="running", pid=100 + i) for i in range(2)]
+    placed = [
+        Placed(role="rollout", index=i, attempt=i, state="running", pid=100 + i, http=f"http://127.0.0.1:1900{i}")
+        for i in range(2)
+    ]
     return Frame(name="quick", folder="/runs/q", elapsed_s=75, status=status, reachable=reachable, placed=placed)
 
 
@@ -54,6 +57,7 @@ def test_the_screen_shows_every_figure():
         "0.412",
         "0.500 (greedy 0.625)",
         "15.3k",
+        "staleness",
         "start 1 end 0",
         "θ11",
         "ready 32 in work 64 staged 128",
@@ -61,6 +65,7 @@ def test_the_screen_shows_every_figure():
         "rollout 4% trainer 31%",
         "step 10",
         "ready θ11 7 in flight",
+        "http://127.0.0.1:19001/metrics",
     ):
         assert words in text
     rows = [line.split() for line in text.splitlines() if line.startswith("rollout-1")]
@@ -83,8 +88,8 @@ def test_plain_lines_say_what_is_new_and_only_that():
     before = DriverStatus()
     lines = news(before, RUNNING)
     assert lines[0] == "phase running"
-    assert lines[1] == "step 12/60  reward 0.412  15.3k tokens/s  lag 1  ready 32  ETA 2m13s"
-    assert lines[2] == "eval  pass@1 0.500  greedy 0.625"
+    assert lines[1] == "step 12/60  reward 0.412  15.3k tokens/s  staleness 1  ready 32  ETA 2m13s"
+    assert lines[2] == "eval  accuracy 0.500  greedy 0.625"
     assert news(RUNNING, RUNNING) == []
 
 

@@ -251,11 +251,11 @@ class EvaluationSpec(Spec):
     every: Steps = 10
     """Optimizer steps between evaluations; 0 leaves only the first and the last."""
     samples: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Samples of each prompt for pass@1."""
+    """Samples of each prompt; accuracy is the mean over all of them (an estimate of pass@1)."""
     greedy: bool = True
     """Whether to evaluate greedy decoding too."""
     temperature: Annotated[float, Field(gt=0, le=10)] | None = None
-    """Temperature of pass@1. Absent: that of ``sampling``."""
+    """Temperature of these samples. Absent: that of ``sampling``."""
 
     @property
     def group_size(self) -> int:

@@ -29,7 +29,7 @@ from asyncflow.net.hosts import address_of
 from asyncflow.net.stream.server import new_server
 from asyncflow.plan.job import plan
 from asyncflow.substrates.local.folder import RunFolder, remembered
-from asyncflow.substrates.local.placement import launcher
+from asyncflow.substrates.local.placement import launcher, seats_of
 from asyncflow.substrates.local.ports import PortReservation
 from asyncflow.substrates.local.resume import differences
 from asyncflow.substrates.local.supervisor import Supervisor
@@ -125,15 +125,20 @@ def _supervise(job: RLJob, folder: RunFolder, overrides: Sequence[str]) -> tuple
     folder.remember(overrides)
     write_whole(folder.job, to_yaml(job).encode())
     folder.write_token()
-    with folder.log("supervisor").open("a", encoding="utf-8") as log, PortReservation(2) as (rpc_port, http_port):
+    roles = plan(job).roles
+    seats = seats_of(roles)
+    reserved = PortReservation(1 + len(seats))
+    with folder.log("supervisor").open("a", encoding="utf-8") as log, reserved as (rpc_port, *ports):
         setup_logging("supervisor", 0, stream=log)
-        places, driver = plan(job), address_of("127.0.0.1", rpc_port, server=new_server())
+        http_ports = dict(zip(seats, ports, strict=True))
+        http_port = next(http_ports[seat] for seat in seats if seat.role == "driver")
+        driver = address_of("127.0.0.1", rpc_port, server=new_server())
         if ignored := _only_on_a_cluster(job.spec):
             click.echo(f"of no effect on one machine: {', '.join(ignored)}")
         limits = job.spec.limits
         supervisor = Supervisor(
-            roles=places.roles,
-            launch=launcher(places, folder=folder, driver=driver, http_port=http_port),
+            roles=roles,
+            launch=launcher(roles, folder=folder, driver=driver, http_ports=http_ports),
             folder=folder,
             driver=driver,
             http=f"http://127.0.0.1:{http_port}",

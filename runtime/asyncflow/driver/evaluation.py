@@ -54,7 +54,7 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
-    """Means over the held-out prompts. pass@1 is the mean over all samples at the evaluation's temperature."""
+    """Means over the held-out prompts. accuracy: over all samples at the evaluation's temperature."""
 
     step: int
     prompts: int

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from asyncflow.api.job import RLJobSpec
-from asyncflow.api.status import CheckpointState, DriverStatus, Lag, Phase, QueueDepth, RolloutState
+from asyncflow.api.status import CheckpointState, DriverStatus, Phase, QueueDepth, RolloutState, Staleness
 from asyncflow.driver.progress import Progress
 from asyncflow.identity import Version
 from asyncflow.net.roster import Member, Status
@@ -78,7 +78,7 @@ def build_status(
         eta_seconds=progress.eta_seconds(),
         last_step_at=timestamp(last["at"]) if last else None,
         step_p95=progress.step_p95(),
-        lag=Lag(start=last["lag_start_max"], end=last["lag_end_max"], mean=last["lag_token_mean"]) if last else Lag(),
+        staleness=_staleness(last) if last else Staleness(),
         version=newest or 0,
         version_bytes=version_bytes,
         transfer_seconds=transfer_seconds,
@@ -132,6 +132,12 @@ def waiting_for(
             f"{stats.ready.get('train/train', 0)} ready to train"
         )
     return ""
+
+
+def _staleness(line: Mapping[str, Any]) -> Staleness:
+    return Staleness(
+        start=line["staleness_start_max"], end=line["staleness_end_max"], mean=line["staleness_token_mean"]
+    )
 
 
 def _depth(stats: QueueStats | None) -> QueueDepth:

@@ -6,10 +6,12 @@ Invariant: while nothing happens, nothing is written: a line says something that
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from asyncflow.api.status import DriverStatus
 from asyncflow.substrates.local.events import Ended, Event, Restarting, Started, Stopping
 from asyncflow.substrates.local.exits import ExitStatus
+from asyncflow.substrates.local.record import Placed
 from asyncflow.view.words import amount, duration, score
 
 _FIGURE = re.compile(r"[0-9]+(\.[0-9]+)?")
@@ -26,18 +28,23 @@ def news(before: DriverStatus, now: DriverStatus, *, ending: bool = False) -> li
     if now.step != before.step:
         lines.append(step_line(now))
     if now.eval is not None and (now.eval, now.eval_greedy) != (before.eval, before.eval_greedy):
-        lines.append(f"eval  pass@1 {score(now.eval)}  greedy {score(now.eval_greedy)}")
+        lines.append(f"eval  accuracy {score(now.eval)}  greedy {score(now.eval_greedy)}")
     if now.waiting_for and not ending and _FIGURE.sub("", now.waiting_for) != _FIGURE.sub("", before.waiting_for):
         lines.append(f"waiting for {now.waiting_for}")
     return lines
+
+
+def metrics_line(placed: Sequence[Placed]) -> str:
+    """Say where each process serves its metrics."""
+    return "metrics: " + ", ".join(f"{each.role}-{each.index} {each.http}/metrics" for each in placed if each.http)
 
 
 def step_line(status: DriverStatus) -> str:
     """Give the line of the newest step."""
     return (
         f"step {status.step}/{status.steps}  reward {score(status.reward)}  "
-        f"{amount(status.tokens_per_second)} tokens/s  lag {amount(status.lag.start)}  "
-        f"ready {status.queue.ready}  ETA {duration(status.eta_seconds)}"
+        f"{amount(status.tokens_per_second)} tokens/s  "
+        f"staleness {amount(status.staleness.start)}  ready {status.queue.ready}  ETA {duration(status.eta_seconds)}"
     )
 
 

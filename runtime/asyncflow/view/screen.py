@@ -49,7 +49,7 @@ def _figures(status: DriverStatus) -> Table:
     rows = (
         ("reward", score(status.reward), "tokens/s", amount(status.tokens_per_second)),
         ("eval", f"{score(status.eval)} (greedy {score(status.eval_greedy)})", "version", f"θ{status.version}"),
-        ("lag", f"start {amount(status.lag.start)} end {amount(status.lag.end)}", "idle", idle),
+        ("staleness", f"start {amount(status.staleness.start)} end {amount(status.staleness.end)}", "idle", idle),
         (
             "queue",
             f"ready {queue.ready} in work {queue.leased} staged {queue.staged}",
@@ -70,7 +70,7 @@ def _checkpoint(status: DriverStatus) -> str:
 def _roles(frame: Frame) -> Table:
     serving = {rollout.index: rollout for rollout in frame.status.rollouts} if frame.status else {}
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("role", "pid", "attempt", "process", "state"):
+    for column in ("role", "pid", "attempt", "process", "metrics", "state"):
         table.add_column(column)
     for placed in frame.placed[:_MOST_ROWS]:
         rollout = serving.get(placed.index) if placed.role == "rollout" else None
@@ -80,8 +80,9 @@ def _roles(frame: Frame) -> Table:
             str(placed.pid or ABSENT),
             str(placed.attempt),
             Text(placed.state, style=_STATES.get(placed.state, "")),
+            placed.http and f"{placed.http}/metrics",
             state,
         )
     if len(frame.placed) > _MOST_ROWS:
-        table.add_row(f"and {len(frame.placed) - _MOST_ROWS} more", "", "", "", "")
+        table.add_row(f"and {len(frame.placed) - _MOST_ROWS} more", "", "", "", "", "")
     return table

@@ -24,7 +24,7 @@ from asyncflow.api.status import DriverStatus
 from asyncflow.substrates.local.events import Event, Stopping
 from asyncflow.substrates.local.record import Placed
 from asyncflow.view.frame import Frame
-from asyncflow.view.lines import event_line, news
+from asyncflow.view.lines import event_line, metrics_line, news
 from asyncflow.view.screen import screen
 from asyncflow.view.summary import files_line, summary_table
 
@@ -90,9 +90,12 @@ class Watch:
     def _show_lines(self) -> None:
         self._print(f"{self._name}: files in {self._folder}, logs in {self._folder / 'logs'}")
         before = DriverStatus(phase="Pending")
-        going, ending = True, False
+        going, ending, told = True, False, False
         while going:
             going, events = self._collect()
+            if not told and (placed := self._placed()) and all(each.http for each in placed):
+                told = True
+                self._print(metrics_line(placed))
             for at, event in events:
                 ending = ending or isinstance(event, Stopping)
                 if line := event_line(event):

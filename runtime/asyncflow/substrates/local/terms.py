@@ -11,10 +11,14 @@ from asyncflow.substrates.local.ending import WITHIN_S
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What to start for one seat and attempt: a command line, and environment variables beside the inherited ones."""
+    """What to start for one seat and attempt: a command line, and environment variables beside the inherited ones.
+
+    http: where it serves /metrics, "" where nobody knows.
+    """
 
     argv: Sequence[str]
     env: Mapping[str, str]
+    http: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
