@@ -248,6 +248,7 @@ class OpenMachine(RuleBasedStateMachine):
             assert report.ok, report
             counts = self.partition.counts
             assert report.remaining == counts[State.LIVE] + counts[State.WANTED]
+            assert report.without_bytes == counts[State.WANTED]
             assert report.cleared == self.partition.cleared + counts[State.DROPPED] + counts[State.FILTERED]
 
     # --- short words
