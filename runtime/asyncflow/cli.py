@@ -34,6 +34,16 @@ def _overrides(command: Command) -> Command:
     )(command)
 
 
+def _port(command: Command) -> Command:
+    return click.option(
+        "--port",
+        type=click.IntRange(0, 65535),
+        default=5571,
+        show_default=True,
+        help="Port at which a queue that stands alone is dialled; 0 is any.",
+    )(command)
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="asyncflow", message="%(prog)s %(version)s")
 def app() -> None:
@@ -46,12 +56,19 @@ def app() -> None:
 @_overrides
 @click.option("--resume", is_flag=True, help="Continue the run in the folder.")
 @click.option("--fresh", is_flag=True, help="Begin anew; a run in the folder is moved aside to FOLDER.N.")
-def run(file: Path, output: Path | None, overrides: tuple[str, ...], resume: bool, fresh: bool) -> int:
-    """Run a job on this machine."""
-    from asyncflow.commands import run as command
+@_port
+def run(file: Path, output: Path | None, overrides: tuple[str, ...], resume: bool, fresh: bool, port: int) -> int:
+    """Run a job, or serve a TransferQueue, on this machine."""
+    from asyncflow.api.load import kind_of
 
     if resume and fresh:
         raise ManifestError("--resume and --fresh exclude each other", hint="Give one of them")
+    if kind_of(file) == "TransferQueue":
+        from asyncflow.commands import serve as serving
+
+        return serving.serve_file(file, output=output, overrides=overrides, fresh=fresh, port=port)
+    from asyncflow.commands import run as command
+
     return command.run(file, output=output, overrides=overrides, resume=resume, fresh=fresh)
 
 
@@ -126,7 +143,42 @@ def import_(package: str, directory: Path) -> None:
 
 @app.group()
 def queue() -> None:
-    """A live queue."""
+    """A queue of its own: serve one, look into a live one."""
+
+
+@queue.command()
+@click.option(
+    "--units", type=click.IntRange(1, 4096), default=1, show_default=True, help="Storage units, a process each."
+)
+@click.option("--bytes-per-unit", default="256Mi", show_default=True, help="Bytes that one unit may hold.")
+@click.option(
+    "--backend",
+    type=click.Choice(("memory", "mooncake", "redis")),
+    default="memory",
+    show_default=True,
+    help="Where the bytes lie.",
+)
+@click.option("--name", default="queue", show_default=True, help="The queue's name.")
+@_port
+@click.option("--output", type=_DIRECTORY, help="Folder of the queue; runs/NAME by default. What is there goes on.")
+@_overrides
+@click.option("--fresh", is_flag=True, help="Begin anew; a queue in the folder is moved aside to FOLDER.N.")
+def serve(
+    units: int,
+    bytes_per_unit: str,
+    backend: str,
+    name: str,
+    port: int,
+    output: Path | None,
+    overrides: tuple[str, ...],
+    fresh: bool,
+) -> int:
+    """Serve a queue on this machine until Ctrl-C."""
+    from asyncflow.commands import serve as command
+
+    given = {"metadata.name": name, "storageUnits": units, "bytesPerUnit": bytes_per_unit, "backend": backend}
+    settings = [*(f"{path}={value}" for path, value in given.items()), *overrides]
+    return command.serve(command.described(settings), output=output, fresh=fresh, port=port)
 
 
 def _looking(command: Command) -> Command:

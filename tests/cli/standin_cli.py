@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from asyncflow import cli
-from asyncflow.commands import run
+from asyncflow.substrates.local import site
 from asyncflow.substrates.local.terms import Launch
 
 ROLE = str(Path(__file__).with_name("standin_role.py"))
@@ -20,5 +20,5 @@ def launcher(_roles, *, folder, driver, http_ports):
     return launch
 
 
-run.launcher = launcher
+site.launcher = launcher
 sys.exit(cli.invoke(arguments))

@@ -53,6 +53,11 @@ def load_job(source: Path | str | IO[Any], overrides: Sequence[str] = ()) -> RLJ
     return manifest
 
 
+def kind_of(source: Path) -> str:
+    """Return the kind of a manifest, whatever else is wrong with it. Raises ManifestError."""
+    return _kind(parse(_text(source, str(source)), source=str(source)), str(source))
+
+
 def name_of(source: Path, overrides: Sequence[str] = ()) -> str:
     """Return the name that a manifest gives its object, whatever else is wrong with it. Raises ManifestError."""
     document = parse(_text(source, str(source)), source=str(source))

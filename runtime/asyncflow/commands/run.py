@@ -25,17 +25,13 @@ from asyncflow.commands.manifest import folder_of, resolved_job
 from asyncflow.commands.preflight import preflight
 from asyncflow.durable import write_whole
 from asyncflow.errors import CheckpointError
-from asyncflow.net.hosts import address_of
-from asyncflow.net.stream.server import new_server
 from asyncflow.plan.job import plan
 from asyncflow.substrates.local.folder import RunFolder, remembered
-from asyncflow.substrates.local.placement import launcher, seats_of
-from asyncflow.substrates.local.ports import PortReservation
 from asyncflow.substrates.local.resume import differences
-from asyncflow.substrates.local.supervisor import Supervisor
+from asyncflow.substrates.local.site import Site, site
 from asyncflow.substrates.local.terms import Limits, Outcome
-from asyncflow.telemetry.logs import setup_logging
 from asyncflow.train.checkpoint import Checkpoints
+from asyncflow.view.teller import Teller
 from asyncflow.view.watch import Watch
 
 RUNS = Path("runs")
@@ -67,7 +63,7 @@ def run(file: Path, *, output: Path | None, overrides: Sequence[str], resume: bo
     finally:
         folder.release(undo=refused and not resume)
     if not seen:
-        _leave(outcome)
+        leave(outcome)
     if outcome.exit_code and folder.job.exists():
         _say_what_was_kept(job, folder.path, file=file, output=output, overrides=overrides)
     elif outcome.exit_code:
@@ -125,36 +121,29 @@ def _supervise(job: RLJob, folder: RunFolder, overrides: Sequence[str]) -> tuple
     folder.remember(overrides)
     write_whole(folder.job, to_yaml(job).encode())
     folder.write_token()
-    roles = plan(job).roles
-    seats = seats_of(roles)
-    reserved = PortReservation(1 + len(seats))
-    with folder.log("supervisor").open("a", encoding="utf-8") as log, reserved as (rpc_port, *ports):
-        setup_logging("supervisor", 0, stream=log)
-        http_ports = dict(zip(seats, ports, strict=True))
-        http_port = next(http_ports[seat] for seat in seats if seat.role == "driver")
-        driver = address_of("127.0.0.1", rpc_port, server=new_server())
+    limits = Limits(active_s=job.spec.limits.active_deadline_seconds, end_s=job.spec.limits.stop_seconds)
+    with site(plan(job).roles, folder=folder, limits=limits) as here:
         if ignored := _only_on_a_cluster(job.spec):
             click.echo(f"of no effect on one machine: {', '.join(ignored)}")
-        limits = job.spec.limits
-        supervisor = Supervisor(
-            roles=roles,
-            launch=launcher(roles, folder=folder, driver=driver, http_ports=http_ports),
-            folder=folder,
-            driver=driver,
-            http=f"http://127.0.0.1:{http_port}",
-            limits=Limits(active_s=limits.active_deadline_seconds, end_s=limits.stop_seconds),
-        )
-        console = Console(highlight=False)
         watch = Watch(
-            name=job.name, folder=folder.path, http_port=http_port, placed=lambda: supervisor.placed, console=console
+            name=job.name,
+            folder=folder.path,
+            placed=lambda: here.supervisor.placed,
+            console=Console(highlight=False),
+            http_port=here.http_port,
         )
-        supervisor.observe = watch.event
-        watch.start()
-        try:
-            outcome = asyncio.run(supervisor.run())
-        finally:
-            seen = watch.close()
-        return outcome, seen
+        return attended(here, watch)
+
+
+def attended(here: Site, watch: Teller) -> tuple[Outcome, bool]:
+    """Run a crew to its end while ``watch`` shows it; return the outcome, and whether all of that could be written."""
+    here.supervisor.observe = watch.event
+    watch.start()
+    try:
+        outcome = asyncio.run(here.supervisor.run())
+    finally:
+        seen = watch.close()
+    return outcome, seen
 
 
 def _only_on_a_cluster(spec: RLJobSpec) -> list[str]:
@@ -165,7 +154,7 @@ def _only_on_a_cluster(spec: RLJobSpec) -> list[str]:
     return [place for place, given in asked.items() if given]
 
 
-def _leave(outcome: Outcome) -> None:
+def leave(outcome: Outcome) -> None:
     """End although a thread hangs in a write that nobody reads: interpreter shutdown would wait for its lock."""
     if outcome.failure:
         os.write(sys.stderr.fileno(), f"error: {outcome.failure}\n".encode())

@@ -31,10 +31,13 @@ from asyncflow.substrates.local.record import load_record
 
 _log = logging.getLogger(__name__)
 
+JOB = "job.yaml"
+QUEUE = "queue.yaml"
+"""Names of the manifest in a folder, of a run and of a queue that stands alone."""
 LEAST_FREE = 16 << 20
 """Bytes that must be free where a run begins: its logs, its ledger and its first checkpoint would not fit into less."""
 
-_RUN_ENTRIES = ("job.yaml", "ledger", "checkpoints", "metrics.jsonl", "summary.json")
+_RUN_ENTRIES = (JOB, QUEUE, "ledger", "checkpoints", "metrics.jsonl", "summary.json")
 _WITHOUT_PROGRESS = (*_RUN_ENTRIES, "events.jsonl", "lives.json", "logs", "model")
 """What a start from which nothing came may have left, beside ``run``."""
 _EVALUATION = b'"event":"evaluation"'
@@ -42,19 +45,21 @@ _EVALUATION = b'"event":"evaluation"'
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """A run's folder that this process holds the lock of, until ``release``.
+    """A run's folder, or a queue's, that this process holds the lock of, until ``release``.
 
-    moved_to: where the run is that was here; made: the folders that were created for it, innermost first.
+    moved_to: where the run is that was here; made: the folders that were created for it, innermost first; name: of the
+    file with the manifest.
     """
 
     path: Path
     lock: int
     moved_to: Path | None = None
     made: tuple[Path, ...] = ()
+    name: str = JOB
 
     @classmethod
-    def claim(cls, path: Path, *, resume: bool = False, fresh: bool = False) -> Self:
-        """Take ``path`` for a run, creating it where needed.
+    def claim(cls, path: Path, *, resume: bool = False, fresh: bool = False, name: str = JOB) -> Self:
+        """Take ``path`` for a run, creating it where needed. name: of the file for its manifest.
 
         What a supervisor that was killed there has left running is ended. Raises ManifestError where the folder cannot
         be written, the disk is full, another supervisor holds it, it holds a run and neither ``resume`` nor ``fresh``
@@ -62,7 +67,7 @@ class RunFolder:
         """
         path = path.absolute()
         held = holds_run(path) and not _came_to_nothing(path)
-        if resume and not (path / "job.yaml").is_file():
+        if resume and not (path / name).is_file():
             raise ManifestError(
                 "there is no run to resume", where=str(path), hint="Leave out --resume, or give its --output"
             )
@@ -82,12 +87,12 @@ class RunFolder:
         except OSError as error:
             hint = "Give an --output that can be written"
             raise ManifestError(f"cannot write there: {error.strerror}", where=str(path), hint=hint) from error
-        return cls(path, lock, moved_to, made)
+        return cls(path, lock, moved_to, made, name)
 
     @property
     def job(self) -> Path:
         """The resolved manifest that the roles read."""
-        return self.path / "job.yaml"
+        return self.path / self.name
 
     @property
     def token(self) -> Path:
@@ -160,7 +165,7 @@ def holds_run(path: Path) -> bool:
 
 def _came_to_nothing(path: Path) -> bool:
     """Say whether a supervisor has begun a job at ``path`` from which nothing came that could be lost."""
-    begun = (path / "job.yaml").is_file() and (path / "run" / "processes.json").is_file()
+    begun = (path / JOB).is_file() and (path / "run" / "processes.json").is_file()
     return begun and not _has_progress(path)
 
 
