@@ -112,6 +112,21 @@ def crds(check: bool, directory: Path) -> int:
 
 
 @app.command()
+@click.option("--check", is_flag=True, help="Write nothing; exit status 1 where the file is not what it should be.")
+@click.option("--file", type=_DIRECTORY, default=Path("docs/reference.md"), show_default=True, help="The file.")
+def reference(check: bool, file: Path) -> int:
+    """Write the reference of every field of a manifest."""
+    from asyncflow.commands import reference as command
+
+    if not check:
+        command.write(file)
+    elif not command.check(file):
+        click.echo(f"{file} is out of date\nRun asyncflow reference", err=True)
+        return FAILED
+    return 0
+
+
+@app.command()
 @click.argument("name")
 @click.option("--job", type=_DIRECTORY, required=True, help="The manifest, of a job or a TransferQueue.")
 @click.option("--driver", required=True, metavar="ADDRESS", help="The address that all dial, e.g. tcp://10.0.0.7:5571.")

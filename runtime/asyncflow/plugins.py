@@ -18,7 +18,7 @@ Own = TypeVar("Own", bound=msgspec.Struct)
 
 
 class NoOptions(msgspec.Struct, frozen=True):
-    """The options of a plug-in that has none."""
+    """It has no options."""
 
 
 def installed(group: str) -> list[str]:

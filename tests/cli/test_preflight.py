@@ -175,8 +175,8 @@ def test_prompts_for_no_evaluation_are_noted(manifest, capsys):
     ("function", "said"),
     [
         ("judges:absent", "has no function 'absent'"),
-        ("judges:narrow", "it takes (response), and it is called with the keywords response, prompt, answer and meta"),
-        ("judges:later", "async def"),
+        ("judges:narrow", "response, prompt, answer and meta"),
+        ("judges:later", "async"),
         ("broken:f", "No module named 'a_module_that_is_not_there'"),
     ],
 )

@@ -102,7 +102,9 @@ class RewardSpec(Spec):
     """How a response is judged. The code is somebody else's: it runs in processes that can be killed."""
 
     function: Annotated[str, StringConstraints(pattern=MODULE_FUNCTION, max_length=256)]
-    """``task`` (the source's own check), ``gym``, ``math_verify``, or ``module:function`` of your own."""
+    """``task`` (exactly the source's answer), ``gym`` (reasoning-gym's checker, for its prompts only), ``math_verify``,
+    or ``module:function`` of your own, ``def function(*, response, prompt, answer, meta) -> float``, of a module beside
+    the manifest or installed."""
     extractor: PluginName = "text"
     """How the answer is found in a response: ``text`` (all of it), ``last_number``, ``boxed``."""
     timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0

@@ -45,7 +45,7 @@ LOOK_S = 5.0
 QUOTED = 60
 """Most characters of a question that are shown."""
 
-_HEAVY: Mapping[str, type[msgspec.Struct]] = {"transformers": NoOptions, "torch": TorchOptions}
+HEAVY: Mapping[str, type[msgspec.Struct]] = {"transformers": NoOptions, "torch": TorchOptions}
 """The options of the plug-ins that are not loaded here, because importing torch takes seconds and much memory."""
 _JUDGED_BY_ANSWER = ("task", "math_verify")
 """Rewards that compare with the prompt's answer."""
@@ -108,7 +108,7 @@ def _check_options(spec: RLJobSpec) -> None:
         ("asyncflow.rollout_engines", RolloutEngine, engine, ENGINE_OPTIONS),
         ("asyncflow.trainer_backends", TrainerBackend, backend, BACKEND_OPTIONS),
     ):
-        shape = _HEAVY.get(plugin.name) or load_plugin(group, plugin.name, kind=kind, where=where).Options
+        shape = HEAVY.get(plugin.name) or load_plugin(group, plugin.name, kind=kind, where=where).Options
         if shape is not None:
             read_options(plugin.options, shape, where=where)
 
@@ -126,7 +126,7 @@ def _check_store(spec: RLJobSpec, findings: _Findings, *, elsewhere: bool) -> No
 def _check_packages(spec: RLJobSpec) -> None:
     """Have the packages installed that read models, and those that compute them. Raises ManifestError."""
     needed = ["tokenizers", "safetensors"]
-    if spec.rollout.engine.name in _HEAVY or spec.trainer.backend.name in _HEAVY:
+    if spec.rollout.engine.name in HEAVY or spec.trainer.backend.name in HEAVY:
         needed += ["torch", "transformers"]
     if absent := [name for name in needed if find_spec(name) is None]:
         raise ManifestError(f"not installed: {', '.join(absent)}", hint="pip install 'asyncflow[torch]'")

@@ -13,7 +13,6 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Protocol
@@ -66,9 +65,10 @@ def check(function: str, extractor: str, *, workdir: Path) -> None:
 
 
 def load(function: str, *, workdir: Path) -> RewardFunction:
-    """Import the function; an import may raise anything.
+    """Import the function.
 
-    Raises ManifestError where the module has no such function, TypeError for one that cannot be called as it will be.
+    Raises ManifestError where there is no such function, or it cannot be called as it will be; an import may raise
+    anything.
     """
     if str(workdir) not in sys.path:
         sys.path.insert(0, str(workdir))
@@ -76,21 +76,19 @@ def load(function: str, *, workdir: Path) -> RewardFunction:
     found = getattr(importlib.import_module(module), attribute, None)
     if not callable(found):
         raise ManifestError(f"module {module!r} has no function {attribute!r}", where="reward.function")
-    _check_call(found)
+    if inspect.iscoroutinefunction(found):
+        raise ManifestError(
+            f"{function!r} is an async function, and a reward is computed by calling a plain one",
+            where="reward.function",
+            hint="define it with `def`",
+        )
+    try:
+        inspect.signature(found).bind(response="", prompt="", answer=None, meta={})
+    except TypeError as error:
+        raise ManifestError(
+            f"{function!r} cannot be called with response, prompt, answer and meta by name: {error}",
+            where="reward.function",
+            hint="define it as `def score(*, response, prompt, answer, meta)`",
+        ) from error
     scorer: RewardFunction = found
     return scorer
-
-
-def _check_call(function: Callable[..., Any]) -> None:
-    """Refuse a function that cannot be called as a ``RewardFunction``. Raises TypeError."""
-    if inspect.iscoroutinefunction(function):
-        raise TypeError("it is a coroutine function (async def), and a plain function is called")
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # compiled code may have none
-        return
-    try:
-        signature.bind(response="", prompt="", answer=None, meta={})
-    except TypeError as error:
-        hint = "it is called with the keywords response, prompt, answer and meta"
-        raise TypeError(f"it takes {signature}, and {hint}: {error}") from error

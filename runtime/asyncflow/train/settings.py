@@ -72,8 +72,9 @@ class BackendSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+# Beside the backend it could not be checked without importing torch.
 class TorchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of the backend ``torch``; they stand here so that they are checked without importing torch.
+    """The options of the backend ``torch``.
 
     pack_tokens: most tokens of one forward pass, which bounds the memory of its logits; collective_timeout_s:
     how long a rank waits for the others in a collective.
