@@ -80,6 +80,17 @@ def test_a_whole_model_is_valid_and_torch_is_not_imported(manifest, model):
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+@pytest.mark.parametrize("absent", ["tokenizers", "torch"])
+def test_packages_that_are_not_installed_are_named_with_the_way_to_get_them(manifest, absent):
+    program = (
+        f"import sys; sys.modules[{absent!r}] = None; from asyncflow import cli;"
+        f"sys.exit(cli.invoke(['validate', {str(manifest)!r}, '--set', 'rollout.engine.name=transformers']))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 2
+    assert run.stderr == f"error: {manifest}: not installed: {absent}. pip install 'asyncflow[torch]'\n"
+
+
 def test_a_model_that_the_engine_cannot_run_is_refused(manifest, model, capsys):
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))

@@ -67,7 +67,7 @@ def audit(directory: Path) -> int:
     if not ledger.is_dir():
         raise ManifestError("there is no ledger", where=str(ledger), hint="Give the folder of a run or of a queue")
     report = audit_ledgers(ledger)
-    opened = report.put > 0
+    opened = report.put > 0 or (directory / "queue.yaml").is_file()
     trained = report.dispatched > 0 or not opened
     for name in (
         *(_SAMPLES if trained else ()),

@@ -24,7 +24,6 @@ from asyncflow.data.base import Purpose
 from asyncflow.data.prompter import Encoder, Prompter, survey
 from asyncflow.data.sources import check_disjoint, open_prompter
 from asyncflow.errors import AsyncFlowError, ManifestError
-from asyncflow.models.source import ModelSource, check_weights, materialize_config
 from asyncflow.plugins import NoOptions, load_plugin, read_options
 from asyncflow.queue.backends.base import BACKENDS, Backend
 from asyncflow.rewards.pool import RewardPool
@@ -134,6 +133,7 @@ def _check_packages(spec: RLJobSpec) -> None:
 
 def _check_model(spec: RLJobSpec, scratch: Path, findings: _Findings, *, elsewhere: bool) -> Encoder | None:
     """Return the model's tokenizer, None where the model is not on this machine. Raises ManifestError."""
+    from asyncflow.models.source import ModelSource, check_weights, materialize_config
     from asyncflow.models.tokenizer import Tokenizer
 
     source = spec.model.source

@@ -117,7 +117,8 @@ def waiting_for(
     }
     missing = {role: count - members.get(role, 0) for role, count in expected.items() if members.get(role, 0) < count}
     if missing:
-        return ", ".join(f"{count} {role}" for role, count in missing.items())
+        none = " (the job began with rollout.replicas: 0; scale it up)" if spec.rollout.replicas == 0 else ""
+        return ", ".join(f"{count} {role}{none if role == 'rollout' else ''}" for role, count in missing.items())
     if newest is None:
         return "the trainer to publish θ_0 (it makes or reads the model)"
     if progress.done >= progress.steps:
