@@ -99,6 +99,8 @@ def test_a_wait_is_told_once_although_its_seconds_change():
     assert news(RUNNING, first) == ["waiting for rollout 1 (3.5 s)"]
     assert news(first, later) == []
     assert news(RUNNING, first, ending=True) == []
+    over = first.model_copy(update={"phase": "Succeeded"})
+    assert news(RUNNING, over) == ["phase succeeded"]
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,7 @@ def test_one_line_serves_a_queue_that_is_used_hit_ended_and_served_again(tmp_pat
             os.kill(int(str(seats[1]["pid"])), signal.SIGKILL)
             served.until("storage-0 started, attempt 1")
             corpus.put({"n": np.arange(10)})
+        assert counted(folder, capsys)["put"] == 110, "of a queue that is served"
         served.end()
         assert not any(Path(f"/proc/{seat['pid']}").exists() for seat in seats)
     counts = counted(folder, capsys)

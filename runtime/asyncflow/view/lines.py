@@ -14,6 +14,7 @@ from asyncflow.substrates.local.exits import ExitStatus
 from asyncflow.substrates.local.record import Placed
 from asyncflow.view.words import amount, duration, score
 
+_OVER = ("Succeeded", "Suspended", "Failed")
 _FIGURE = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
@@ -22,6 +23,7 @@ def news(before: DriverStatus, now: DriverStatus, *, ending: bool = False) -> li
 
     ending: everything was told to end, so nothing is waited for any more.
     """
+    ending = ending or now.phase in _OVER
     lines = []
     if now.phase != before.phase:
         lines.append(f"phase {now.phase.lower()}")
