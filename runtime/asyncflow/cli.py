@@ -20,7 +20,11 @@ USAGE = 2
 FAILED = 1
 INTERRUPTED = 130
 
-_DISK_SAYS_NO = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_DISK_SAYS_NO = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Free some space"),
+    **dict.fromkeys((errno.EROFS, errno.EIO), "Give another folder"),
+}
+"""What to do where the disk refuses, by the error's number."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -269,9 +273,9 @@ def invoke(arguments: Sequence[str]) -> int:
     except AsyncFlowError as error:
         return _refuse(str(error), FAILED)
     except OSError as error:
-        if error.errno not in _DISK_SAYS_NO:
+        if (hint := _DISK_SAYS_NO.get(error.errno or 0)) is None:
             raise
-        return _refuse(f"{error.filename or 'a file'} cannot be written: {error.strerror}. Free some space", FAILED)
+        return _refuse(f"{error.filename or 'a file'} cannot be written: {error.strerror}. {hint}", FAILED)
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     return result if isinstance(result, int) else 0

@@ -125,6 +125,13 @@ def test_sequences_longer_than_the_models_positions_are_refused(manifest, capsys
     assert "has 512 positions" in refused(capsys, manifest, "sampling.maxTokens=500", *TORCH)
 
 
+def test_the_options_of_both_plugins_are_checked_at_once(manifest, capsys):
+    said = refused(capsys, manifest, "rollout.engine.options={quick: 1}", "trainer.backend.options={slow: 1}")
+    assert "2 problems" in said
+    assert "unknown option quick" in said
+    assert "unknown option slow" in said
+
+
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
@@ -216,7 +223,9 @@ def test_what_this_machine_lacks_is_no_fault_of_a_manifest_but_starts_no_run(man
 
 def test_a_run_without_rollouts_waits_on_a_cluster_and_is_refused_here(manifest, tmp_path, capsys):
     setting = "rollout.replicas=0"
-    assert validated(capsys, manifest, setting)[0] == 0
+    status, said = validated(capsys, manifest, setting)
+    assert status == 0
+    assert "note: nothing is generated until somebody adds rollouts: spec.rollout.replicas is 0 (kubectl scale)" in said
     assert cli.invoke(["run", str(manifest), "--output", str(tmp_path / "out"), "--set", setting]) == 2
-    assert "spec.rollout.replicas = 0: nothing would be generated" in capsys.readouterr().err
+    assert "spec.rollout.replicas is 0. Nobody does on one machine: give at least 1" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -174,6 +174,7 @@ def test_the_next_start_takes_the_place_of_one_from_which_nothing_came(tmp_path,
     assert load_record(folder.processes) is None
     folder.release()
     assert sorted(entry.name for entry in path.iterdir()) == ["logs", "notes.txt", "run"]
+    assert [entry.name for entry in (path / "run").iterdir()] == ["lock"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
 
 
@@ -204,6 +205,32 @@ def test_what_a_refused_start_has_made_goes_and_what_it_moved_comes_back(tmp_pat
     (others / "notes.txt").write_text("mine")
     RunFolder.claim(others).release(undo=True)
     assert [entry.name for entry in others.iterdir()] == ["notes.txt"]
+
+
+def test_what_a_start_has_not_made_is_never_removed(tmp_path):
+    mine = [
+        tmp_path / name for name in ("model/config.json", "logs/app-1.log", "logs/mine.txt", "run/mine", "data.jsonl")
+    ]
+    for file in mine:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("mine")
+    for end in (lambda folder: folder.release(undo=True), lambda folder: folder.release()):
+        folder = RunFolder.claim(tmp_path)
+        folder.job.write_text("kind: RLJob\n")
+        folder.log("driver-0").touch()
+        (tmp_path / "ledger").mkdir()
+        Record(mark="m", supervisor=1, started="", driver="", http="").save(folder.processes)
+        end(folder)
+        assert all(file.read_text() == "mine" for file in mine)
+    RunFolder.claim(tmp_path).release(undo=True)
+    assert sorted(file for file in tmp_path.rglob("*") if file.is_file()) == sorted(mine)
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "lives.json", "queue.yaml"])
+def test_a_file_that_a_run_would_write_over_makes_a_folder_one_that_is_taken(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ManifestError, match="already holds a run"):
+        RunFolder.claim(tmp_path)
 
 
 def test_settings_are_remembered_and_unreadable_ones_are_said(tmp_path):

@@ -44,18 +44,13 @@ def checked(file: Path, overrides: Sequence[str] = ()) -> Manifest:
 def resolved_job(file: Path, overrides: Sequence[str] = ()) -> RLJob:
     """Read and check a job, with its paths made absolute, so that it means the same wherever it is written.
 
-    Raises ManifestError as ``checked`` does, for a manifest that is no job, or a job that nothing would come of on one
-    machine: it is suspended, or has no rollout.
+    Raises ManifestError as ``checked`` does, and for a manifest that is no job or a job that is suspended.
     """
     manifest = checked(file, overrides)
     if not isinstance(manifest, RLJob):
         raise ManifestError(f"kind = {manifest.kind!r}: not a job", where=str(file), hint="Give an RLJob")
     if manifest.spec.suspend:
         raise ManifestError("the job is suspended", where=str(file), hint="Run it with --set suspend=false")
-    if manifest.spec.rollout.replicas == 0:
-        reason = "spec.rollout.replicas = 0: nothing would be generated, and on one machine nobody adds rollouts later"
-        hint = "Give at least 1; on a cluster such a job waits for kubectl scale"
-        raise ManifestError(reason, where=str(file), hint=hint)
     return anchored(manifest, folder_of(manifest, file))
 
 

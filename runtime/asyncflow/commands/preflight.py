@@ -82,10 +82,15 @@ def preflight(job: RLJob, folder: Path, *, source: str, elsewhere: bool = False)
     Raises ManifestError with everything that is wrong.
     """
     spec, findings = job.spec, _Findings()
+    if spec.rollout.replicas == 0:
+        waits = "nothing is generated until somebody adds rollouts: spec.rollout.replicas is 0"
+        if not elsewhere:
+            hint = "Nobody does on one machine: give at least 1"
+            raise ManifestError(waits, where=source, hint=hint)
+        findings.notes.append(f"{waits} (kubectl scale)")
     if spec.data.eval is not None and spec.evaluation is None:
         findings.notes.append("data.eval is not used: there is no `evaluation`. Add e.g. evaluation: {every: 10}")
-    with findings.gather():
-        _check_options(spec)
+    _check_options(spec, findings)
     with findings.gather():
         _check_store(spec, findings, elsewhere=elsewhere)
     with findings.gather():
@@ -100,16 +105,17 @@ def preflight(job: RLJob, folder: Path, *, source: str, elsewhere: bool = False)
     return findings.notes
 
 
-def _check_options(spec: RLJobSpec) -> None:
-    """Have the options of engine and back end mean something to them. Raises ManifestError."""
+def _check_options(spec: RLJobSpec, findings: _Findings) -> None:
+    """Have the options of engine and back end mean something to them."""
     engine, backend = spec.rollout.engine, spec.trainer.backend
     for group, kind, plugin, where in (
         ("asyncflow.rollout_engines", RolloutEngine, engine, ENGINE_OPTIONS),
         ("asyncflow.trainer_backends", TrainerBackend, backend, BACKEND_OPTIONS),
     ):
-        shape = HEAVY.get(plugin.name) or load_plugin(group, plugin.name, kind=kind, where=where).Options
-        if shape is not None:
-            read_options(plugin.options, shape, where=where)
+        with findings.gather():
+            shape = HEAVY.get(plugin.name) or load_plugin(group, plugin.name, kind=kind, where=where).Options
+            if shape is not None:
+                read_options(plugin.options, shape, where=where)
 
 
 def _check_store(spec: RLJobSpec, findings: _Findings, *, elsewhere: bool) -> None:

@@ -5,7 +5,8 @@
 
 Invariants: at most one supervisor holds a folder, by a lock that ends with its process; a run that is already there is
 never written over: it is continued on request (``resume``), or moved aside whole (``fresh``), never deleted. A start
-from which nothing came, no step and no evaluation, is no run: the next one takes its place.
+from which nothing came, no step and no evaluation, is no run: the next one takes its place. What a start has not made
+is never removed.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ import fcntl
 import itertools
 import logging
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Self, get_args
 
 import msgspec
 
+from asyncflow.api.names import RoleName
 from asyncflow.durable import write_whole
 from asyncflow.errors import ManifestError
 from asyncflow.substrates.local import reaper
@@ -37,24 +40,30 @@ QUEUE = "queue.yaml"
 LEAST_FREE = 16 << 20
 """Bytes that must be free where a run begins: its logs, its ledger and its first checkpoint would not fit into less."""
 
-_RUN_ENTRIES = (JOB, QUEUE, "ledger", "checkpoints", "metrics.jsonl", "summary.json")
-_WITHOUT_PROGRESS = (*_RUN_ENTRIES, "events.jsonl", "lives.json", "logs", "model")
-"""What a start from which nothing came may have left, beside ``run``."""
-_EVALUATION = b'"event":"evaluation"'
+_RUN_ENTRIES = (
+    *(JOB, QUEUE, "ledger", "checkpoints"),
+    *("metrics.jsonl", "events.jsonl", "lives.json", "summary.json"),
+)
+"""What makes a folder one that holds a run: nothing of this is there when a run begins in it."""
+_SUPERVISORS = ("lock", "token", "processes.json", "overrides.json", "reaper.log")
+"""What the supervisor makes in ``run``."""
+_LOG = re.compile(rf"(supervisor|({'|'.join(get_args(RoleName))})-\d+)\.log")
+_EVALUATION = b"evaluation"
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """A run's folder, or a queue's, that this process holds the lock of, until ``release``.
 
-    moved_to: where the run is that was here; made: the folders that were created for it, innermost first; name: of the
-    file with the manifest.
+    moved_to: where the run is that was here; made: the folders that were created for it, innermost first; own_model:
+    whether what lies in ``model`` was made by this run; name: of the file with the manifest.
     """
 
     path: Path
     lock: int
     moved_to: Path | None = None
     made: tuple[Path, ...] = ()
+    own_model: bool = False
     name: str = JOB
 
     @classmethod
@@ -87,7 +96,7 @@ class RunFolder:
         except OSError as error:
             hint = "Give an --output that can be written"
             raise ManifestError(f"cannot write there: {error.strerror}", where=str(path), hint=hint) from error
-        return cls(path, lock, moved_to, made, name)
+        return cls(path, lock, moved_to, made, own_model=not (path / "model").exists(), name=name)
 
     @property
     def job(self) -> Path:
@@ -134,14 +143,22 @@ class RunFolder:
         """
         self.token.unlink(missing_ok=True)
         if undo and not _has_progress(self.path):
-            _clear(self.path)
-            shutil.rmtree(self.path / "run")
-            with contextlib.suppress(OSError):  # where somebody else has put something there, it stays
-                for folder in self.made:
-                    folder.rmdir()
-                if self.moved_to is not None:
-                    self.moved_to.rename(self.path)
+            try:
+                self._undo()
+            except OSError as error:
+                _log.warning("%s is left as it is: %s", self.path, error)
         os.close(self.lock)
+
+    def _undo(self) -> None:
+        _clear(self.path)
+        if self.own_model:
+            shutil.rmtree(self.path / "model", ignore_errors=True)
+        (self.path / "run" / "lock").unlink()
+        for folder in (self.path / "run", self.path / "logs", *self.made):
+            with contextlib.suppress(OSError):  # somebody else has put something there
+                folder.rmdir()
+        if self.moved_to is not None and not self.path.exists():
+            self.moved_to.rename(self.path)
 
 
 def remembered(path: Path) -> list[str]:
@@ -182,14 +199,18 @@ def _has_progress(path: Path) -> bool:
 
 def _clear(path: Path) -> None:
     """Remove what a start from which nothing came has left; the lock stays."""
-    for name in _WITHOUT_PROGRESS:
+    for name in _RUN_ENTRIES:
         entry = path / name
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:
             entry.unlink(missing_ok=True)
-    for name in ("processes.json", "overrides.json", "token", "reaper.log"):
-        (path / "run" / name).unlink(missing_ok=True)
+    for log in (path / "logs").glob("*.log"):
+        if _LOG.fullmatch(log.name):
+            log.unlink()
+    for name in _SUPERVISORS:
+        if name != "lock":
+            (path / "run" / name).unlink(missing_ok=True)
 
 
 def _check_room(path: Path) -> None:
