@@ -21,6 +21,7 @@ types: $(STAMP)
 contracts: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/asyncflow crds --check
+	$(BIN)/asyncflow reference --check
 
 # Four workers: most tests wait for processes. What shares a control plane stays together (tests/conftest.py).
 pytest: $(STAMP) kube

@@ -24,7 +24,7 @@ def main(folder: Path, picture: Path) -> None:
     evaluations = [line for line in lines(folder / "events.jsonl") if line["event"] == "evaluation"]
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.plot([s["step"] for s in steps], [s["reward"] for s in steps], color="0.7", label="training reward, each step")
-    for name, words in (("accuracy", "pass@1, temperature 1"), ("greedy", "greedy")):
+    for name, words in (("accuracy", "accuracy, temperature 1"), ("greedy", "greedy")):
         axes.plot(
             [e["step"] for e in evaluations], [e[name] for e in evaluations], marker="o", label=f"held out: {words}"
         )

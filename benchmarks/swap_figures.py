@@ -215,7 +215,7 @@ def _exactness(run: Figures) -> list[Bar]:
     read = [row for row in run.rows if "versions" in row]
     mixed = sum(len(row["versions"]) != 1 for row in read)
     wrong = sum(row["versions"] != [max(0, row["step"] - 2)] for row in read)
-    lags = ("lag_start_max", "lag_start_mean", "lag_end_max", "lag_token_mean")
+    lags = ("staleness_start_max", "staleness_start_mean", "staleness_end_max", "staleness_token_mean")
     late = [line["step"] for line in run.steps if any(line[lag] != min(1, line["step"] - 1) for lag in lags)]
     rows = {(row["serial"], row["sample"]) for row in read}
     audit = run.audit
@@ -227,7 +227,7 @@ def _exactness(run: Figures) -> list[Bar]:
             met=len(rows) == run.samples and not mixed and not wrong,
         ),
         Bar(
-            what="steps; those whose lag is not 0 (k=1), 1 (k>1) for every token, as trained",
+            what="steps; those whose staleness is not 0 (k=1), 1 (k>1) for every token, as trained",
             limit=f"{run.last}; 0",
             measured=f"{len(run.steps)}; {len(late)}",
             met=len(run.steps) == run.last and not late,

@@ -28,13 +28,13 @@ from asyncflow.net.arena.unix import SHARED_MEMORY_ENV
 from asyncflow.net.hosts import address_of
 from asyncflow.net.keys import Keys
 from asyncflow.net.stream.server import new_server
+from asyncflow.plan.queue import queue_roles
 from asyncflow.queue.client.blocking import BlockingQueue
 from asyncflow.queue.client.blocking_visitor import visiting
 from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.ledger.audits import merge_audits, shard_ledger
 from asyncflow.queue.protocol.messages import AuditReport
 from asyncflow.substrates.local.ports import PortReservation
-from asyncflow_operator.desired.queues import queue_roles
 
 _START_S = 60.0
 _END_S = 10.0

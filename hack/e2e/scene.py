@@ -131,7 +131,7 @@ class Scene:
             self.node.wait_until(condition, what, timeout_s=timeout_s)
 
     def evaluation(self, job: str) -> tuple[int, float, float]:
-        """Give step, pass@1 and greedy accuracy of the last evaluation that the driver reported."""
+        """Give step, accuracy and greedy accuracy of the last evaluation that the driver reported."""
         found = _EVALUATED.findall(self.node.plane.kubectl("logs", f"{job}-driver-0"))
         step, _, accuracy, greedy = found[-1] if found else ("0", "", "nan", "nan")
         return int(step), float(accuracy), float(greedy)

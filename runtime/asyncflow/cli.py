@@ -6,6 +6,7 @@ with 130; a traceback is a bug of ours.
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,12 @@ USAGE = 2
 FAILED = 1
 INTERRUPTED = 130
 
+_DISK_SAYS_NO = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Free some space"),
+    **dict.fromkeys((errno.EROFS, errno.EIO), "Give another folder"),
+}
+"""What to do where the disk refuses, by the error's number."""
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _FILE = click.argument("file", type=click.Path(path_type=Path))
@@ -28,6 +35,16 @@ _DIRECTORY = click.Path(path_type=Path)
 def _overrides(command: Command) -> Command:
     return click.option(
         "--set", "overrides", multiple=True, metavar="PATH=VALUE", help="Change a value, e.g. algorithm.steps=5."
+    )(command)
+
+
+def _port(command: Command) -> Command:
+    return click.option(
+        "--port",
+        type=click.IntRange(0, 65535),
+        default=5571,
+        show_default=True,
+        help="Port at which a queue that stands alone is dialled; 0 is any.",
     )(command)
 
 
@@ -43,12 +60,19 @@ def app() -> None:
 @_overrides
 @click.option("--resume", is_flag=True, help="Continue the run in the folder.")
 @click.option("--fresh", is_flag=True, help="Begin anew; a run in the folder is moved aside to FOLDER.N.")
-def run(file: Path, output: Path | None, overrides: tuple[str, ...], resume: bool, fresh: bool) -> int:
-    """Run a job on this machine."""
-    from asyncflow.commands import run as command
+@_port
+def run(file: Path, output: Path | None, overrides: tuple[str, ...], resume: bool, fresh: bool, port: int) -> int:
+    """Run a job, or serve a TransferQueue, on this machine."""
+    from asyncflow.api.load import kind_of
 
     if resume and fresh:
         raise ManifestError("--resume and --fresh exclude each other", hint="Give one of them")
+    if kind_of(file) == "TransferQueue":
+        from asyncflow.commands import serve as serving
+
+        return serving.serve_file(file, output=output, overrides=overrides, fresh=fresh, port=port)
+    from asyncflow.commands import run as command
+
     return command.run(file, output=output, overrides=overrides, resume=resume, fresh=fresh)
 
 
@@ -89,6 +113,21 @@ def crds(check: bool, directory: Path) -> int:
     from asyncflow.commands import inspect
 
     return inspect.crds(directory, check=check)
+
+
+@app.command()
+@click.option("--check", is_flag=True, help="Write nothing; exit status 1 where the file is not what it should be.")
+@click.option("--file", type=_DIRECTORY, default=Path("docs/reference.md"), show_default=True, help="The file.")
+def reference(check: bool, file: Path) -> int:
+    """Write the reference of every field of a manifest."""
+    from asyncflow.commands import reference as command
+
+    if not check:
+        command.write(file)
+    elif not command.check(file):
+        click.echo(f"{file} is out of date\nRun asyncflow reference", err=True)
+        return FAILED
+    return 0
 
 
 @app.command()
@@ -133,7 +172,42 @@ def import_(package: str, directory: Path) -> None:
 
 @app.group()
 def queue() -> None:
-    """A live queue."""
+    """A queue of its own: serve one, look into a live one."""
+
+
+@queue.command()
+@click.option(
+    "--units", type=click.IntRange(1, 4096), default=1, show_default=True, help="Storage units, a process each."
+)
+@click.option("--bytes-per-unit", default="256Mi", show_default=True, help="Bytes that one unit may hold.")
+@click.option(
+    "--backend",
+    type=click.Choice(("memory", "mooncake", "redis")),
+    default="memory",
+    show_default=True,
+    help="Where the bytes lie.",
+)
+@click.option("--name", default="queue", show_default=True, help="The queue's name.")
+@_port
+@click.option("--output", type=_DIRECTORY, help="Folder of the queue; runs/NAME by default. What is there goes on.")
+@_overrides
+@click.option("--fresh", is_flag=True, help="Begin anew; a queue in the folder is moved aside to FOLDER.N.")
+def serve(
+    units: int,
+    bytes_per_unit: str,
+    backend: str,
+    name: str,
+    port: int,
+    output: Path | None,
+    overrides: tuple[str, ...],
+    fresh: bool,
+) -> int:
+    """Serve a queue on this machine until Ctrl-C."""
+    from asyncflow.commands import serve as command
+
+    given = {"metadata.name": name, "storageUnits": units, "bytesPerUnit": bytes_per_unit, "backend": backend}
+    settings = [*(f"{path}={value}" for path, value in given.items()), *overrides]
+    return command.serve(command.described(settings), output=output, fresh=fresh, port=port)
 
 
 def _looking(command: Command) -> Command:
@@ -208,6 +282,10 @@ def invoke(arguments: Sequence[str]) -> int:
         return _refuse(str(error), USAGE)
     except AsyncFlowError as error:
         return _refuse(str(error), FAILED)
+    except OSError as error:
+        if (hint := _DISK_SAYS_NO.get(error.errno or 0)) is None:
+            raise
+        return _refuse(f"{error.filename or 'a file'} cannot be written: {error.strerror}. {hint}", FAILED)
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     return result if isinstance(result, int) else 0

@@ -17,6 +17,10 @@ from asyncflow.errors import ManifestError
 Own = TypeVar("Own", bound=msgspec.Struct)
 
 
+class NoOptions(msgspec.Struct, frozen=True):
+    """It has no options."""
+
+
 def installed(group: str) -> list[str]:
     """Give the names that the installed packages offer in ``group``."""
     return sorted({point.name for point in entry_points(group=group)})

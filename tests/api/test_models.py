@@ -165,12 +165,12 @@ def test_what_is_no_quantity(written: object) -> None:
 
 def test_the_driver_answers_what_the_design_lists() -> None:
     listed = (
-        "attempt phase step steps reward eval tokensPerSecond etaSeconds lastStepAt stepP95 lag version queue "
+        "attempt phase step steps reward eval tokensPerSecond etaSeconds lastStepAt stepP95 staleness version queue "
         "trainerWaitShare rollouts checkpoint waitingFor desiredRollouts"
     )
     answered = DriverStatus().model_dump(mode="json")
     assert set(listed.split()) <= set(answered)
-    assert set(answered["lag"]) == {"start", "end", "mean"}
+    assert set(answered["staleness"]) == {"start", "end", "mean"}
     assert set(answered["queue"]) == {"ready", "leased", "staged", "bytes", "limit"}
 
 

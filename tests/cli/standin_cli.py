@@ -4,19 +4,21 @@ import sys
 from pathlib import Path
 
 from asyncflow import cli
-from asyncflow.commands import run
+from asyncflow.substrates.local import site
 from asyncflow.substrates.local.terms import Launch
 
 ROLE = str(Path(__file__).with_name("standin_role.py"))
 steps, pause_s, arguments = sys.argv[1], sys.argv[2], sys.argv[3:]
 
 
-def launcher(_plan, *, folder, driver, http_port):
+def launcher(_roles, *, folder, driver, http_ports):
     def launch(seat, attempt):
-        return Launch(argv=[sys.executable, ROLE, seat.role, str(http_port), str(folder.path), steps, pause_s], env={})
+        port = str(http_ports[seat])
+        argv = [sys.executable, ROLE, seat.role, port, str(folder.path), steps, pause_s]
+        return Launch(argv=argv, env={}, http=f"http://127.0.0.1:{port}")
 
     return launch
 
 
-run.launcher = launcher
+site.launcher = launcher
 sys.exit(cli.invoke(arguments))

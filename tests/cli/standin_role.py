@@ -1,4 +1,7 @@
-"""A role of a run that is about the command line: the driver answers with a status a step, the others wait for it."""
+"""A role of a run that is about the command line: the driver answers with a status a step, the others wait for it.
+
+Where the number of steps is negative, the trainer refuses its input.
+"""
 
 import http.server
 import json
@@ -13,6 +16,9 @@ from asyncflow.leash import leash
 
 leash()
 role, port, workdir, steps, pause_s = sys.argv[1:6]
+if int(steps) < 0 and role == "trainer":
+    sys.stderr.write("spec.trainer: it cannot be\n")
+    sys.exit(2)
 if role != "driver":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     while not (Path(workdir) / "summary.json").exists():
@@ -37,9 +43,11 @@ server = http.server.ThreadingHTTPServer(("127.0.0.1", int(port)), Service)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 for step in range(1, int(steps) + 1):
     time.sleep(float(pause_s))
+    with (Path(workdir) / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps({"step": step}) + "\n")
     status = DriverStatus(
         phase="Running", step=step, steps=int(steps), reward=step / 10, tokens_per_second=1234.5, eta_seconds=90
     )
-time.sleep(float(pause_s))
+time.sleep(float(pause_s) if int(steps) >= 0 else 60)
 summary = {"steps": int(steps), "wall_s": 3.5, "reward_first": 0.1, "reward_last": 0.5, "idle_share": {"rollout": 0.25}}
 (Path(workdir) / "summary.json").write_text(json.dumps(summary))

@@ -8,6 +8,8 @@ import pytest
 from asyncflow import cli
 from asyncflow.api.load import load_job, to_yaml
 from asyncflow.commands.manifest import FOLDER, folder_of, resolved_job
+from asyncflow.queue.ledger import events as ev
+from asyncflow.queue.ledger.records import pack
 from asyncflow.queue.protocol.messages import AuditReport
 
 BAD = sorted((Path(__file__).parents[1] / "api" / "bad").glob("*"))
@@ -151,6 +153,23 @@ def test_an_account_without_gaps(audited, capsys):
         ["dispatched", "8"],
         ["trained", "8"],
     ]
+
+
+def test_the_account_of_a_queue_counts_its_open_rows_and_no_samples(tmp_path, capsys):
+    (tmp_path / "ledger").mkdir()
+    events = [ev.Put("corpus", 0, 5, 1, 100), ev.RowsCleared("corpus", [101, 102]), ev.RowsLost("corpus", [103])]
+    (tmp_path / "ledger" / "000000000001.wal").write_bytes(b"".join(map(pack, events)))
+    assert cli.invoke(["audit", str(tmp_path)]) == 0
+    counted = dict(line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert counted == {
+        "put": "5",
+        "cleared": "2",
+        "remaining": "3",
+        "without bytes": "1",
+        "redeliveries": "0",
+        "resets": "0",
+        "peeked": "0",
+    }
 
 
 @pytest.mark.parametrize(

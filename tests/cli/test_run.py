@@ -1,6 +1,7 @@
 import contextlib
 import os
 import pty
+import resource
 import signal
 import subprocess
 import sys
@@ -9,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.api.load import load_job
+from asyncflow.models.tiny import write_config
 from asyncflow.net.hosts import host_and_port, server_of
 from asyncflow.net.stream.server import ANYBODY
 from asyncflow.substrates.local.record import load_record
+from asyncflow.train.checkpoint import CheckpointManifest, Checkpoints
 
 pytestmark = pytest.mark.process
 CLI = str(Path(__file__).with_name("standin_cli.py"))
@@ -41,26 +45,19 @@ def test_a_run_from_manifest_to_summary(manifest, tmp_path):
     folder = tmp_path / "runs" / "little"
     lines = run.stdout.splitlines()
     assert f"files in {folder}, logs in {folder / 'logs'}" in lines[0]
+    record = load_record(folder / "run" / "processes.json")
+    told = next(line for line in lines if "metrics: " in line)
+    assert len({placed.http for placed in record.processes}) == len(record.processes)
+    for placed in record.processes:
+        assert f"{placed.role}-{placed.index} {placed.http}/metrics" in told
     assert any("step 2/2  reward 0.200  1.23k tokens/s" in line for line in lines)
     assert any("reward, first → last" in line and "0.100 → 0.500" in line for line in lines)
     assert any("rollout 25%" in line for line in lines)
-    assert lines[-1] == f"files in {folder}: summary.json, job.yaml, logs"
+    assert lines[-1] == f"files in {folder}: summary.json, metrics.jsonl, job.yaml, logs"
     assert {path.name for path in (folder / "logs").iterdir()} >= {"driver-0.log", "rollout-0.log", "trainer-0.log"}
     assert "annotations" in (folder / "job.yaml").read_text()
     assert not (folder / "run" / "token").exists()
     assert ports_are_closed(folder)
-
-
-def test_it_is_said_that_nobody_will_generate(manifest, tmp_path):
-    run = subprocess.run(
-        command("run", manifest, "--set", "rollout.replicas=0", steps=1, pause_s=0),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("no rollout is placed, and none comes later: spec.rollout.replicas is 0\n")
 
 
 def ports_are_closed(folder):
@@ -104,6 +101,86 @@ def test_again_resume_and_fresh(manifest, tmp_path):
     assert fresh.returncode == 0
     assert str(tmp_path / "out.1") in fresh.stdout
     assert (tmp_path / "out.1" / "job.yaml").exists()
+
+
+def interrupted(*arguments, cwd, until, **options):
+    """Run until ``until`` holds of the folder ``out``, then press Ctrl-C; give what was said last."""
+    run = start("run", *arguments, "--output", "out", cwd=cwd, **options)
+    record_of(cwd / "out")
+    deadline = time.monotonic() + 20
+    while not until(cwd / "out"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=20)
+    assert (run.returncode, err) == (130, "")
+    return out
+
+
+def steps_made(folder):
+    metrics = folder / "metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+def test_ctrl_c_says_what_is_kept_and_how_to_go_on(manifest, tmp_path):
+    settings = ("--set", "algorithm.steps=600", "--set", "sampling.temperature=0.5")
+    said = interrupted(
+        manifest, *settings, cwd=tmp_path, until=lambda out: steps_made(out) >= 2, steps=600, pause_s=0.2
+    )
+    made = steps_made(tmp_path / "out")
+    assert said.endswith(
+        f"{made} of 600 steps were made, and none is in a checkpoint; they will be made again. Go on with\n"
+        f"  asyncflow run {manifest} --output out --resume\n"
+    )
+    checkpoints = Checkpoints(tmp_path / "out" / "checkpoints")
+    checkpoints.write(CheckpointManifest(attempt=0, step=1, samples=0), lambda _: None)
+    resume = (manifest, "--resume", "--set", "sampling.temperature=0.7")
+    said = interrupted(*resume, cwd=tmp_path, until=lambda out: steps_made(out) > made + 1, steps=600, pause_s=0.2)
+    assert said.startswith("as the run was begun: --set algorithm.steps=600 --set sampling.temperature=0.5\n")
+    assert "changed: spec.sampling.temperature: 0.5 -> 0.7\n" in said
+    assert "algorithm.steps:" not in said
+    assert "of which 1 to 1 are kept; the others will be made again" in said
+    assert load_job(tmp_path / "out" / "job.yaml").spec.algorithm.steps == 600
+
+
+def test_a_start_from_which_nothing_came_is_in_nobodys_way(manifest, tmp_path):
+    for _ in range(2):
+        settings = ("--set", "algorithm.steps=9")
+        said = interrupted(manifest, *settings, cwd=tmp_path, until=lambda _: True, steps=9, pause_s=60)
+        assert "no step was made, so nothing is kept; begin again with\n" in said
+        assert said.endswith(f"  asyncflow run {manifest} --output out --set algorithm.steps=9\n")
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["out"]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_start_that_a_role_refuses_leaves_nothing(manifest, tmp_path, fresh):
+    words = ["run", manifest, "--output", "some/where/out", *(["--fresh"] if fresh else [])]
+    if fresh:
+        subprocess.run(command(*words, steps=1, pause_s=0), cwd=tmp_path, check=True, capture_output=True)
+    before = sorted(tmp_path.rglob("*.yaml"))
+    run = subprocess.run(command(*words, steps=-1), cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert "it refuses its input" in run.stderr
+    assert "spec.trainer: it cannot be" in run.stderr
+    assert (
+        run.stdout.endswith(f"no step was made, so nothing is left in {tmp_path / 'some' / 'where' / 'out'}\n") != fresh
+    )
+    assert sorted(tmp_path.rglob("*.yaml")) == before
+    assert (tmp_path / "some").exists() == fresh
+
+
+@pytest.mark.parametrize("source", ["tiny://reverse-digits", "model"])
+def test_a_disk_that_takes_nothing_is_said_in_one_sentence(manifest, tmp_path, source):
+    def no_room():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
+
+    (tmp_path / "model").mkdir()
+    write_config(tmp_path / "model")
+    words = command("run", manifest, "--output", "out", "--set", f"model.source={source}")
+    run = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, preexec_fn=no_room)
+    assert (run.returncode, run.stderr.count("\n")) == (1, 1), run.stderr
+    assert "cannot be written: File too large. Free some space" in run.stderr
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -165,18 +242,35 @@ def test_an_output_that_nobody_takes_holds_up_nothing(manifest, tmp_path):
     os.close(ours)
 
 
-def test_a_terminal_gets_a_live_view(manifest, tmp_path):
+def test_the_last_view_of_a_terminal_after_ctrl_c_shows_no_failure(manifest, tmp_path):
+    shown = terminal(command("run", manifest, steps=600), cwd=tmp_path, until=b"step 1/600", code=130)
+    last = shown[shown.rindex(b"attempt") :].decode()
+    assert "ended" in last
+    assert "down" not in last
+    assert "\x1b[31m" not in last, "something is red"
+    assert "Go on with" in last
+
+
+def terminal(words, *, cwd, until=None, code=0):
+    """Run in a terminal, press Ctrl-C when it shows ``until``; give all that it was shown."""
     ours, theirs = pty.openpty()
     env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
-    run = subprocess.Popen(command("run", manifest), cwd=tmp_path, stdout=theirs, stderr=theirs, env=env)
+    run = subprocess.Popen(words, cwd=cwd, stdout=theirs, stderr=theirs, env=env)
     os.close(theirs)
     shown = b""
     try:
         while chunk := os.read(ours, 65536):
             shown += chunk
+            if until is not None and until in shown:
+                run.send_signal(signal.SIGINT)
+                until = None
     except OSError:
         os.close(ours)
-    assert run.wait(20) == 0
-    text = shown.decode()
+    assert run.wait(20) == code
+    return shown
+
+
+def test_a_terminal_gets_a_live_view(manifest, tmp_path):
+    text = terminal(command("run", manifest), cwd=tmp_path).decode()
     for words in ("little", "step 2/2", "rollout-0", "attempt", "ETA 1m30s", "1.23k", "files in"):
         assert words in text

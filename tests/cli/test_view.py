@@ -5,12 +5,12 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from asyncflow.api.status import CheckpointState, DriverStatus, Lag, QueueDepth, RolloutState, StepProgress
+from asyncflow.api.status import CheckpointState, DriverStatus, QueueDepth, RolloutState, Staleness, StepProgress
 from asyncflow.substrates.local.crew import Restart, Seat
 from asyncflow.substrates.local.events import Ended, Restarting, Started, Stopping
 from asyncflow.substrates.local.exits import ExitStatus
 from asyncflow.substrates.local.record import Placed
-from asyncflow.view import watch
+from asyncflow.view import teller, watch
 from asyncflow.view.frame import Frame
 from asyncflow.view.lines import event_line, news, still
 from asyncflow.view.screen import screen
@@ -28,7 +28,7 @@ RUNNING = DriverStatus(
     eval_greedy=0.625,
     tokens_per_second=15321.0,
     eta_seconds=133.0,
-    lag=Lag(start=1, end=0, mean=0.7),
+    staleness=Staleness(start=1, end=0, mean=0.7),
     version=11,
     queue=QueueDepth(ready=32, leased=64, staged=128, bytes=1_500_000, limit=512_000_000),
     idle_share={"rollout": 0.04, "trainer": 0.31},
@@ -47,7 +47,10 @@ def rendered(renderable):
 
 
 def frame(status, *, reachable=True):
-    placed = [Placed(role="rollout", index=i, attempt=i, state="running", pid=100 + i) for i in range(2)]
+    placed = [
+        Placed(role="rollout", index=i, attempt=i, state="running", pid=100 + i, http=f"http://127.0.0.1:1900{i}")
+        for i in range(2)
+    ]
     return Frame(name="quick", folder="/runs/q", elapsed_s=75, status=status, reachable=reachable, placed=placed)
 
 
@@ -60,6 +63,7 @@ def test_the_screen_shows_every_figure():
         "0.412",
         "0.500 (greedy 0.625)",
         "15.3k",
+        "staleness",
         "start 1 end 0",
         "θ11",
         "ready 32 in work 64 staged 128",
@@ -67,6 +71,7 @@ def test_the_screen_shows_every_figure():
         "rollout 4% trainer 31%",
         "step 10",
         "ready θ11 7 in flight",
+        "http://127.0.0.1:19001/metrics",
     ):
         assert words in text
     rows = [line.split() for line in text.splitlines() if line.startswith("rollout-1")]
@@ -89,10 +94,10 @@ def test_plain_lines_say_what_is_new_and_only_that():
     before = DriverStatus()
     lines = news(before, RUNNING)
     assert lines[0] == "phase running"
-    assert lines[1] == "step 12/60  reward 0.412  15.3k tokens/s  lag 1  ready 32  ETA 2m13s"
-    assert lines[2] == "eval  pass@1 0.500  greedy 0.625"
+    assert lines[1] == "step 12/60  reward 0.412  15.3k tokens/s  staleness 1  ready 32  ETA 2m13s"
+    assert lines[2] == "eval  accuracy 0.500  greedy 0.625"
     rewarded = RUNNING.model_copy(update={"eval_reward": 0.75})
-    assert news(RUNNING, rewarded) == ["eval  pass@1 0.500  greedy 0.625  reward 0.750"]
+    assert news(RUNNING, rewarded) == ["eval  accuracy 0.500  greedy 0.625  reward 0.750"]
     skipping = RUNNING.model_copy(update={"prompts_skipped": 1})
     assert [line.partition(":")[0] for line in news(RUNNING, skipping)] == ["prompts are skipped"]
     assert news(skipping, skipping.model_copy(update={"prompts_skipped": 9})) == []
@@ -105,6 +110,8 @@ def test_a_wait_is_told_once_although_its_seconds_change():
     assert news(RUNNING, first) == ["waiting for rollout 1 (3.5 s)"]
     assert news(first, later) == []
     assert news(RUNNING, first, ending=True) == []
+    over = first.model_copy(update={"phase": "Succeeded"})
+    assert news(RUNNING, over) == ["phase succeeded"]
 
 
 @pytest.mark.parametrize(
@@ -127,9 +134,9 @@ def test_after_a_while_without_news_it_is_said_how_far_things_are(status, line):
 
 def test_nothing_is_silent_for_longer_than_the_limit(monkeypatch, tmp_path):
     """The driver answers the same all the time."""
-    monkeypatch.setattr(watch, "ask", lambda _: RUNNING.model_copy(update={"progress": INSIDE}))
+    monkeypatch.setattr(watch.Watch, "_ask", lambda *_: RUNNING.model_copy(update={"progress": INSIDE}))
     monkeypatch.setattr(watch, "_QUIET_S", 0.2)
-    monkeypatch.setattr(watch, "_PERIOD_S", 0.05)
+    monkeypatch.setattr(teller, "_PERIOD_S", 0.05)
     out = io.StringIO()
     view = watch.Watch(name="q", folder=tmp_path, http_port=1, placed=list, console=Console(file=out))
     view.start()

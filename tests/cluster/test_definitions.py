@@ -118,7 +118,7 @@ def test_get_knows_short_names_category_and_columns(kubectl: Callable[..., str],
         f"{kind.lower()}.asyncflow.dev/case" for kind in SMALLEST
     ]
     shown = kubectl("get", "rlj", "-n", namespace).splitlines()[0].split()
-    assert shown == ["NAME", "PHASE", "STEP", "REWARD", "TOKENS/S", "LAG", "ETA", "ROLLOUTS", "AGE"]
+    assert shown == ["NAME", "PHASE", "STEP", "REWARD", "TOKENS/S", "STALENESS", "ETA", "ROLLOUTS", "AGE"]
 
 
 def test_scale_changes_the_rollouts(kubectl: Callable[..., str], plane: ControlPlane, namespace: str) -> None:

@@ -57,7 +57,9 @@ def test_roles_start_one_after_another_as_those_before_are_ready(jobs: dict[str,
 def test_what_the_driver_says_is_what_kubectl_shows(jobs: dict[str, OneJob]) -> None:
     job = jobs["seen"]
     job.until_phase("Running")
-    job.driver.say(step=3, reward=0.5, tokens_per_second=1234.0, eta_seconds=8000.0, version=3, lag={"start": 1.0})
+    job.driver.say(
+        step=3, reward=0.5, tokens_per_second=1234.0, eta_seconds=8000.0, version=3, staleness={"start": 1.0}
+    )
     job.driver.say(queue={"ready": 7, "leased": 2, "bytes": 1000, "limit": 5000}, version_bytes=99)
     job.driver.say(rollouts=[rollout(0, 3), rollout(1, 1)])
     job.until(lambda: job.status().get("step") == 3, "the step to be seen", timeout_s=30)

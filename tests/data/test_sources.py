@@ -146,7 +146,7 @@ def test_a_file_is_used_whole_unless_a_split_is_asked_for_but_not_for_both(jsonl
         ({"source": "data.jsonl?prompt=question", "size": 1000}, "training prompts, not 1000"),
         ({"source": "data.jsonl?prompt=question", "config": {"split": "half"}}, "is not understood"),
         ({"source": "broken.jsonl"}, r"broken\.jsonl:2: is not JSON"),
-        ({"source": "empty.jsonl"}, "has 0 training prompts"),
+        ({"source": "empty.jsonl"}, r"empty\.jsonl: is empty"),
         ({**TINY, "config": {"template": "no question"}}, "has no {question}"),
         ({**TINY, "config": {"system": "Be kind."}}, "needs `chat: true`"),
         ({**TINY, "config": {"chat": "yes"}}, "Expected `bool`"),

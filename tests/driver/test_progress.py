@@ -22,10 +22,10 @@ def step_line(step: int, *, attempt: int = 0, at: float = 0.0, **fields: Any) ->
         "samples": 4,
         "tokens": 100,
         "response_tokens": 40,
-        "lag_start_max": 1,
-        "lag_start_mean": 1.0,
-        "lag_end_max": 1,
-        "lag_token_mean": 1.0,
+        "staleness_start_max": 1,
+        "staleness_start_mean": 1.0,
+        "staleness_end_max": 1,
+        "staleness_token_mean": 1.0,
         "logprob_gap_p99": None,
         "wall_s": 2.0,
         "wait_s": 0.5,
@@ -117,7 +117,9 @@ def test_the_summary_counts_what_was_measured(tmp_path: Path) -> None:
     progress = Progress(tmp_path, steps=2, now=100.0)
     progress.note("first dispatch", at=110.0)
     progress.evaluated(EvaluationResult(step=0, prompts=8, accuracy=0.25, greedy=0.5), at=112.0)
-    progress.step(step_line(1, at=115.0, reward=0.3, lag_start_max=0, lag_start_mean=0.0, logprob_gap_p99=1e-6))
+    progress.step(
+        step_line(1, at=115.0, reward=0.3, staleness_start_max=0, staleness_start_mean=0.0, logprob_gap_p99=1e-6)
+    )
     progress.step(step_line(2, at=120.0, reward=0.9))
     progress.evaluated(EvaluationResult(step=2, prompts=8, accuracy=0.75, greedy=1.0), at=125.0)
     lives = Lives(opened=110.0, closed=120.0)

@@ -61,6 +61,14 @@ def test_missing_roles_are_named_first(tmp_path: Path) -> None:
     assert words(tmp_path, members={"controller": 1, "storage": 1}) == "1 storage, 1 trainer, 1 rollout"
 
 
+def test_a_job_that_begins_without_rollouts_says_so(tmp_path: Path) -> None:
+    spec = load_job(EXAMPLE, ["rollout.replicas=0", "rollout.minReplicas=0"]).spec
+    there = {"controller": 1, "storage": 2, "trainer": 1}
+    assert (
+        words(tmp_path, spec=spec, members=there) == "1 rollout (the job began with rollout.replicas: 0; scale it up)"
+    )
+
+
 def test_holders_of_the_bytes_are_named_before_the_units_that_wait_for_them(tmp_path: Path) -> None:
     spec = load_job(EXAMPLE, ["transferQueue.backend=mooncake"]).spec
     there = {"controller": 1, "holder": 1, "trainer": 1, "rollout": 2}

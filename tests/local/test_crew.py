@@ -125,6 +125,16 @@ def test_a_stopped_crew_starts_nothing_and_decides_nothing_more():
     assert crew.wake_at() is None
 
 
+def test_who_ends_after_the_verdict_has_not_failed():
+    crew = started(role("driver", leader=True), role("trainer", restarts=0), role("rollout", 2))
+    crew.ended(Seat("trainer", 0), KILLED, 1.0)
+    assert not crew.verdict.ok
+    for index, status in enumerate((KILLED, OK)):
+        crew.ended(Seat("rollout", index), status, 2.0)
+    states = {str(seat): state for seat, (state, _) in crew.seats.items()}
+    assert states == {"driver-0": "running", "trainer-0": "down", "rollout-0": "ended", "rollout-1": "done"}
+
+
 def test_first_attempts_of_a_resumed_job():
     crew = Crew([role("rollout", 2), role("trainer")], now=0.0, attempts={"rollout": 4})
     assert [start.attempt for start in crew.due(0.0)] == [4, 4, 0]

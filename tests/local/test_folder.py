@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import ManifestError
+from asyncflow.substrates.local import folder as folders
 from asyncflow.substrates.local.crew import Seat
-from asyncflow.substrates.local.folder import RunFolder
+from asyncflow.substrates.local.folder import RunFolder, remembered
 from asyncflow.substrates.local.logs import RoleLog
 from asyncflow.substrates.local.record import Placed, Record, load_record
 
@@ -137,3 +138,114 @@ def test_the_tail_of_a_log_is_what_the_attempt_itself_has_said(tmp_path):
     assert tail[-1].startswith("line 99")
     assert "of the first" in log.path.read_text(errors="replace")
     assert os.linesep not in tail[0]
+
+
+def without_progress(path: Path) -> Path:
+    """A folder of a job from which nothing came."""
+    begun(path)
+    Record(mark="m", supervisor=1, started="", driver="", http="").save(path / "run" / "processes.json")
+    (path / "metrics.jsonl").touch()
+    (path / "checkpoints" / "step-000001").mkdir(parents=True)
+    return path
+
+
+def evaluated(path: Path) -> None:
+    (path / "events.jsonl").write_text('{"event":"evaluation","at":1.0,"step":0}\n')
+
+
+def stepped(path: Path) -> None:
+    (path / "metrics.jsonl").write_text('{"step": 1}\n')
+
+
+def checkpointed(path: Path) -> None:
+    (path / "checkpoints" / "step-000001" / "manifest.json").touch()
+
+
+def summed_up(path: Path) -> None:
+    (path / "summary.json").touch()
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_the_next_start_takes_the_place_of_one_from_which_nothing_came(tmp_path, fresh):
+    path = without_progress(tmp_path / "run")
+    (path / "notes.txt").write_text("mine")
+    folder = RunFolder.claim(path, fresh=fresh)
+    assert folder.moved_to is None
+    assert load_record(folder.processes) is None
+    folder.release()
+    assert sorted(entry.name for entry in path.iterdir()) == ["logs", "notes.txt", "run"]
+    assert [entry.name for entry in (path / "run").iterdir()] == ["lock"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("progress", [evaluated, stepped, checkpointed, summed_up])
+def test_a_run_that_made_progress_is_never_cleared_away(tmp_path, progress):
+    path = without_progress(tmp_path / "run")
+    progress(path)
+    before = sorted(path.rglob("*"))
+    with pytest.raises(ManifestError, match=r"--resume.*--fresh.*--output"):
+        RunFolder.claim(path)
+    RunFolder.claim(path, resume=True).release(undo=True)
+    assert set(before) <= set(path.rglob("*"))
+
+
+def test_what_a_refused_start_has_made_goes_and_what_it_moved_comes_back(tmp_path):
+    path = begun(tmp_path / "run")
+    folder = RunFolder.claim(path, fresh=True)
+    folder.remember(["a=1"])
+    folder.job.write_text("kind: RLJob\n")
+    folder.release(undo=True)
+    assert (path / "ledger").is_dir()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+    deep = RunFolder.claim(tmp_path / "a" / "b")
+    deep.release(undo=True)
+    assert not (tmp_path / "a").exists()
+    others = tmp_path / "others"
+    others.mkdir()
+    (others / "notes.txt").write_text("mine")
+    RunFolder.claim(others).release(undo=True)
+    assert [entry.name for entry in others.iterdir()] == ["notes.txt"]
+
+
+def test_what_a_start_has_not_made_is_never_removed(tmp_path):
+    mine = [
+        tmp_path / name for name in ("model/config.json", "logs/app-1.log", "logs/mine.txt", "run/mine", "data.jsonl")
+    ]
+    for file in mine:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("mine")
+    for end in (lambda folder: folder.release(undo=True), lambda folder: folder.release()):
+        folder = RunFolder.claim(tmp_path)
+        folder.job.write_text("kind: RLJob\n")
+        folder.log("driver-0").touch()
+        (tmp_path / "ledger").mkdir()
+        Record(mark="m", supervisor=1, started="", driver="", http="").save(folder.processes)
+        end(folder)
+        assert all(file.read_text() == "mine" for file in mine)
+    RunFolder.claim(tmp_path).release(undo=True)
+    assert sorted(file for file in tmp_path.rglob("*") if file.is_file()) == sorted(mine)
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "lives.json", "queue.yaml"])
+def test_a_file_that_a_run_would_write_over_makes_a_folder_one_that_is_taken(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ManifestError, match="already holds a run"):
+        RunFolder.claim(tmp_path)
+
+
+def test_settings_are_remembered_and_unreadable_ones_are_said(tmp_path):
+    folder = RunFolder.claim(tmp_path / "run")
+    assert remembered(folder.path) == []
+    folder.remember(["a=1", "b={c: 2}"])
+    assert remembered(folder.path) == ["a=1", "b={c: 2}"]
+    folder.overrides.write_text("{")
+    with pytest.raises(ManifestError, match="give the run's --set values again"):
+        remembered(folder.path)
+    folder.release()
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "LEAST_FREE", 1 << 62)
+    with pytest.raises(ManifestError, match=r"only \d+ KiB are free there.*Free some space"):
+        RunFolder.claim(tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,7 @@ from asyncflow.api.names import TOKEN_FILE_ENV
 from asyncflow.plan.job import plan
 from asyncflow.substrates.local.crew import Seat
 from asyncflow.substrates.local.folder import RunFolder
-from asyncflow.substrates.local.placement import launcher
+from asyncflow.substrates.local.placement import launcher, seats_of
 
 JOB = RLJob.model_validate(
     {
@@ -21,19 +21,23 @@ JOB = RLJob.model_validate(
         },
     }
 )
+ROLES = plan(JOB).roles
+PORTS = dict(zip(seats_of(ROLES), range(16000, 16005), strict=True))
 
 
 def test_every_seat_gets_the_command_line_of_the_plan(tmp_path):
     folder = RunFolder(tmp_path, lock=-1)
-    launch = launcher(plan(JOB), folder=folder, driver="tcp://127.0.0.1:15001", http_port=15002)
+    launch = launcher(ROLES, folder=folder, driver="tcp://127.0.0.1:15001", http_ports=PORTS)
     trainer = launch(Seat("trainer", 0), 4)
     expected = f"-m asyncflow role trainer --job {folder.job} --driver tcp://127.0.0.1:15001 --index 0 --attempt 4"
-    assert " ".join(trainer.argv) == f"{sys.executable} {expected} --workdir {tmp_path}"
+    assert " ".join(trainer.argv) == f"{sys.executable} {expected} --workdir {tmp_path} --http-port 16003"
     assert trainer.env["OMP_NUM_THREADS"] == "3"
     assert Path(trainer.env[TOKEN_FILE_ENV]) == folder.token
 
 
-def test_only_the_driver_is_told_its_http_port(tmp_path):
-    launch = launcher(plan(JOB), folder=RunFolder(tmp_path, lock=-1), driver="tcp://127.0.0.1:15001", http_port=15002)
-    told = {role: "--http-port" in launch(Seat(role, 0), 0).argv for role in ("driver", "rollout", "storage")}
-    assert told == {"driver": True, "rollout": False, "storage": False}
+def test_every_seat_serves_at_a_port_of_its_own_that_stays(tmp_path):
+    launch = launcher(ROLES, folder=RunFolder(tmp_path, lock=-1), driver="tcp://127.0.0.1:15001", http_ports=PORTS)
+    for attempt in (0, 7):
+        served = [launch(seat, attempt) for seat in seats_of(ROLES)]
+        assert [each.http for each in served] == [f"http://127.0.0.1:{port}" for port in range(16000, 16005)]
+        assert [each.argv[-2:] for each in served] == [["--http-port", str(port)] for port in range(16000, 16005)]

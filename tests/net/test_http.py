@@ -20,7 +20,7 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 def made(token_file: Path | None = None, reasons: list[str] | None = None) -> RoleHttp:
     registry = CollectorRegistry()
-    Gauge("asyncflow_driver_step_count", "steps", registry=registry).set(7)
+    Gauge("asyncflow_driver_step", "steps", registry=registry).set(7)
     waiting = reasons if reasons is not None else []
     return RoleHttp(
         registry=registry, ready=lambda: (not waiting, waiting[0] if waiting else "ready"), token_file=token_file
@@ -32,7 +32,7 @@ async def test_metrics_health_and_readiness(session: aiohttp.ClientSession) -> N
     http = made(reasons=reasons)
     url = await http.start()
     async with session.get(f"{url}/metrics") as answer:
-        assert "asyncflow_driver_step_count 7.0" in await answer.text()
+        assert "asyncflow_driver_step 7.0" in await answer.text()
         assert answer.headers["Content-Type"].startswith("text/plain; version=")
     async with session.get(f"{url}/healthz") as answer:
         assert (answer.status, await answer.text()) == (200, "ok\n")

@@ -105,13 +105,13 @@ def test_what_is_asked_for_is_emitted(expression: str) -> None:
 
 WAITED_FOR = {
     "asyncflow_controller_oldest_unready_seconds": {"task", "lacks"},
-    "asyncflow_controller_parked_claims_count": {"task"},
-    "asyncflow_controller_lease_expiries_count": set(),
-    "asyncflow_controller_redeliveries_count": set(),
+    "asyncflow_controller_parked_claims": {"task"},
+    "asyncflow_controller_lease_expiries_total": set(),
+    "asyncflow_controller_redeliveries_total": set(),
     "asyncflow_storage_held_bytes": set(),
-    "asyncflow_storage_put_bytes": set(),
-    "asyncflow_storage_fetched_bytes": set(),
-    "asyncflow_storage_budget_waits_count": set(),
+    "asyncflow_storage_put_bytes_total": set(),
+    "asyncflow_storage_fetched_bytes_total": set(),
+    "asyncflow_storage_budget_waits_total": set(),
     "asyncflow_controller_ledger_lag_seconds": set(),
 }
 """What the queue's dashboard must show, and by which labels."""

@@ -210,7 +210,11 @@ class OpenMachine(RuleBasedStateMachine):
         assert told == {number: (row["key"], row["tags"]) for number, row in self.rows.items()}
         assert len(self.partition.wanted) == len(self.lost)
         keys = {row["key"]: number for number, row in self.rows.items() if row["key"]}
-        assert open_table.find(self.partition, ["a", "b"]) == [keys.get("a", 0), keys.get("b", 0)]
+        lost = [row["key"] for row in self.lost.values()]
+        found = open_table.find(self.partition, ["a", "b"])
+        assert found.rows == [keys.get("a", 0), keys.get("b", 0)]
+        assert found.lost == [key for key in ("a", "b") if key in lost]
+        assert found.unnamed == lost.count("")
         assert self.table.books.rows.keys() == self.rows.keys()
 
     @invariant()
@@ -247,6 +251,7 @@ class OpenMachine(RuleBasedStateMachine):
             assert report.ok, report
             counts = self.partition.counts
             assert report.remaining == counts[State.LIVE] + counts[State.WANTED]
+            assert report.without_bytes == counts[State.WANTED]
             assert report.cleared == self.partition.cleared + counts[State.DROPPED] + counts[State.FILTERED]
 
     # --- short words

@@ -239,3 +239,11 @@ async def test_what_cannot_work_is_refused(tmp_path, tiny):
             await engine.generate(request(1, **changes))
     with pytest.raises(ManifestError, match="Installed: "):
         open_engine("nope", folder=None, slots=1, max_length=8)
+
+
+def test_options_that_are_checked_without_loading_a_plugin_are_the_plugins_own() -> None:
+    from asyncflow.commands.preflight import HEAVY
+    from asyncflow.rollout.engines.transformers import TransformersEngine
+    from asyncflow.train.backends.torch import TorchBackend
+
+    assert {"transformers": TransformersEngine.Options, "torch": TorchBackend.Options} == HEAVY

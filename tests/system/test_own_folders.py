@@ -95,7 +95,7 @@ def test_what_a_rollout_holds_that_is_told_to_end_comes_back_at_once(tmp_path: P
         assert made.pods["rollout-0"].end(signal.SIGTERM, within_s=30) == TOLD_TO_END
         made.until("their return", lambda: "the instance leaves" in returned(made))
         counted = made.pods["controller-0"].ask("/metrics")
-        assert re.search(r"^asyncflow_controller_lease_expiries_count 0\.0$", counted, re.MULTILINE)
+        assert re.search(r"^asyncflow_controller_lease_expiries_total 0\.0$", counted, re.MULTILINE)
 
 
 def returned(made: Pods) -> set[str]:

@@ -16,11 +16,11 @@ from asyncflow.api.load import load
 from asyncflow.api.names import LEAVE_ENV
 from asyncflow.api.queue import QueueStatus, TransferQueue
 from asyncflow.net.frames import Jagged
+from asyncflow.plan.queue import queue_roles
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.queue.client.visitor import visit
 from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta, TaskSpec
-from asyncflow_operator.desired.queues import queue_roles
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 

@@ -74,7 +74,7 @@ def test_a_model_is_trained_and_the_run_goes_on_after_its_end(tmp_path: Path) ->
     assert (first["steps"], first["samples_trained"], first["samples_lost"]) == (3, 3 * 4 * 8, 0)
     assert first["staleness_start_max"] == 1
     assert first["logprob_gap_p99"] < 1e-4
-    lags = [json.loads(line)["lag_start_mean"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lags = [json.loads(line)["staleness_start_mean"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert lags == [0.0, 1.0, 1.0]
     assert (folder / "export" / "model.safetensors").exists()
     finish(start("quickstart.yaml", folder, ["algorithm.steps=4", *SMALL[1:]], "--resume"), within_s=200)

@@ -2,7 +2,9 @@ import re
 
 import pytest
 from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric
 
+from asyncflow.api.status import DriverStatus, JobStatus
 from asyncflow.net.rpc import RpcCounters
 from asyncflow.telemetry.busy import BusyClock
 from asyncflow.telemetry.metrics import (
@@ -13,22 +15,48 @@ from asyncflow.telemetry.metrics import (
     StorageMetrics,
     TrainerMetrics,
 )
+from asyncflow.train.report import TrainReport
 
 ROLES: list[type[RoleMetrics]] = [DriverMetrics, ControllerMetrics, StorageMetrics, RolloutMetrics, TrainerMetrics]
-UNITS = "count|ratio|seconds|bytes|versions|info"
-COUNTED = (
-    "samples|sequences|tokens_\\w+|swaps|slots|lease_expiries|redeliveries|fenced_writes|rewards_failed|rewards"
-    "|prompts_skipped|steps_skipped|eval_reward"
+SHARES = {"asyncflow_driver_eval_accuracy_ratio", "asyncflow_driver_idle_share_ratio"}
+"""What is between 0 and 1."""
+GROWING = re.compile(
+    "tokens_|samples|lease_expiries|redeliveries|fenced_writes|moved_rows|put_bytes|fetched_bytes|budget_wait|swaps|"
+    "sequences$|rewards|skipped"
 )
+"""What only grows while a process lives."""
 
 
 @pytest.mark.parametrize("kind", ROLES)
-def test_names_say_role_what_and_unit(kind: type[RoleMetrics]) -> None:
-    metrics = kind()
-    names = {family.name for family in metrics.registry.collect() if family.name.startswith("asyncflow_")}
-    assert names
-    for name in names:
-        assert re.fullmatch(rf"asyncflow_{kind.role}_(\w+_({UNITS})|{COUNTED}|bytes)", name), name
+def test_names_say_what_prometheus_takes_them_for(kind: type[RoleMetrics]) -> None:
+    families = [each for each in kind().registry.collect() if each.name.startswith("asyncflow_")]
+    assert families
+    for family in families:
+        name = family.name
+        assert name.startswith(f"asyncflow_{kind.role}_")
+        assert not name.endswith(("_total", "_count", "_sum", "_bucket")), "a suffix of its type"
+        assert name.endswith("_ratio") == (name in SHARES), name
+        assert (family.type == "counter") == bool(GROWING.search(name)) or "inflight" in name, (name, family.type)
+
+
+def test_what_somebody_else_counts_is_a_counter() -> None:
+    metrics = StorageMetrics()
+    metrics.put.set(7)
+    text = generate_latest(metrics.registry).decode()
+    assert "# TYPE asyncflow_storage_put_bytes_total counter" in text
+    assert "asyncflow_storage_put_bytes_total 7.0" in text
+
+
+def test_the_staleness_of_samples_has_one_name() -> None:
+    shown = (
+        DriverMetrics().registry.collect(),
+        DriverStatus.model_fields,
+        JobStatus.model_fields,
+        TrainReport.__annotations__,
+    )
+    names = [each.name if isinstance(each, Metric) else each for source in shown for each in source]
+    assert not [name for name in names if re.search(r"\blag|_lag", name)]
+    assert [name for name in names if "staleness" in name]
 
 
 @pytest.mark.parametrize("kind", ROLES)

@@ -34,8 +34,8 @@ def test_lags_are_counted_from_the_gradient() -> None:
     tally = Tally()
     tally.add(batch([[4, 4, 5], [3], []]), step=6)
     assert (tally.samples, tally.spoken, tally.prompt_tokens, tally.response_tokens) == (3, 2, 9, 4)
-    assert (tally.lag_start_max, tally.lag_start_sum) == (2, 3)
-    assert (tally.lag_end_max, tally.lag_token_sum) == (2, 1 + 1 + 0 + 2)
+    assert (tally.staleness_start_max, tally.staleness_start_sum) == (2, 3)
+    assert (tally.staleness_end_max, tally.staleness_token_sum) == (2, 1 + 1 + 0 + 2)
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=4), max_size=8), st.integers(0, 8), st.integers(1, 3))

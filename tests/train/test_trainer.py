@@ -57,7 +57,7 @@ async def test_every_sample_is_trained_once_and_every_step_is_told(tmp_path: Pat
     assert [said.step for said in seat.talk.reports] == list(range(1, STEPS + 1))
     assert {said.reward for said in seat.talk.reports} == {0.5}
     assert {said.samples for said in seat.talk.reports} == {GROUPS * SIZE}
-    assert [said.lag_start_max for said in seat.talk.reports] == [0, 1, 1, 1, 1]
+    assert [said.staleness_start_max for said in seat.talk.reports] == [0, 1, 1, 1, 1]
     assert len({said.keys for said in seat.talk.reports}) == STEPS
     for said in seat.talk.reports:
         assert said.seconds.wall >= said.seconds.compute + said.seconds.optimizer + said.seconds.wait - 1e-3

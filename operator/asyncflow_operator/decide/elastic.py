@@ -104,5 +104,5 @@ def _signals(spec: RLJobSpec, probe: Probe, now: float, *, rollouts: int) -> Sig
         ready=sum(each.state in ("ready", "lagging") for each in seen.rollouts),
         wait_share=seen.trainer_wait_share,
         queued_steps=seen.queue.ready / (spec.algorithm.prompts_per_step * spec.algorithm.group_size),
-        lag=seen.lag.start,
+        lag=seen.staleness.start,
     )

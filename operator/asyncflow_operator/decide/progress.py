@@ -16,8 +16,9 @@ from asyncflow_operator.observed import PodView, Probe
 
 FIGURES: Final = frozenset(
     (
-        *("step", "steps", "progress", "reward", "eval", "tokens_per_second", "lag", "version", "queue_depth", "eta"),
-        *("last_step_at", "checkpoint_step", "failed_rewards", "waiting_for", "ready_rollouts", "wish", "wish_time"),
+        *("step", "steps", "progress", "reward", "eval", "tokens_per_second", "staleness", "version", "queue_depth"),
+        *("eta", "last_step_at", "checkpoint_step", "failed_rewards", "waiting_for", "ready_rollouts"),
+        *("wish", "wish_time"),
     )
 )
 """Fields of a job's status that may wait; all others are transitions."""
@@ -40,7 +41,7 @@ def figures(seen: DriverStatus | None, rollouts: Collection[PodView]) -> dict[st
         "reward": seen.reward,
         "eval": seen.eval,
         "tokens_per_second": seen.tokens_per_second,
-        "lag": seen.lag.start,
+        "staleness": seen.staleness.start,
         "version": seen.version,
         "queue_depth": seen.queue.ready,
         "eta": "" if seen.eta_seconds is None else spoken(seen.eta_seconds),

@@ -17,6 +17,7 @@ from asyncflow.api.names import LABEL_JOB, LABEL_QUEUE, LABEL_ROLE, QUEUE_ROLES,
 from asyncflow.api.queue import QueueStatus, TransferQueue
 from asyncflow.api.status import RoleRecord
 from asyncflow.plan import plan as plan_of
+from asyncflow.plan.queue import queue_roles
 from asyncflow.plan.roles import Role
 from asyncflow_operator.actions import Apply, Plan
 from asyncflow_operator.decide.admission import admitted
@@ -25,7 +26,6 @@ from asyncflow_operator.decide.draft import Draft, refuse
 from asyncflow_operator.decide.failure import Verdict, take_stock
 from asyncflow_operator.decide.phases import ACTIVE, lacking, may_start, ready_of
 from asyncflow_operator.decide.seats import Moves, tend
-from asyncflow_operator.desired.queues import queue_roles
 from asyncflow_operator.observed import JobState, PodView, QueueState
 
 FIGURES: Final = frozenset(("rows", "bytes", "limit", "ready_units"))

@@ -19,10 +19,10 @@ from asyncflow.api.names import LABEL_QUEUE, QUEUE_ROLES, RPC_PORT, RoleName, se
 from asyncflow.api.placement import SchedulingSpec, TemplateSpec
 from asyncflow.api.queue import LEAVE_S, StoreSpec, TransferQueue
 from asyncflow.plan import plan
+from asyncflow.plan.queue import queue_role, queue_roles
 from asyncflow.plan.roles import Role
 from asyncflow_operator.desired.images import Registry, image_of
 from asyncflow_operator.desired.objects import Family
-from asyncflow_operator.desired.queues import queue_role, queue_roles
 from asyncflow_operator.desired.storage import Mounted, job_mounts, queue_mounts
 
 _GRACE_S: Final = 10.0

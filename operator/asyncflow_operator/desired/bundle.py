@@ -12,6 +12,7 @@ from asyncflow.api.job import RLJob
 from asyncflow.api.names import RoleName
 from asyncflow.api.queue import TransferQueue
 from asyncflow.plan import plan
+from asyncflow.plan.queue import queue_roles
 from asyncflow.plan.roles import Role
 from asyncflow_operator.desired.blueprint import (
     Blueprint,
@@ -27,7 +28,6 @@ from asyncflow_operator.desired.keys import make_keys, token
 from asyncflow_operator.desired.objects import job_family, queue_family
 from asyncflow_operator.desired.pods import make_pod
 from asyncflow_operator.desired.policy import make_account, make_budget, make_egress_policy, make_network_policy
-from asyncflow_operator.desired.queues import queue_roles
 from asyncflow_operator.desired.services import make_gang_service, make_leader_service
 from asyncflow_operator.desired.storage import job_claims, queue_claims
 from asyncflow_operator.observed import JobState, Manifest, Owner, QueueState

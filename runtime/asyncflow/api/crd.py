@@ -57,7 +57,7 @@ _RESOURCES = (
             _Column(name="Step", path=".status.progress"),
             _Column(name="Reward", path=".status.reward", kind="number"),
             _Column(name="Tokens/s", path=".status.tokensPerSecond", kind="number"),
-            _Column(name="Lag", path=".status.lag", kind="number"),
+            _Column(name="Staleness", path=".status.staleness", kind="number"),
             _Column(name="ETA", path=".status.eta"),
             _Column(name="Rollouts", path=".status.readyRollouts", kind="integer"),
             _AGE,

@@ -120,6 +120,17 @@ class RLJobSpec(Spec):
             fix="Give data.eval, or leave evaluation out",
         ),
         Rule(
+            reads=("reward.function", "data.train.source", "data.eval"),
+            ok=lambda job: (
+                job.reward.function != "gym"
+                or all(data.source.startswith("gym://") for data in (job.data.train, job.data.eval) if data is not None)
+            ),
+            cel="self.reward.function != 'gym' || (self.data.train.source.startsWith('gym://')"
+            " && (!has(self.data.eval) || self.data.eval.source.startsWith('gym://')))",
+            why="it scores prompts of gym:// only, and every other response would get 0",
+            fix="Take gym:// sources, or task, math_verify or module:function",
+        ),
+        Rule(
             reads=("trainer.backend.tokens_per_micro_batch", "sampling.max_prompt_tokens", "sampling.max_tokens"),
             ok=lambda job: job.trainer.backend.tokens_per_micro_batch >= job.longest,
             cel="self.trainer.backend.tokensPerMicroBatch >= self.sampling.maxPromptTokens + self.sampling.maxTokens",

@@ -92,6 +92,11 @@ _PLANNED: dict[str, tuple[_Later, ...]] = {
 }
 
 
+def all_planned(kind: str) -> list[tuple[str, str]]:
+    """Return everything that objects of ``kind`` can ask for and that may not work yet: path, and what works now."""
+    return [(".".join(("spec", *place_of(later.path))), later.instead) for later in _PLANNED[kind]]
+
+
 def planned(kind: str, spec: Spec) -> Iterator[Problem]:
     """Give a problem for everything that ``spec`` of an object of ``kind`` asks for and that does not work yet."""
     for later in _PLANNED[kind]:

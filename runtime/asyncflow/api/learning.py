@@ -107,7 +107,9 @@ class RewardSpec(Spec):
     """How a response is judged. The code is somebody else's: it runs in processes that can be killed, in a sandbox."""
 
     function: Annotated[str, StringConstraints(pattern=MODULE_FUNCTION, max_length=256)]
-    """``task`` (the source's own check), ``gym``, ``math_verify``, or ``module:function`` of your own."""
+    """``task`` (exactly the source's answer), ``gym`` (reasoning-gym's checker, for its prompts only), ``math_verify``,
+    or ``module:function`` of your own, ``def function(*, response, prompt, answer, meta) -> float``, of a module beside
+    the manifest or installed."""
     extractor: PluginName = "text"
     """How the answer is found in a response: ``text`` (all of it), ``last_number``, ``boxed``."""
     min: Annotated[float, Field(ge=-1e15, le=1e15)] = -1e6
@@ -284,11 +286,11 @@ class EvaluationSpec(Spec):
     every: Steps = 10
     """Optimizer steps between evaluations; 0 leaves only the first and the last."""
     samples: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Samples of each prompt for pass@1."""
+    """Samples of each prompt; accuracy is the mean over all of them (an estimate of pass@1)."""
     greedy: bool = True
     """Whether to evaluate greedy decoding too."""
     temperature: Annotated[float, Field(gt=0, le=10)] | None = None
-    """Temperature of pass@1. Absent: that of ``sampling``."""
+    """Temperature of these samples. Absent: that of ``sampling``."""
 
     @property
     def group_size(self) -> int:

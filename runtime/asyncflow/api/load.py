@@ -53,6 +53,23 @@ def load_job(source: Path | str | IO[Any], overrides: Sequence[str] = ()) -> RLJ
     return manifest
 
 
+def kind_of(source: Path) -> str:
+    """Return the kind of a manifest, whatever else is wrong with it. Raises ManifestError."""
+    return _kind(parse(_text(source, str(source)), source=str(source)), str(source))
+
+
+def name_of(source: Path, overrides: Sequence[str] = ()) -> str:
+    """Return the name that a manifest gives its object, whatever else is wrong with it. Raises ManifestError."""
+    document = parse(_text(source, str(source)), source=str(source))
+    _kind(document, str(source))
+    apply(document, overrides)
+    metadata = document.data.get("metadata")
+    name = metadata.get("name") if isinstance(metadata, dict) else None
+    if not isinstance(name, str) or not name:
+        raise ManifestError("metadata.name is missing", where=str(source), hint="Add it")
+    return name
+
+
 def to_yaml(manifest: Manifest) -> str:
     """Write an object as the manifest that ``load`` reads back as the same."""
     return dump(manifest.model_dump(mode="json", by_alias=True, exclude_none=True))

@@ -31,6 +31,12 @@ def apply(document: Document, overrides: Sequence[str]) -> None:
         _put(document.data, keys, parse(f"value: {text}", source=where).data["value"], where=where)
 
 
+def latest(overrides: Sequence[str]) -> list[str]:
+    """Return ``overrides`` without those whose path is set again later."""
+    last = {override.partition("=")[0].strip(): index for index, override in enumerate(overrides)}
+    return [override for index, override in enumerate(overrides) if index in last.values()]
+
+
 def _put(data: Any, keys: Sequence[str], value: Any, *, where: str) -> None:
     here = data
     for depth, key in enumerate(keys[:-1]):

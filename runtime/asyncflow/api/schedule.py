@@ -50,12 +50,14 @@ class ScheduleSpec(Spec):
     """Where an instance changes weights: when its share of the step is done, between sequences, or between tokens
     (verl: ``partial_rollout``)."""
     sync_every: Annotated[int, Field(ge=1, le=1000)] = 1
-    """Optimizer steps between publications (verl: ``trigger_parameter_sync_step``)."""
+    """Optimizer steps between publications of weights (verl: ``trigger_parameter_sync_step``). With 4 the rollouts hear
+    of new weights after every fourth step: fewer transfers, and samples up to 4 steps stale."""
     max_staleness: Annotated[int, Field(ge=0, le=1000)] = Field(default_factory=_usual_staleness)
     """Most versions between a sample's oldest token and the gradient: (k-1) - v. A promise, kept by holding back
     publication, never by throwing samples away. Absent: the least: syncEvery, less 1 with update sync."""
     staleness_threshold: Annotated[float, Field(ge=0, le=1000)] = 1.0
-    """Fraction by which prompts in flight may exceed what one cycle needs (verl: ``staleness_threshold``). Counts with
+    """How far generation may run ahead, as a fraction of a cycle (the ``syncEvery`` steps between two publications):
+    with 0 the prompts of one cycle are out, with 0.5 half a cycle more (verl: ``staleness_threshold``). Counts with
     swapAt sequence and token; quota admits whole steps."""
     require_batches: Annotated[int, Field(ge=0, le=1000)] = 0
     """Batches that must be complete before training begins (verl: ``require_batches``): 0 streams micro-batches,

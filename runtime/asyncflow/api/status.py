@@ -1,7 +1,7 @@
 """Status: what the driver's ``GET /v1/status`` answers, and what the operator writes into an RLJob.
 
 Invariant: both are bounded, and the operator's is made of the driver's: no figure has two definitions. Times are
-RFC 3339 in UTC, durations seconds, lags optimizer steps.
+RFC 3339 in UTC, durations seconds, staleness optimizer steps.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Wire(Spec):
     model_config = ConfigDict(extra="ignore")
 
 
-class Lag(Wire):
-    """Lag (k-1) - v of the samples of the last step."""
+class Staleness(Wire):
+    """Staleness (k-1) - v of the samples of the last step."""
 
     start: float = 0.0
     """Largest, counted on a sample's oldest token."""
@@ -143,7 +143,7 @@ class DriverStatus(Wire):
     reward: float | None = None
     """Mean reward of the last step's samples."""
     eval: float | None = None
-    """pass@1 of the last evaluation."""
+    """Accuracy of the last evaluation, over all samples at its temperature."""
     eval_greedy: float | None = None
     """Greedy accuracy of the last evaluation."""
     eval_reward: float | None = None
@@ -156,8 +156,8 @@ class DriverStatus(Wire):
     """When the last step was done."""
     step_p95: Annotated[float, Field(ge=0)] | None = None
     """95th percentile of the seconds between steps."""
-    lag: Lag = Field(default_factory=Lag)
-    """Lag of the last step's samples."""
+    staleness: Staleness = Field(default_factory=Staleness)
+    """Staleness of the last step's samples."""
     version: Count = 0
     """Step of the newest published version."""
     queue: QueueDepth = Field(default_factory=QueueDepth)
@@ -244,11 +244,11 @@ class JobStatus(Spec):
     reward: float | None = None
     """Mean reward of the last step's samples."""
     eval: float | None = None
-    """pass@1 of the last evaluation."""
+    """Accuracy of the last evaluation, over all samples at its temperature."""
     tokens_per_second: Annotated[float, Field(ge=0)] | None = None
     """Tokens trained in a second."""
-    lag: float | None = None
-    """Largest lag of the last step's samples, counted on their oldest token."""
+    staleness: float | None = None
+    """Largest staleness of the last step's samples, counted on their oldest token."""
     version: Count | None = None
     """Step of the newest published version."""
     queue_depth: Count | None = None

@@ -1,6 +1,7 @@
 """The commands that look and tell: validate, plan, audit, crds, and the import of a model.
 
-Invariant: none of them starts a process; only ``crds`` and ``model import`` write, and only where they are told to.
+Invariant: none of them starts a process, but that ``validate`` has one load the reward function; only ``crds`` and
+``model import`` write, and only where they are told to.
 """
 
 from __future__ import annotations
@@ -17,17 +18,24 @@ from asyncflow.errors import ManifestError
 _WIDTH = 160
 """Columns where there is no terminal whose width could be asked for."""
 
-_ACCOUNT = (
-    *("dispatched", "trained", "filtered", "dropped", "unfinished", "lost", "duplicated"),
-    *("redeliveries", "resets", "peeked", "attempts", "last_committed_step"),
-)
+_SAMPLES = ("dispatched", "trained", "filtered", "dropped", "unfinished", "lost", "duplicated")
+_OPEN_ROWS = ("put", "cleared", "remaining", "without_bytes")
+_BOTH = ("redeliveries", "resets", "peeked")
+_TRAINING = ("attempts", "last_committed_step")
 
 
 def validate(file: Path, overrides: Sequence[str]) -> None:
-    """Say that a manifest is good. Raises ManifestError where it is not."""
-    from asyncflow.commands.manifest import checked
+    """Say that a manifest is good, and what is worth knowing about it. Raises ManifestError where it is not."""
+    from asyncflow.api.job import RLJob
+    from asyncflow.commands.manifest import anchored, checked, folder_of
 
     manifest = checked(file, overrides)
+    if isinstance(manifest, RLJob):
+        from asyncflow.commands.preflight import preflight
+
+        folder = folder_of(manifest, file)
+        for note in preflight(anchored(manifest, folder), folder, source=str(file), elsewhere=True):
+            click.echo(f"note: {note}")
     click.echo(f"{file}: {manifest.kind} {manifest.metadata.name} is valid")
 
 
@@ -52,14 +60,21 @@ def plan(file: Path, overrides: Sequence[str]) -> None:
 
 
 def audit(directory: Path) -> int:
-    """Print the account of all samples; 1 where one was lost or trained twice."""
+    """Print the account of all samples, and of the open rows of a queue; 1 where one was lost or counted twice."""
     from asyncflow.queue.ledger.audits import audit_ledgers
 
     ledger = directory / "ledger"
     if not ledger.is_dir():
-        raise ManifestError("there is no ledger", where=str(ledger), hint="Give the folder of a run")
+        raise ManifestError("there is no ledger", where=str(ledger), hint="Give the folder of a run or of a queue")
     report = audit_ledgers(ledger)
-    for name in _ACCOUNT:
+    opened = report.put > 0 or (directory / "queue.yaml").is_file()
+    trained = report.dispatched > 0 or not opened
+    for name in (
+        *(_SAMPLES if trained else ()),
+        *(_OPEN_ROWS if opened else ()),
+        *_BOTH,
+        *(_TRAINING if trained else ()),
+    ):
         click.echo(f"{name.replace('_', ' '):<20}{getattr(report, name):>12}")
     for problem in report.problems:
         click.echo(problem, err=True)

@@ -16,8 +16,8 @@ from asyncflow.api.load import Manifest, check_files, load
 from asyncflow.api.names import FOLDER
 from asyncflow.api.problems import Problem, refusal
 from asyncflow.errors import ManifestError, NotYetError
-from asyncflow.plugins import installed, load_plugin
-from asyncflow.queue.backends.base import BACKENDS, Backend
+from asyncflow.plugins import installed
+from asyncflow.queue.backends.base import BACKENDS
 from asyncflow.rewards.registry import check as check_reward
 
 _PLUGINS = (
@@ -45,14 +45,11 @@ def resolved_job(file: Path, overrides: Sequence[str] = ()) -> RLJob:
     """Read and check a job, with its paths made absolute, so that it means the same wherever it is written.
 
     Raises ManifestError as ``checked`` does, for a manifest that is no job or a job that is suspended, and where this
-    machine lacks what the queue's back end needs or cannot give each rank a device.
+    machine cannot give each rank a device.
     """
     manifest = checked(file, overrides)
     if not isinstance(manifest, RLJob):
         raise ManifestError(f"kind = {manifest.kind!r}: not a job", where=str(file), hint="Give an RLJob")
-    queue = manifest.spec.transfer_queue
-    backend = load_plugin(BACKENDS, queue.backend, kind=Backend, where="spec.transferQueue.backend")
-    backend.check(servers=queue.store is None)
     if manifest.spec.trainer.accelerator.count and manifest.spec.trainer.replicas > 1:
         raise NotYetError(
             f"trainer.replicas = {manifest.spec.trainer.replicas}: not yet: on one machine all ranks would train on the"
@@ -62,7 +59,7 @@ def resolved_job(file: Path, overrides: Sequence[str] = ()) -> RLJob:
         )
     if manifest.spec.suspend:
         raise ManifestError("the job is suspended", where=str(file), hint="Run it with --set suspend=false")
-    return _anchored(manifest, folder_of(manifest, file))
+    return anchored(manifest, folder_of(manifest, file))
 
 
 def folder_of(job: RLJob, file: Path) -> Path:
@@ -70,7 +67,8 @@ def folder_of(job: RLJob, file: Path) -> Path:
     return Path((job.metadata.annotations or {}).get(FOLDER, file.absolute().parent))
 
 
-def _anchored(job: RLJob, base: Path) -> RLJob:
+def anchored(job: RLJob, base: Path) -> RLJob:
+    """Return ``job`` with the paths of its model and files made absolute; relative ones start at ``base``."""
     data = job.model_dump(mode="json", by_alias=True, exclude_none=True)
     spec = data["spec"]
     sources = (spec["data"][name] for name in ("train", "eval") if name in spec["data"])

@@ -1,12 +1,16 @@
 """``asyncflow run FILE``: a job on this machine, from its manifest to its summary.
 
-Invariant: until manifest, plug-ins and folder have been found good, nothing is created and nothing is started.
+Invariant: until manifest, model, data, plug-ins and folder have been found good, nothing is created and nothing is
+started; a start that is refused leaves no folder behind.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,20 +19,23 @@ import click
 from rich.console import Console
 
 from asyncflow.api.job import RLJob, RLJobSpec
-from asyncflow.api.load import load_job, to_yaml
-from asyncflow.commands.manifest import resolved_job
+from asyncflow.api.load import load_job, name_of, to_yaml
+from asyncflow.api.overrides import latest
+from asyncflow.commands.manifest import folder_of, resolved_job
+from asyncflow.commands.preflight import preflight
 from asyncflow.durable import write_whole
-from asyncflow.net.hosts import address_of
-from asyncflow.net.stream.server import new_server
+from asyncflow.errors import CheckpointError
 from asyncflow.plan.job import plan
-from asyncflow.substrates.local.folder import RunFolder
-from asyncflow.substrates.local.placement import launcher
-from asyncflow.substrates.local.ports import PortReservation
+from asyncflow.substrates.local.folder import RunFolder, remembered
 from asyncflow.substrates.local.resume import differences
-from asyncflow.substrates.local.supervisor import Supervisor
+from asyncflow.substrates.local.site import Site, site
 from asyncflow.substrates.local.terms import Limits, Outcome
-from asyncflow.telemetry.logs import setup_logging
+from asyncflow.train.checkpoint import Checkpoints
+from asyncflow.view.teller import Teller
 from asyncflow.view.watch import Watch
+
+RUNS = Path("runs")
+"""Where runs lie that are given no folder, each under its name."""
 
 
 def run(file: Path, *, output: Path | None, overrides: Sequence[str], resume: bool, fresh: bool) -> int:
@@ -36,56 +43,107 @@ def run(file: Path, *, output: Path | None, overrides: Sequence[str], resume: bo
 
     Raises ManifestError before anything was started, another AsyncFlowError where the job failed.
     """
+    begun_with = remembered(output or RUNS / name_of(file, overrides)) if resume else []
+    if begun_with:
+        click.echo(f"as the run was begun: {_sets(begun_with)}")
+    overrides = latest([*begun_with, *overrides])
     job = resolved_job(file, overrides)
-    folder = RunFolder.claim(output or Path("runs") / job.name, resume=resume, fresh=fresh)
+    for note in preflight(job, folder_of(job, file), source=str(file)):
+        click.echo(f"note: {note}")
+    folder = RunFolder.claim(output or RUNS / job.name, resume=resume, fresh=fresh)
+    refused = True
     try:
         if resume:
             for difference in differences(load_job(folder.job), job):
                 click.echo(f"changed: {difference}")
         if folder.moved_to:
             click.echo(f"the run that was there is now in {folder.moved_to}")
-        outcome, seen = _supervise(job, folder)
+        outcome, seen = _supervise(job, folder, overrides)
+        refused = outcome.refused
     finally:
-        folder.release()
+        folder.release(undo=refused and not resume)
     if not seen:
-        _leave(outcome)
+        leave(outcome)
+    if outcome.exit_code and folder.job.exists():
+        _say_what_was_kept(job, folder.path, file=file, output=output, overrides=overrides)
+    elif outcome.exit_code:
+        click.echo(f"no step was made, so nothing is left in {folder.path}")
     if outcome.failure:
         raise outcome.failure
     return outcome.exit_code
 
 
-def _supervise(job: RLJob, folder: RunFolder) -> tuple[Outcome, bool]:
-    """Run everything; give the outcome, and whether all of the view could be written."""
+def _sets(overrides: Sequence[str]) -> str:
+    return shlex.join(word for override in overrides for word in ("--set", override))
+
+
+def _say_what_was_kept(job: RLJob, folder: Path, *, file: Path, output: Path | None, overrides: Sequence[str]) -> None:
+    """Say how far a run that has not ended well came, what of it is kept, and how to go on."""
+    made, steps, kept = _last_step(folder / "metrics.jsonl"), job.spec.algorithm.steps, _kept_step(folder)
+    where = f" --output {shlex.quote(str(output))}" if output else ""
+    again = f"asyncflow run {shlex.quote(str(file))}{where}"
+    if not made:
+        sets = f" {_sets(overrides)}" if overrides else ""
+        click.echo(f"no step was made, so nothing is kept; begin again with\n  {again}{sets}")
+        return
+    if kept >= made:
+        words = "and all of them are kept"
+    elif kept:
+        words = f"of which 1 to {kept} are kept; the others will be made again"
+    else:
+        words = "and none is in a checkpoint; they will be made again"
+    click.echo(f"{made} of {steps} steps were made, {words}. Go on with\n  {again} --resume")
+
+
+def _last_step(metrics: Path) -> int:
+    """Return the step of the last whole line of ``metrics.jsonl``, 0 where there is none."""
+    try:
+        lines = metrics.read_bytes().splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            return int(json.loads(line)["step"])
+    return 0
+
+
+def _kept_step(folder: Path) -> int:
+    """Return the step of the newest checkpoint, 0 where there is none that can be read."""
+    try:
+        checkpoint = Checkpoints(folder / "checkpoints").latest()
+    except CheckpointError:
+        return 0
+    return checkpoint.manifest.step if checkpoint is not None else 0
+
+
+def _supervise(job: RLJob, folder: RunFolder, overrides: Sequence[str]) -> tuple[Outcome, bool]:
+    """Run everything; return the outcome, and whether all of the view could be written."""
+    folder.remember(overrides)
     write_whole(folder.job, to_yaml(job).encode())
     folder.write_token()
-    with folder.log("supervisor").open("a", encoding="utf-8") as log, PortReservation(2) as (rpc_port, http_port):
-        setup_logging("supervisor", 0, stream=log)
-        places, driver = plan(job), address_of("127.0.0.1", rpc_port, server=new_server())
-        for role in places.roles:
-            if role.replicas == 0:
-                click.echo(f"no {role.name} is placed, and none comes later: spec.{role.name}.replicas is 0")
+    limits = Limits(active_s=job.spec.limits.active_deadline_seconds, end_s=job.spec.limits.stop_seconds)
+    with site(plan(job).roles, folder=folder, limits=limits) as here:
         if ignored := _only_on_a_cluster(job.spec):
             click.echo(f"of no effect on one machine: {', '.join(ignored)}")
-        limits = job.spec.limits
-        supervisor = Supervisor(
-            roles=places.roles,
-            launch=launcher(places, folder=folder, driver=driver, http_port=http_port),
-            folder=folder,
-            driver=driver,
-            http=f"http://127.0.0.1:{http_port}",
-            limits=Limits(active_s=limits.active_deadline_seconds, end_s=limits.stop_seconds),
-        )
-        console = Console(highlight=False)
         watch = Watch(
-            name=job.name, folder=folder.path, http_port=http_port, placed=lambda: supervisor.placed, console=console
+            name=job.name,
+            folder=folder.path,
+            placed=lambda: here.supervisor.placed,
+            console=Console(highlight=False),
+            http_port=here.http_port,
         )
-        supervisor.observe = watch.event
-        watch.start()
-        try:
-            outcome = asyncio.run(supervisor.run())
-        finally:
-            seen = watch.close()
-        return outcome, seen
+        return attended(here, watch)
+
+
+def attended(here: Site, watch: Teller) -> tuple[Outcome, bool]:
+    """Run a crew to its end while ``watch`` shows it; return the outcome, and whether all of that could be written."""
+    here.supervisor.observe = watch.event
+    watch.start()
+    try:
+        outcome = asyncio.run(here.supervisor.run())
+    finally:
+        seen = watch.close()
+    return outcome, seen
 
 
 def _only_on_a_cluster(spec: RLJobSpec) -> list[str]:
@@ -96,7 +154,7 @@ def _only_on_a_cluster(spec: RLJobSpec) -> list[str]:
     return [place for place, given in asked.items() if given]
 
 
-def _leave(outcome: Outcome) -> None:
+def leave(outcome: Outcome) -> None:
     """End although a thread hangs in a write that nobody reads: interpreter shutdown would wait for its lock."""
     if outcome.failure:
         os.write(sys.stderr.fileno(), f"error: {outcome.failure}\n".encode())

@@ -69,11 +69,19 @@ def open_jsonl(
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ManifestError(f"cannot be read: {error}", where=str(path), hint=f"{where} names it") from error
+    rows = {number: _fields(line, where=f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()}
+    if not rows:
+        raise ManifestError("is empty", where=str(path), hint="Write one JSON object a line, a task each")
+    if lacking := [number for number, fields in rows.items() if prompt_field not in fields]:
+        raise ManifestError(
+            f"has no field {prompt_field!r}, as {len(lacking)} of {len(rows)} lines",
+            where=f"{path}:{lacking[0]}",
+            hint="name it: jsonl://PATH?prompt=FIELD&answer=FIELD",
+        )
     read: dict[str, Prompt] = {}
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            prompt = _prompt(line, prompt_field, answer_field, where=f"{path}:{number}")
-            read.setdefault(prompt.question, prompt)
+    for number, fields in rows.items():
+        prompt = _prompt(fields, prompt_field, answer_field, where=f"{path}:{number}")
+        read.setdefault(prompt.question, prompt)
     prompts = [p for p in read.values() if split == "whole" or held_out(p.question) == (purpose == "eval")]
     if len(prompts) < (size or 1):
         taken = "all of them" if split == "whole" else "its part of them"
@@ -85,15 +93,17 @@ def open_jsonl(
     return JsonlSource(prompts, name=str(path), seed=seed, purpose=purpose, size=size)
 
 
-def _prompt(line: str, prompt_field: str, answer_field: str, *, where: str) -> Prompt:
+def _fields(line: str, *, where: str) -> dict[str, Any]:
     try:
         fields = json.loads(line)
     except ValueError as error:
         raise ManifestError(f"is not JSON: {error}", where=where) from error
-    if not isinstance(fields, dict) or prompt_field not in fields:
-        raise ManifestError(
-            f"has no field {prompt_field!r}", where=where, hint="name it: jsonl://PATH?prompt=FIELD&answer=FIELD"
-        )
+    if not isinstance(fields, dict):
+        raise ManifestError("is not a JSON object", where=where, hint="Write one JSON object a line, a task each")
+    return fields
+
+
+def _prompt(fields: dict[str, Any], prompt_field: str, answer_field: str, *, where: str) -> Prompt:
     asked = fields.pop(prompt_field)
     answer = fields.pop(answer_field, None)
     if isinstance(asked, str):

@@ -5,6 +5,7 @@ Invariant: the ids are a pure function of (prompt, format, tokenizer), for train
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -86,3 +87,40 @@ class Prompter:
             messages = self.form.messages(prompt)
             return self._tokenizer.chat([{"role": turn.role, "content": turn.content} for turn in messages])
         return self._tokenizer.encode(self.form.text(prompt), add_special_tokens=True)
+
+
+class Survey(msgspec.Struct, frozen=True, kw_only=True):
+    """What the first prompts of a source are like.
+
+    prompts: how many were looked at; longest: tokens of the longest; too_long: the questions with more tokens than
+    allowed; too_large: those whose packed task has more bytes than allowed; unanswered: those without an answer.
+    """
+
+    prompts: int
+    longest: int
+    too_long: list[str]
+    too_large: list[str]
+    unanswered: list[str]
+
+
+def survey(prompter: Prompter, *, most: int, within_s: float, max_tokens: int, max_bytes: int) -> Survey:
+    """Look at the first prompts of a source: at ``most`` of them, and no longer than ``within_s`` seconds.
+
+    Raises ManifestError where a prompt cannot be made, or the model cannot be asked it.
+    """
+    deadline = time.monotonic() + within_s
+    looked = longest = 0
+    too_long: list[str] = []
+    too_large: list[str] = []
+    unanswered: list[str] = []
+    while looked < most and (looked == 0 or time.monotonic() < deadline):
+        prompt = prompter.source.prompt(looked)
+        length = len(prompter.encode(prompt))
+        looked, longest = looked + 1, max(longest, length)
+        if length > max_tokens:
+            too_long.append(prompt.question)
+        if len(prompt.packed()) > max_bytes:
+            too_large.append(prompt.question)
+        if prompt.answer is None:
+            unanswered.append(prompt.question)
+    return Survey(prompts=looked, longest=longest, too_long=too_long, too_large=too_large, unanswered=unanswered)

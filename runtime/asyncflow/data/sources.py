@@ -12,10 +12,11 @@ from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 
+from asyncflow.api.learning import EvalDataSpec, TrainDataSpec
 from asyncflow.data.base import GeneratedSource, PromptSource, Purpose
 from asyncflow.data.gym import open_gym
 from asyncflow.data.jsonl import open_jsonl
-from asyncflow.data.prompter import PromptFormat, split_config
+from asyncflow.data.prompter import Encoder, Prompter, PromptFormat, split_config
 from asyncflow.data.tiny import open_tiny
 from asyncflow.errors import ManifestError
 
@@ -93,6 +94,24 @@ def _file(text: str, *, where: str) -> tuple[Path, dict[str, str]]:
             f"{text!r} is not understood", where=f"{where}.source", hint="jsonl://PATH?prompt=FIELD&answer=FIELD"
         )
     return Path(parts.path), fields
+
+
+def open_prompter(data: TrainDataSpec, purpose: Purpose, encoder: Encoder, *, folder: Path) -> Prompter:
+    """Open a source as a manifest states it; relative paths start at ``folder``.
+
+    Raises ManifestError where ``open_source`` does, and for a setting of the prompt's format inside ``config``.
+    """
+    for name in PromptFormat.__struct_fields__:
+        if name in data.config:
+            hint = f"Set data.{purpose}.{name}"
+            raise ManifestError(f"{name} is no setting of the source", where=f"data.{purpose}.config", hint=hint)
+    said = {"template": data.template, "system": data.system, "chat": data.chat or None}
+    config: dict[str, Any] = data.config | {name: value for name, value in said.items() if value is not None}
+    size = data.size if isinstance(data, EvalDataSpec) else None
+    opened = open_source(
+        SourceSpec(source=data.source, config=config, seed=data.seed, size=size), purpose, workdir=folder
+    )
+    return Prompter(opened.prompts, encoder, opened.form)
 
 
 def check_disjoint(train: PromptSource, evaluation: PromptSource) -> None:

@@ -62,8 +62,8 @@ class Tally:
 class EvaluationResult:
     """Means over the held-out prompts.
 
-    accuracy, greedy: share of right answers over all samples at the evaluation's temperature (pass@1), and greedily;
-    reward, greedy_reward: mean rewards of those of the same that have one (None in lines of older versions).
+    accuracy, greedy: share of right answers over all samples at the evaluation's temperature, and greedily; reward,
+    greedy_reward: mean rewards of those of the same that have one (None in lines of older versions).
     """
 
     step: int

@@ -16,7 +16,7 @@ from asyncflow.telemetry.metrics import DriverMetrics
 def show(metrics: DriverMetrics, status: DriverStatus, *, stats: QueueStats, members: Mapping[str, int]) -> None:
     """Set the gauges."""
     metrics.step.set(status.step)
-    metrics.steps_target.set(status.steps)
+    metrics.target_step.set(status.steps)
     if status.reward is not None:
         metrics.reward_mean.set(status.reward)
     if status.eval is not None:
@@ -37,8 +37,8 @@ def show(metrics: DriverMetrics, status: DriverStatus, *, stats: QueueStats, mem
 def count_step(metrics: DriverMetrics, line: Mapping[str, Any]) -> None:
     """Count one optimizer step, a line of ``metrics.jsonl``."""
     metrics.step_seconds.observe(line["wall_s"])
-    metrics.lag.labels("oldest").observe(line["lag_start_max"])
-    metrics.lag.labels("newest").observe(line["lag_end_max"])
+    metrics.staleness.labels("oldest").observe(line["staleness_start_max"])
+    metrics.staleness.labels("newest").observe(line["staleness_end_max"])
     metrics.tokens.labels("prompt").inc(line["tokens"] - line["response_tokens"])
     metrics.tokens.labels("response").inc(line["response_tokens"])
     metrics.samples.labels("trained").inc(line["samples"])

@@ -43,10 +43,10 @@ class _Step(Struct, kw_only=True):
     tokens: _Count
     response_tokens: _Count
     reward: float | None
-    lag_start_max: float
-    lag_start_mean: float
-    lag_end_max: float
-    lag_token_mean: float
+    staleness_start_max: float
+    staleness_start_mean: float
+    staleness_end_max: float
+    staleness_token_mean: float
     logprob_gap_p99: float | None = None
     wall_s: _Seconds
     wait_s: _Seconds

@@ -13,11 +13,11 @@ from asyncflow.api.job import RLJobSpec
 from asyncflow.api.status import (
     CheckpointState,
     DriverStatus,
-    Lag,
     Phase,
     QueueDepth,
     RewardState,
     RolloutState,
+    Staleness,
     StepProgress,
 )
 from asyncflow.driver.progress import Progress
@@ -94,7 +94,7 @@ def build_status(
         eta_seconds=progress.eta_seconds(),
         last_step_at=timestamp(last["at"] + clock_ahead_s) if last else None,
         step_p95=progress.step_p95(),
-        lag=Lag(start=last["lag_start_max"], end=last["lag_end_max"], mean=last["lag_token_mean"]) if last else Lag(),
+        staleness=_staleness(last) if last else Staleness(),
         version=newest or 0,
         version_bytes=version_bytes,
         transfer_seconds=transfer_seconds,
@@ -137,7 +137,8 @@ def waiting_for(
     }
     missing = {role: count - members.get(role, 0) for role, count in expected.items() if members.get(role, 0) < count}
     if missing:
-        return ", ".join(f"{count} {role}" for role, count in missing.items())
+        none = " (the job began with rollout.replicas: 0; scale it up)" if spec.rollout.replicas == 0 else ""
+        return ", ".join(f"{count} {role}{none if role == 'rollout' else ''}" for role, count in missing.items())
     if newest is None:
         return "the trainer to publish θ_0 (it makes or reads the model)"
     if progress.done >= progress.steps:
@@ -152,6 +153,12 @@ def waiting_for(
             f"{stats.ready.get('train/train', 0)} ready to train"
         )
     return ""
+
+
+def _staleness(line: Mapping[str, Any]) -> Staleness:
+    return Staleness(
+        start=line["staleness_start_max"], end=line["staleness_end_max"], mean=line["staleness_token_mean"]
+    )
 
 
 def _depth(stats: QueueStats | None) -> QueueDepth:

@@ -58,13 +58,13 @@ def summarize(
         "tokens_trained": tokens_trained,
         "tpspd": tokens_trained / training_s / devices if training_s and devices else None,
         "devices": devices,
-        "staleness_start_max": max((line["lag_start_max"] for line in lines), default=None),
+        "staleness_start_max": max((line["staleness_start_max"] for line in lines), default=None),
         "staleness_start_mean": (
-            sum(line["lag_start_mean"] * line["samples"] for line in lines) / samples if samples else None
+            sum(line["staleness_start_mean"] * line["samples"] for line in lines) / samples if samples else None
         ),
-        "staleness_end_max": max((line["lag_end_max"] for line in lines), default=None),
+        "staleness_end_max": max((line["staleness_end_max"] for line in lines), default=None),
         "staleness_token_mean": (
-            sum(line["lag_token_mean"] * line["response_tokens"] for line in lines)
+            sum(line["staleness_token_mean"] * line["response_tokens"] for line in lines)
             / max(1, sum(line["response_tokens"] for line in lines))
             if lines
             else None

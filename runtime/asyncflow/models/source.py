@@ -8,6 +8,7 @@ after a crash, with the same bytes as result; nothing is ever downloaded.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Literal
@@ -25,6 +26,7 @@ CLAIMS = Path("/mnt")
 """Where pods mount the claims that a manifest names, each under its name."""
 WEIGHTS = "model.safetensors"
 _WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+_DAMAGED = "Copy it again: it may be cut off, or the pointer of a large-file store"
 
 
 class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +88,7 @@ def materialize_weights(source: str, folder: Path) -> None:
         return
     model = ModelSource.resolve(source, folder)
     if model.kind != "tiny":
-        raise ManifestError(f"{folder} has no weights", where=WHERE, hint=f"It needs {' or '.join(_WEIGHT_PATTERNS)}")
+        raise _no_weights(folder)
     from safetensors.torch import save_file
 
     from asyncflow.models.warmup import warm_up
@@ -96,6 +98,48 @@ def materialize_weights(source: str, folder: Path) -> None:
     save_file(weights, written, metadata={"format": "pt"})
     sync(written)
     written.replace(folder / WEIGHTS)
+
+
+def check_weights(source: str, folder: Path) -> None:
+    """Refuse a ``folder``, which ``materialize_config`` gave, whose weights are missing or cannot be read.
+
+    Only the headers of safetensors files are read. Raises ManifestError.
+    """
+    if ModelSource.resolve(source, folder).kind == "tiny":
+        return
+    stored = sorted(folder.glob("*.safetensors"))
+    if not stored and not any(folder.glob(_WEIGHT_PATTERNS[1])):
+        raise _no_weights(folder)
+    named = set(_index(folder / f"{WEIGHTS}.index.json"))
+    if absent := sorted(named - {file.name for file in stored}):
+        hint = "Copy the whole folder; its index names the file"
+        raise ManifestError(f"{folder / absent[0]} is missing, of {len(named)} files", where=WHERE, hint=hint)
+    for file in stored:
+        _check_header(file)
+
+
+def _index(file: Path) -> list[str]:
+    """Return the files that the index of a model in several parts names, none where there is no index."""
+    try:
+        return list(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ManifestError(f"{file} is not an index of weights: {error!r}", where=WHERE, hint=_DAMAGED) from error
+
+
+def _check_header(file: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="np"):
+            pass
+    except (OSError, SafetensorError) as error:
+        raise ManifestError(f"{file} is not a safetensors file: {error}", where=WHERE, hint=_DAMAGED) from error
+
+
+def _no_weights(folder: Path) -> ManifestError:
+    return ManifestError(f"{folder} has no weights", where=WHERE, hint=f"It needs {' or '.join(_WEIGHT_PATTERNS)}")
 
 
 def _tiny(rest: str) -> tuple[str, int]:
@@ -117,7 +161,7 @@ def _cached(name: str) -> Path:
         return Path(snapshot_download(repository, revision=revision or None, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError) as error:
         raise ManifestError(
-            f"hf://{name} is not in this machine's cache: {error}",
+            f"hf://{name} is not in this machine's cache: {str(error).rstrip('.')}",
             where=WHERE,
-            hint="Download it first",
+            hint=f"Download it first: hf download {repository}",
         ) from error

@@ -49,7 +49,7 @@ def write_config(folder: Path) -> None:
         "eos_token_id": tokenizer.token_to_id(END),
         "pad_token_id": tokenizer.token_to_id(PAD),
     }
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     _write(folder / "config.json", {**_QWEN3, **ends, "vocab_size": tokenizer.get_vocab_size()})
     _write(folder / "generation_config.json", ends)
     _write(

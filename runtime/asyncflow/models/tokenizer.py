@@ -60,7 +60,10 @@ class Tokenizer:
                 where=str(folder),
                 hint="give a Hugging Face folder with a fast tokenizer; transformers' save_pretrained writes one",
             )
-        core = tokenizers.Tokenizer.from_file(str(file))
+        try:
+            core = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing narrower
+            raise ManifestError(f"cannot be read: {error}", where=str(file), hint="Copy the folder again") from error
         core.no_padding()
         core.no_truncation()
         settings = _json(folder / "tokenizer_config.json")
@@ -112,7 +115,9 @@ class Tokenizer:
         """
         if self._chat is None:
             raise ManifestError(
-                "the model has no chat template", where="data.*.config.chat", hint="set `chat: false` for a base model"
+                "the model has no chat template, and its prompts are chats",
+                where="model.source",
+                hint="Leave out data.train.chat and data.eval.chat, and give prompts as texts; or give a chat model",
             )
         try:
             text = self._chat.render(

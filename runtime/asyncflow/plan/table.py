@@ -67,7 +67,7 @@ def _figures(job: RLJob) -> tuple[tuple[str, str], ...]:
         ("optimizer steps", f"{algorithm.steps}"),
         ("samples of a step", f"{algorithm.prompts_per_step} prompts x {algorithm.group_size}"),
         ("weights", generated_by(spec.schedule)),
-        ("lag", f"at most {spec.schedule.max_staleness}"),
+        ("staleness", f"at most {spec.schedule.max_staleness}"),
         ("samples of a checkpoint interval", f"at most {size(spec.bytes_of_interval)} of {size(held)}"),
         ("checkpoints", f"every {spec.storage.checkpoints.every} steps, {spec.storage.checkpoints.keep} kept"),
     )

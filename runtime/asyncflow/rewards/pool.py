@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -62,22 +61,9 @@ class RewardPool:
 
     @classmethod
     def of(cls, spec: RewardSpec, *, workdir: Path) -> RewardPool:
-        """Return the pool that a manifest asks for. workdir: the job's folder, where relative paths start.
-
-        The folders of runs that lie there are hidden from it: they hold the tokens of those runs.
-        """
-        folder = workdir.resolve()
+        """Return the pool that a manifest asks for. workdir: the job's folder, where relative paths start."""
         return cls(
-            Scorer(
-                function=spec.function,
-                extractor=spec.extractor,
-                workdir=folder,
-                readable=tuple(folder / path for path in spec.files),
-                hidden=tuple(_run_folders(folder)),
-                memory=spec.memory.bytes,
-                network=spec.network,
-                processes=spec.processes,
-            ),
+            Scorer.of(spec, workdir=workdir),
             low=spec.min,
             high=spec.max,
             min_workers=spec.workers.min,
@@ -195,8 +181,3 @@ class RewardPool:
         self._failure = None
         self._alive.add(worker)
         self._free.put_nowait(worker)
-
-
-def _run_folders(folder: Path) -> Iterator[Path]:
-    for above in ("", "*/", "*/*/"):
-        yield from (token.parents[1] for token in folder.glob(f"{above}run/token"))

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from asyncflow.api.learning import RewardSpec
 from asyncflow.api.names import REWARD_VARIABLES
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, PeerLost
 from asyncflow.rewards.sandbox import Sandbox
@@ -34,6 +35,8 @@ _SET_VARIABLES = {
     "PYTHONDONTWRITEBYTECODE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+_DEPTHS = ("", "*/", "*/*/")
+"""Where folders of runs are looked for."""
 _COMPUTE_FACTOR = 2.0
 """A sample may compute for so many times the seconds that it may take: by several threads, say."""
 _MOST_LINES = 1000
@@ -57,6 +60,24 @@ class Scorer:
     memory: int = 4 << 30
     network: bool = False
     processes: int = 0
+
+    @classmethod
+    def of(cls, spec: RewardSpec, *, workdir: Path) -> Scorer:
+        """Return what a manifest asks for. workdir: the job's folder, where relative paths start.
+
+        The folders of runs that lie there are hidden from it: they hold the tokens of those runs.
+        """
+        folder = workdir.resolve()
+        return cls(
+            function=spec.function,
+            extractor=spec.extractor,
+            workdir=folder,
+            readable=tuple(folder / path for path in spec.files),
+            hidden=tuple(token.parents[1] for above in _DEPTHS for token in folder.glob(f"{above}run/token")),
+            memory=spec.memory.bytes,
+            network=spec.network,
+            processes=spec.processes,
+        )
 
 
 class RewardProcess:

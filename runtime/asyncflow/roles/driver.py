@@ -6,14 +6,10 @@ import asyncio
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
-from asyncflow.api.learning import TrainDataSpec
 from asyncflow.api.names import LAST_WORD_ENV
 from asyncflow.api.status import Phase
-from asyncflow.data.base import Purpose
-from asyncflow.data.prompter import Prompter
-from asyncflow.data.sources import SourceSpec, check_disjoint, open_source
+from asyncflow.data.sources import check_disjoint, open_prompter
 from asyncflow.driver.driver import Driver
 from asyncflow.driver.service import add_routes
 from asyncflow.models.source import materialize_config
@@ -41,9 +37,10 @@ async def serve(post: JobPost) -> None:
     spec, options, metrics = post.job.spec, post.options, DriverMetrics()
     tokenizer = Tokenizer.load(materialize_config(spec.model.source, options.workdir))
     folder = job_folder(post.job, options)
-    train = prompter(spec.data.train, "train", tokenizer, folder)
-    held_out = prompter(spec.data.eval, "eval", tokenizer, folder) if spec.data.eval and spec.evaluation else None
-    if held_out is not None:
+    train = open_prompter(spec.data.train, "train", tokenizer, folder=folder)
+    held_out = None
+    if spec.data.eval and spec.evaluation:
+        held_out = open_prompter(spec.data.eval, "eval", tokenizer, folder=folder)
         check_disjoint(train.source, held_out.source)
     server = RpcServer(name="driver", bind=options.driver, keys=post.keys, advertise=post.host)
     directory = Directory()
@@ -81,15 +78,6 @@ async def serve(post: JobPost) -> None:
         await queue.close()
         await http.close()
         await server.close()
-
-
-def prompter(data: TrainDataSpec, purpose: Purpose, tokenizer: Tokenizer, folder: Path) -> Prompter:
-    """Open one data source of a manifest; relative paths start at ``folder``."""
-    said = {"template": data.template, "system": data.system, "chat": data.chat or None}
-    config: dict[str, Any] = data.config | {key: value for key, value in said.items() if value is not None}
-    spec = SourceSpec(source=data.source, config=config, seed=data.seed, size=getattr(data, "size", None))
-    opened = open_source(spec, purpose, workdir=folder)
-    return Prompter(opened.prompts, tokenizer, opened.form)
 
 
 async def _until_told(post: JobPost, driver: Driver) -> bool:

@@ -121,7 +121,7 @@ async def _report(membership: Membership, metrics: TrainerMetrics, report: Train
         metrics.publish_seconds.observe(report.publication_s)
     if report.seconds.checkpoint:
         metrics.checkpoint_seconds.observe(report.seconds.checkpoint)
-    for name, gauge in (("loss", metrics.loss), ("grad_norm", metrics.grad_norm), ("approx_kl", metrics.kl)):
+    for name, gauge in (("loss", metrics.loss), ("grad_norm", metrics.grad_norm), ("approx_kl", metrics.approx_kl)):
         if name in report.metrics:
             gauge.set(report.metrics[name])
     await membership.driver.call("driver.report", report, Reported, timeout=REPORT_S)

@@ -1,7 +1,8 @@
 """The metrics of each role: one small class a role, each metric declared in one place.
 
-Names are ``asyncflow_<role>_<what>_<unit>``; which instance it was is no label, since the scraper adds whom it asked.
-Every class has a registry of its own, for ``net.http.RoleHttp``.
+Names are ``asyncflow_<role>_<what>``, with a unit (``_seconds``, ``_bytes``, ``_steps``, ``_ratio`` for shares of one)
+where there is one, and ``_total`` for what only grows; which instance it was is no label, since the scraper adds whom
+it asked. Every class has a registry of its own, for ``net.http.RoleHttp``.
 
 Invariant: what an object counts itself (busy seconds, calls) is read from it when ``/metrics`` is asked, never copied.
 """
@@ -20,7 +21,23 @@ from asyncflow.net.rpc import RpcCounters
 from asyncflow.telemetry.busy import BusyClock
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
-_LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+_STEPS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+
+
+class Total(Collector):
+    """A counter whose value is kept elsewhere: shown as ``<name>_total``."""
+
+    def __init__(self, name: str, words: str) -> None:
+        self._family = name, words
+        self._value = 0.0
+
+    def set(self, value: float) -> None:
+        """Show ``value``, which is no less than the one before."""
+        self._value = value
+
+    def collect(self) -> Iterable[Metric]:
+        """Give the counter."""
+        yield CounterMetricFamily(*self._family, value=self._value)
 
 
 class RoleMetrics:
@@ -48,6 +65,12 @@ class RoleMetrics:
         """Declare a counter ``asyncflow_<role>_<what>_total``."""
         return Counter(f"asyncflow_{self.role}_{what}", words, labels, registry=self.registry)
 
+    def total(self, what: str, words: str) -> Total:
+        """Declare a counter ``asyncflow_<role>_<what>_total`` that is set to what somebody else counts."""
+        made = Total(f"asyncflow_{self.role}_{what}", words)
+        self.registry.register(made)
+        return made
+
     def histogram(self, what: str, words: str, *labels: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
         """Declare a histogram ``asyncflow_<role>_<what>``."""
         return Histogram(f"asyncflow_{self.role}_{what}", words, labels, registry=self.registry, buckets=buckets)
@@ -60,22 +83,22 @@ class DriverMetrics(RoleMetrics):
 
     def __init__(self) -> None:
         super().__init__()
-        self.step = self.gauge("step_count", "optimizer steps done")
-        self.steps_target = self.gauge("steps_target_count", "optimizer steps of the job")
+        self.step = self.gauge("step", "optimizer steps done")
+        self.target_step = self.gauge("target_step", "optimizer steps of the job")
         self.step_seconds = self.histogram("step_seconds", "time from one optimizer step to the next")
-        self.reward_mean = self.gauge("reward_mean_ratio", "mean reward of the last step's samples")
+        self.reward_mean = self.gauge("reward_mean", "mean reward of the last step's samples")
         self.eval_accuracy = self.gauge("eval_accuracy_ratio", "accuracy of the last evaluation")
         self.eval_reward = self.gauge("eval_reward", "mean reward of the last evaluation's samples")
-        self.lag = self.histogram(
-            "lag_versions", "lag of the trained samples in optimizer steps", "token", buckets=_LAGS
+        self.staleness = self.histogram(
+            "staleness_steps", "staleness of the trained samples in optimizer steps", "token", buckets=_STEPS
         )
         self.tokens = self.counter("tokens_trained", "tokens trained", "kind")
         self.samples = self.counter("samples", "samples by what became of them", "outcome")
         self.prompts_skipped = self.counter("prompts_skipped", "training prompts left out because they are too long")
-        self.queue_rows = self.gauge("queue_rows_count", "rows in the queue", "state")
+        self.queue_rows = self.gauge("queue_rows", "rows in the queue", "state")
         self.queue_bytes = self.gauge("queue_bytes", "bytes held by the queue")
         self.idle_share = self.gauge("idle_share_ratio", "share of time in which the role did no work", "of")
-        self.members = self.gauge("members_count", "members of the job", "of")
+        self.members = self.gauge("members", "members of the job", "of")
 
     def watch_rewards(self, outcomes: Callable[[], Mapping[str, int]]) -> None:
         """Show what became of the samples that were judged as ``asyncflow_driver_rewards_total{outcome}``."""
@@ -89,15 +112,15 @@ class ControllerMetrics(RoleMetrics):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows = self.gauge("rows_count", "rows by task and state", "task", "state")
-        self.parked = self.gauge("parked_claims_count", "claims that wait", "task")
-        self.lease_expiries = self.gauge("lease_expiries_count", "leases that ended without an answer, since the start")
-        self.redeliveries = self.gauge("redeliveries_count", "rows given out again, since the start")
-        self.fenced_writes = self.gauge("fenced_writes_count", "writes refused as too late, since the start")
+        self.rows = self.gauge("rows", "rows by task and state", "task", "state")
+        self.parked = self.gauge("parked_claims", "claims that wait", "task")
+        self.lease_expiries = self.total("lease_expiries", "leases that ended without an answer")
+        self.redeliveries = self.total("redeliveries", "rows given out again")
+        self.fenced_writes = self.total("fenced_writes", "writes refused as too late")
         self.ledger_bytes = self.gauge("ledger_bytes", "size of the ledger")
         self.ledger_lag = self.gauge("ledger_lag_seconds", "age of the oldest change that is not as safe as it will be")
         self.unit_rows = self.gauge(
-            "unit_rows_count", "rows by storage unit, those still to be moved where it leaves", "unit", "state"
+            "unit_rows", "rows by storage unit, those still to be moved where it leaves", "unit", "state"
         )
         self.silence = self.gauge(
             "silence_seconds", "time for which a controller has not asked the first one what happened", "controller"
@@ -119,14 +142,14 @@ class StorageMetrics(RoleMetrics):
         super().__init__()
         self.held = self.gauge("held_bytes", "bytes of cells held")
         self.limit = self.gauge("limit_bytes", "bytes of cells allowed")
-        self.put = self.gauge("put_bytes", "bytes written since the start")
-        self.fetched = self.gauge("fetched_bytes", "bytes read since the start")
-        self.rows = self.gauge("rows_count", "rows held")
-        self.moved = self.gauge("moved_rows_count", "rows taken to other units, since the start")
-        self.to_move = self.gauge("leaving_rows_count", "rows still to be taken to other units; 0 unless it leaves")
-        self.waiting = self.gauge("waiting_puts_count", "puts that wait for room")
-        self.budget_waits = self.gauge("budget_waits_count", "puts that had to wait for room, since the start")
-        self.budget_waited = self.gauge("budget_waited_seconds", "time that puts waited for room, since the start")
+        self.put = self.total("put_bytes", "bytes written")
+        self.fetched = self.total("fetched_bytes", "bytes read")
+        self.rows = self.gauge("rows", "rows held")
+        self.moved = self.total("moved_rows", "rows taken to other units")
+        self.to_move = self.gauge("leaving_rows", "rows still to be taken to other units; 0 unless it leaves")
+        self.waiting = self.gauge("waiting_puts", "puts that wait for room")
+        self.budget_waits = self.total("budget_waits", "puts that had to wait for room")
+        self.budget_waited = self.total("budget_waited_seconds", "time that puts waited for room")
 
 
 class RolloutMetrics(RoleMetrics):
@@ -136,8 +159,8 @@ class RolloutMetrics(RoleMetrics):
 
     def __init__(self) -> None:
         super().__init__()
-        self.version_step = self.gauge("version_step_count", "optimizer step of the weights in use")
-        self.inflight = self.gauge("inflight_sequences_count", "sequences in generation")
+        self.version_step = self.gauge("version_step", "optimizer step of the weights in use")
+        self.inflight = self.gauge("inflight_sequences", "sequences in generation")
         self.sequences = self.counter("sequences", "sequences ended", "finish")
         self.tokens = self.counter("tokens_generated", "tokens generated")
         self.swaps = self.counter("swaps", "changes of weights")
@@ -154,10 +177,10 @@ class TrainerMetrics(RoleMetrics):
 
     def __init__(self) -> None:
         super().__init__()
-        self.step = self.gauge("step_count", "optimizer steps done")
-        self.loss = self.gauge("loss_ratio", "loss of the last step")
-        self.grad_norm = self.gauge("grad_norm_ratio", "norm of the last gradient before clipping")
-        self.kl = self.gauge("kl_ratio", "estimate of the KL divergence from the sampling policy, last step")
+        self.step = self.gauge("step", "optimizer steps done")
+        self.loss = self.gauge("loss", "loss of the last step")
+        self.grad_norm = self.gauge("grad_norm", "norm of the last gradient before clipping")
+        self.approx_kl = self.gauge("approx_kl", "estimate of the KL divergence from the sampling policy, last step")
         self.tokens = self.counter("tokens_trained", "tokens trained", "kind")
         self.steps_skipped = self.counter("steps_skipped", "optimizer steps left out: their gradient was not finite")
         self.wait_seconds = self.histogram("wait_seconds", "time a slot was waited for")

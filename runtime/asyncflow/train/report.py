@@ -31,13 +31,13 @@ class TrainReport(Struct, frozen=True, kw_only=True):
     """One optimizer step.
 
     ranks: of the gang; metrics: the backend's, by name; reward: mean over the samples; tokens: prompt and response of
-    all samples; lag_start, lag_end: versions between the gradient and a sample's oldest and newest token, (step - 1)
-    - v; lag_token_mean: mean over all response tokens; logprob_gap_p99: |engine - trainer| under the weights
-    that made the tokens, of all that the trained version made, and of some of each older version whose weights are at
-    hand, None where there are none; busy_s: forward, backward, optimizer and checkpoint of
-    rank 0 since its process began; publication_s: what the last finished publication took, from the copy to the answer
-    of the driver, None before the first; started, ended: unix time of the step; keys: digest of the set of samples,
-    whatever their order; published: whether θ_step is published.
+    all samples; staleness_start, staleness_end: versions between the gradient and a sample's oldest and newest token,
+    (step - 1) - v; staleness_token_mean: mean over all response tokens; logprob_gap_p99: |engine - trainer| under the
+    weights that made the tokens, of all that the trained version made, and of some of each older version whose weights
+    are at hand, None where there are none; busy_s: forward, backward, optimizer and checkpoint of rank 0 since its
+    process began; publication_s: what the last finished publication took, from the copy to the answer of the driver,
+    None before the first; started, ended: unix time of the step; keys: digest of the set of samples, whatever their
+    order; published: whether θ_step is published.
     """
 
     attempt: int
@@ -47,10 +47,10 @@ class TrainReport(Struct, frozen=True, kw_only=True):
     reward: float
     tokens: int
     response_tokens: int
-    lag_start_max: int
-    lag_start_mean: float
-    lag_end_max: int
-    lag_token_mean: float
+    staleness_start_max: int
+    staleness_start_mean: float
+    staleness_end_max: int
+    staleness_token_mean: float
     logprob_gap_p99: float | None
     metrics: dict[str, float]
     seconds: Seconds
@@ -85,10 +85,10 @@ def describe(
         reward=tally.reward_mean,
         tokens=tally.prompt_tokens + tally.response_tokens,
         response_tokens=tally.response_tokens,
-        lag_start_max=tally.lag_start_max,
-        lag_start_mean=tally.lag_start_sum / max(1, tally.spoken),
-        lag_end_max=tally.lag_end_max,
-        lag_token_mean=tally.lag_token_sum / max(1, tally.response_tokens),
+        staleness_start_max=tally.staleness_start_max,
+        staleness_start_mean=tally.staleness_start_sum / max(1, tally.spoken),
+        staleness_end_max=tally.staleness_end_max,
+        staleness_token_mean=tally.staleness_token_sum / max(1, tally.response_tokens),
         logprob_gap_p99=metrics.get("logprob_gap_p99"),
         metrics=metrics,
         seconds=Seconds(**{name: spent.get(name, 0.0) for name in Seconds.__struct_fields__}),

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from asyncflow.algorithms.grpo import GrpoLoss
 from asyncflow.flow.schedule import Schedule
@@ -68,6 +70,19 @@ class BackendSettings:
     device: str = "cpu"
     host: str = "127.0.0.1"
     options: Mapping[str, Any] = field(default_factory=dict)
+
+
+# Beside the backend it could not be checked without importing torch.
+class TorchOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of the backend ``torch``.
+
+    pack_tokens: most tokens of one forward pass, which bounds the memory of its logits; collective_timeout_s:
+    how long a rank waits for the others in a collective.
+    """
+
+    pack_tokens: Annotated[int, msgspec.Meta(ge=1)] = 1024
+    gradient_checkpointing: bool = False
+    collective_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 @dataclass(kw_only=True)
 class Tally:
-    """Counts of one step. Lags are in steps, (step - 1) - v; ``lag_start_sum`` is over samples that have tokens.
+    """Counts of one step. Lags are in steps, (step - 1) - v; ``staleness_start_sum`` is over samples that have tokens.
 
     The digest is a sum of 64-bit hashes of the keys, modulo 2^64, held as int64. ``rewards`` is the exact sum of the
     rewards, which are float32, in units of 2^-149: every float32 is a whole number of them.
@@ -37,12 +37,12 @@ class Tally:
     spoken: int = 0
     prompt_tokens: int = 0
     response_tokens: int = 0
-    lag_start_sum: int = 0
-    lag_token_sum: int = 0
+    staleness_start_sum: int = 0
+    staleness_token_sum: int = 0
     digest: int = 0
     rewards: int = 0
-    lag_start_max: int = 0
-    lag_end_max: int = 0
+    staleness_start_max: int = 0
+    staleness_end_max: int = 0
 
     def add(self, batch: MicroBatch, *, step: int) -> None:
         """Count the samples of ``batch``, which are part of D_step."""
@@ -60,10 +60,10 @@ class Tally:
         lags = np.array([step - 1 - Version.unpack(int(packed)).step for packed in batch.versions.values])
         oldest, newest = np.maximum.reduceat(lags, starts), np.minimum.reduceat(lags, starts)
         self.spoken += len(starts)
-        self.lag_start_sum += int(oldest.sum())
-        self.lag_token_sum += int(lags.sum())
-        self.lag_start_max = max(self.lag_start_max, int(oldest.max()))
-        self.lag_end_max = max(self.lag_end_max, int(newest.max()))
+        self.staleness_start_sum += int(oldest.sum())
+        self.staleness_token_sum += int(lags.sum())
+        self.staleness_start_max = max(self.staleness_start_max, int(oldest.max()))
+        self.staleness_end_max = max(self.staleness_end_max, int(newest.max()))
 
     @property
     def reward_mean(self) -> float:

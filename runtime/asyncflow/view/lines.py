@@ -7,12 +7,15 @@ Invariant: a line of ``news`` says something that the line before of its kind di
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from asyncflow.api.status import DriverStatus
 from asyncflow.substrates.local.events import Ended, Event, Restarting, Started, Stopping
 from asyncflow.substrates.local.exits import ExitStatus
+from asyncflow.substrates.local.record import Placed
 from asyncflow.view.words import amount, duration, failures, score
 
+_OVER = ("Succeeded", "Suspended", "Failed")
 _FIGURE = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
@@ -21,6 +24,7 @@ def news(before: DriverStatus, now: DriverStatus, *, ending: bool = False) -> li
 
     ending: everything was told to end, so nothing is waited for any more.
     """
+    ending = ending or now.phase in _OVER
     lines = []
     if now.phase != before.phase:
         lines.append(f"phase {now.phase.lower()}")
@@ -28,7 +32,7 @@ def news(before: DriverStatus, now: DriverStatus, *, ending: bool = False) -> li
         lines.append(step_line(now))
     if now.eval is not None and _evaluation(now) != _evaluation(before):
         reward = "" if now.eval_reward in (None, now.eval) else f"  reward {score(now.eval_reward)}"
-        lines.append(f"eval  pass@1 {score(now.eval)}  greedy {score(now.eval_greedy)}{reward}")
+        lines.append(f"eval  accuracy {score(now.eval)}  greedy {score(now.eval_greedy)}{reward}")
     if now.prompts_skipped and not before.prompts_skipped:
         lines.append("prompts are skipped: they are too long (promptsSkipped of /v1/status counts them)")
     if now.rewards.failed and not before.rewards.failed:
@@ -50,12 +54,17 @@ def _evaluation(status: DriverStatus) -> tuple[float | None, ...]:
     return status.eval, status.eval_greedy, status.eval_reward
 
 
+def metrics_line(placed: Sequence[Placed]) -> str:
+    """Say where each process serves its metrics."""
+    return "metrics: " + ", ".join(f"{each.role}-{each.index} {each.http}/metrics" for each in placed if each.http)
+
+
 def step_line(status: DriverStatus) -> str:
     """Give the line of the newest step."""
     failed = f"  rewards failed {failures(status.rewards.failed)}" if status.rewards.failed else ""
     return (
         f"step {status.step}/{status.steps}  reward {score(status.reward)}  "
-        f"{amount(status.tokens_per_second)} tokens/s  lag {amount(status.lag.start)}  "
+        f"{amount(status.tokens_per_second)} tokens/s  staleness {amount(status.staleness.start)}  "
         f"ready {status.queue.ready}  ETA {duration(status.eta_seconds)}{failed}"
     )
 

@@ -14,7 +14,7 @@ from asyncflow.api.status import DriverStatus
 from asyncflow.view.frame import Frame
 from asyncflow.view.words import ABSENT, amount, duration, failures, score, share
 
-_STATES = {"running": "green", "waiting": "yellow", "ending": "yellow", "down": "red", "done": "dim"}
+_STATES = {"running": "green", "waiting": "yellow", "ending": "yellow", "down": "red", "done": "dim", "ended": "dim"}
 _MOST_ROWS = 24
 
 
@@ -51,7 +51,7 @@ def _figures(status: DriverStatus) -> Table:
     rows = (
         ("reward", score(status.reward), "tokens/s", amount(status.tokens_per_second)),
         ("eval", _evaluation(status), "version", f"θ{status.version}"),
-        ("lag", f"start {amount(status.lag.start)} end {amount(status.lag.end)}", "idle", idle),
+        ("staleness", f"start {amount(status.staleness.start)} end {amount(status.staleness.end)}", "idle", idle),
         (
             "queue",
             f"ready {queue.ready} in work {queue.leased} staged {queue.staged}",
@@ -77,7 +77,7 @@ def _checkpoint(status: DriverStatus) -> str:
 def _roles(frame: Frame) -> Table:
     serving = {rollout.index: rollout for rollout in frame.status.rollouts} if frame.status else {}
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("role", "pid", "attempt", "process", "state"):
+    for column in ("role", "pid", "attempt", "process", "metrics", "state"):
         table.add_column(column)
     for placed in frame.placed[:_MOST_ROWS]:
         rollout = serving.get(placed.index) if placed.role == "rollout" else None
@@ -87,8 +87,9 @@ def _roles(frame: Frame) -> Table:
             str(placed.pid or ABSENT),
             str(placed.attempt),
             Text(placed.state, style=_STATES.get(placed.state, "")),
+            placed.http and f"{placed.http}/metrics",
             state,
         )
     if len(frame.placed) > _MOST_ROWS:
-        table.add_row(f"and {len(frame.placed) - _MOST_ROWS} more", "", "", "", "")
+        table.add_row(f"and {len(frame.placed) - _MOST_ROWS} more", "", "", "", "", "")
     return table

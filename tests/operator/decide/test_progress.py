@@ -4,7 +4,7 @@ import pytest
 from model_samples import START, pod_view
 
 from asyncflow.api.durability import LimitsSpec
-from asyncflow.api.status import CheckpointState, DriverStatus, JobStatus, Lag, QueueDepth, RolloutState
+from asyncflow.api.status import CheckpointState, DriverStatus, JobStatus, QueueDepth, RolloutState, Staleness
 from asyncflow_operator.decide.conditions import Board
 from asyncflow_operator.decide.moments import Alarm, written
 from asyncflow_operator.decide.progress import figures, judge
@@ -29,7 +29,7 @@ def test_figures_are_the_drivers():
         reward=0.5,
         tokens_per_second=1234.5,
         eta_seconds=8000,
-        lag=Lag(start=1.0, mean=0.4),
+        staleness=Staleness(start=1.0, mean=0.4),
         version=12,
         queue=QueueDepth(ready=32),
         rollouts=(RolloutState(id="a", state="ready"), RolloutState(id="b", state="lagging")),
@@ -37,7 +37,7 @@ def test_figures_are_the_drivers():
         waiting_for="1 rollout",
     )
     shown = figures(seen, ())
-    assert (shown["progress"], shown["eta"], shown["lag"], shown["queue_depth"]) == ("12/60", "2h13m", 1.0, 32)
+    assert (shown["progress"], shown["eta"], shown["staleness"], shown["queue_depth"]) == ("12/60", "2h13m", 1.0, 32)
     assert (shown["checkpoint_step"], shown["ready_rollouts"], shown["waiting_for"]) == (10, 1, "1 rollout")
 
 

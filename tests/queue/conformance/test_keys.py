@@ -65,6 +65,24 @@ async def test_29_unknown_keys_and_columns_are_errors_and_a_subset_comes_in_the_
         await scores.put({"n": np.arange(2)}, keys=["a", "a"])
 
 
+async def test_29_a_key_whose_row_was_lost_with_its_unit_is_said_to_be_lost(two_units, scores):
+    await scores.put({"n": np.arange(8)}, keys=list("abcdefgh"))
+    there = set(await scores.keys())
+    await two_units.stop_unit(0)
+    await two_units.start_unit(0)
+    lost = sorted(there - set(await scores.keys()))
+    assert lost
+    with pytest.raises(StaleHandle, match=f"the row of key '{lost[0]}' was lost with its storage unit. Put it again"):
+        await scores.get([lost[0]], ["n"])
+    with pytest.raises(StaleHandle, match=r"no row has the key 'nobody'\. It was never put, or was cleared; list_rows"):
+        await scores.get(["nobody"], ["n"])
+    await two_units.restart_controller()
+    with pytest.raises(StaleHandle, match=f"or lost with a storage unit, as {len(lost)} rows were"):
+        await scores.get([lost[0]], ["n"])
+    await scores.put({"n": np.array([50])}, keys=lost[:1])
+    assert (await scores.get(lost[:1], ["n"]))["n"].tolist() == [50]
+
+
 async def test_30_tags_of_a_row_reach_every_later_reader_and_go_with_it(two_units, scores):
     await scores.declare("grade", ["n"])
     rows = await scores.put({"n": np.arange(3)}, tags=[{"tokens": 7, "of": "me"}, {}, {"tokens": 9}])

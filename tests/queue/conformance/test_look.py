@@ -131,13 +131,13 @@ async def test_the_metrics_name_what_is_waited_for(two_units, scores, filled):
     _show(two_units.controller, metrics)
     assert shown("oldest_unready_seconds", task="scores/grade", lacks="text") >= 0
     assert shown("oldest_unready_seconds", task="scores/train", lacks="score") >= 0
-    assert shown("parked_claims_count", task="scores/train") == 1
+    assert shown("parked_claims", task="scores/train") == 1
     assert shown("ledger_lag_seconds") == 0
     await scores.write(filled, {"text": ["x"] * 4, "score": np.ones(4)})
     await waiting
     _show(two_units.controller, metrics)
     assert shown("oldest_unready_seconds", task="scores/grade", lacks="text") is None
-    assert shown("parked_claims_count", task="scores/train") == 0
+    assert shown("parked_claims", task="scores/train") == 0
 
 
 async def test_what_is_wrong_is_said_in_one_line(run, address, two_units):

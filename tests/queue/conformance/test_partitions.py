@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from asyncflow.errors import StaleHandle
+from asyncflow.errors import Refused, StaleHandle
 
 
 async def test_22_partitions_do_not_meet(two_units):
@@ -93,3 +93,64 @@ async def test_26_an_id_is_never_used_again(two_units, scores):
     assert (await scores.rows()).rows == (await other.rows()).rows == []
     with pytest.raises(StaleHandle):
         await scores.write(sorted(seen)[:1], {"n": np.zeros(1, np.int64)})
+
+
+async def ended(queue, *, timeout=5):
+    """Tell whether the queue says that nothing more comes for the task, rather than that nothing came in time."""
+    claimed = await queue.client.claim_or_end(
+        partition="scores", task="grade", max_rows=8, until_done=True, timeout=timeout
+    )
+    assert not claimed.rows
+    return claimed.ended
+
+
+@pytest.mark.parametrize("how", ["close", "expect"])
+async def test_19_who_waits_is_told_that_no_more_rows_come(two_units, scores, how):
+    await scores.declare("grade", ["text"])
+    await scores.put({"text": ["a", "b", "c"]})
+    other = two_units.partition(worker="other")
+    held = await other.claim("grade", 8, timeout=5)
+    assert len(held) == 3
+    assert not await ended(two_units, timeout=0.1)
+    waiting = asyncio.create_task(ended(two_units, timeout=30))
+    await (scores.close() if how == "close" else scores.expect(3))
+    await asyncio.sleep(0.1)
+    assert not waiting.done(), "another holds rows, which may come back"
+    assert all(await other.complete(held))
+    assert await waiting
+    await two_units.restart_controller()
+    assert await ended(two_units)
+    await scores.clear()
+    assert not await ended(two_units, timeout=0.1)
+
+
+async def test_19_cleared_rows_count_towards_those_that_were_expected(two_units, scores):
+    await scores.declare("grade", ["text"])
+    await scores.expect(4)
+    rows = await scores.put({"text": ["a", "b"]})
+    await scores.clear(rows)
+    assert not await ended(two_units, timeout=0.1)
+    await scores.clear(await scores.put({"text": ["c", "d"]}))
+    assert await ended(two_units)
+
+
+async def test_19_a_closed_partition_takes_no_new_rows_and_all_else(two_units, scores):
+    await scores.declare("grade", ["text"])
+    await scores.put({"text": list("abcdefgh")}, keys=list("abcdefgh"))
+    there = set(await scores.keys())
+    await scores.close()
+    for keys in (None, ["new"]):
+        with pytest.raises(Refused, match="the partition is closed: it gets no more rows"):
+            await scores.put({"text": ["x"]}, keys=keys)
+    with pytest.raises(Refused, match="closed"):
+        await scores.put({"text": ["A", "x"]}, keys=["a", "new"])
+    assert set(await scores.keys()) == there
+    await scores.put({"text": ["A"]}, keys=["a"])
+    await two_units.stop_unit(0)
+    await two_units.start_unit(0)
+    lost = sorted(there - set(await scores.keys()))
+    await scores.put({"text": lost}, keys=lost)
+    assert set(await scores.keys()) == there
+    await scores.clear()
+    await scores.put({"text": ["x"]}, keys=["new"])
+    assert list(await scores.keys()) == ["new"]

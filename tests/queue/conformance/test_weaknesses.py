@@ -323,7 +323,7 @@ async def test_w04_rows_of_a_dead_unit_can_be_put_again_under_their_keys(queue):
         assert all(await partition.complete(await partition.claim("grade", 1, timeout=5)))
         await made.stop_unit(0)
         await made.start_unit(0)
-        with pytest.raises(StaleHandle, match="no row has the key 'a'"):
+        with pytest.raises(StaleHandle, match="the row of key 'a' was lost with its storage unit"):
             await partition.get(["a"], ["n"])
         new = await partition.put({"n": np.arange(10, 14)}, keys=list("abcd"))
         assert not set(old) & set(new)

@@ -13,8 +13,8 @@ def shown(unit, *, leaving=False):
     """Give what a unit shows now, by name."""
     metrics = StorageMetrics()
     _show(unit, metrics, leaving=leaving)
-    names = {"held_bytes", "rows_count", "put_bytes", "fetched_bytes", "waiting_puts_count", "budget_waits_count"}
-    names |= {"budget_waited_seconds", "leaving_rows_count", "moved_rows_count"}
+    names = {"held_bytes", "rows", "put_bytes_total", "fetched_bytes_total", "waiting_puts", "budget_waits_total"}
+    names |= {"budget_waited_seconds_total", "leaving_rows", "moved_rows_total"}
     return {name: metrics.registry.get_sample_value(f"asyncflow_storage_{name}") for name in names}
 
 
@@ -24,31 +24,31 @@ async def test_a_unit_shows_what_it_holds_and_moves_and_who_waits_for_room(clust
         assert set(shown(unit).values()) == {0}
         assert await queue.create(0, 1, length=6) == [True] * 4
         seen = shown(unit)
-        assert (seen["held_bytes"], seen["rows_count"], seen["put_bytes"]) == (2 * GROUP, 4, 2 * GROUP)
+        assert (seen["held_bytes"], seen["rows"], seen["put_bytes_total"]) == (2 * GROUP, 4, 2 * GROUP)
         rows = await queue.claim("rollout", rows=2)
         await queue.client.fetch(rows, ["prompt"], timeout=10)
-        assert GROUP <= shown(unit)["fetched_bytes"] < 2 * GROUP
+        assert GROUP <= shown(unit)["fetched_bytes_total"] < 2 * GROUP
         waiting = asyncio.create_task(queue.create(2, length=6))
         async with asyncio.timeout(10):
-            while not shown(unit)["waiting_puts_count"]:
+            while not shown(unit)["waiting_puts"]:
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
         await queue.client.drop(rows, reason="test", timeout=10)
         assert await waiting == [True] * 2
         seen = shown(unit)
-        assert (seen["held_bytes"], seen["rows_count"], seen["put_bytes"]) == (2 * GROUP, 4, 3 * GROUP)
-        assert (seen["waiting_puts_count"], seen["budget_waits_count"]) == (0, 1)
-        assert 0.05 <= seen["budget_waited_seconds"] < 10
+        assert (seen["held_bytes"], seen["rows"], seen["put_bytes_total"]) == (2 * GROUP, 4, 3 * GROUP)
+        assert (seen["waiting_puts"], seen["budget_waits_total"]) == (0, 1)
+        assert 0.05 <= seen["budget_waited_seconds_total"] < 10
 
 
 async def test_a_unit_that_leaves_shows_what_is_to_be_moved_and_what_was(cluster):
     async with cluster(units=2) as queue:
         unit = queue.units[0]
         assert await queue.create(0, 2, 4) == [True] * 6
-        held = shown(unit)["rows_count"]
+        held = shown(unit)["rows"]
         assert held > 0
-        assert (shown(unit)["leaving_rows_count"], shown(unit, leaving=True)["leaving_rows_count"]) == (0, held)
+        assert (shown(unit)["leaving_rows"], shown(unit, leaving=True)["leaving_rows"]) == (0, held)
         async with asyncio.timeout(10):
             assert await unit.leave()
         seen = shown(unit, leaving=True)
-        assert (seen["rows_count"], seen["leaving_rows_count"], seen["moved_rows_count"]) == (0, 0, held)
+        assert (seen["rows"], seen["leaving_rows"], seen["moved_rows_total"]) == (0, 0, held)

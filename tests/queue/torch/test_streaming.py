@@ -4,6 +4,7 @@ import multiprocessing
 import threading
 import time
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -79,6 +80,34 @@ def test_two_consumers_share_the_rows_and_both_end(served, dataset, workers):
     for consumer in consumers:
         consumer.join(60)
     assert sorted(seen) == list(range(40))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("how", ["close", "expect"])
+def test_an_open_partition_ends_when_its_producers_say_so(served, how, workers):
+    with visiting(served.address) as queue:
+        scores = BlockingPartition(queue, "scores")
+        scores.declare("load", ["prompt"])
+        scores.put({"prompt": np.arange(20)})
+        seen, ended = [], threading.Event()
+
+        def consume(data):
+            for batch in loader(data, workers):
+                seen.extend(int(batch.columns["prompt"][row]) for row in range(len(batch)))
+            ended.set()
+
+        options = {"task": "load", "columns": ["prompt"], "rows": 3, "patience_s": 30.0}
+        with StreamingDataset(queue=served.address, partition="scores", **options) as data:
+            consumer = threading.Thread(target=consume, args=[data])
+            consumer.start()
+            scores.put({"prompt": np.arange(20, 30)})
+            if how == "close":
+                scores.close()
+            else:
+                scores.expect(30)
+            consumer.join(60)
+        assert ended.is_set()
+        assert sorted(seen) == list(range(30))
 
 
 def test_the_queue_may_be_named_by_all_its_addresses(served, dataset):

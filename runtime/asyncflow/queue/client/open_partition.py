@@ -160,8 +160,15 @@ class PartitionVerbs:
         return self._verbs.reset(self.name, task=task, timeout=timeout)
 
     def expect(self, total: int, *, timeout: float = TIMEOUT_S) -> Verb[None]:
-        """Say how many rows will be put in all."""
+        """Say how many rows will be put in all: when so many are there, consumers end as after ``close``."""
         return self._verbs.expect(self.name, total, timeout=timeout)
+
+    def close(self, *, timeout: float = TIMEOUT_S) -> Verb[None]:
+        """Say that no more rows will be put: consumers end when they have had all. ``clear`` opens the partition again.
+
+        Rows that are there may still be written, completed and cleared, and those that were lost put again.
+        """
+        return self._verbs.close_partition(partition=self.name, step=0, timeout=timeout)
 
     def produced(self, columns: Sequence[str], *, timeout: float = TIMEOUT_S) -> Verb[Progress]:
         """Give how many rows have all of ``columns``."""
@@ -231,6 +238,7 @@ class OpenPartition:
     peek = _awaited(PartitionVerbs.peek)
     reset = _awaited(PartitionVerbs.reset)
     expect = _awaited(PartitionVerbs.expect)
+    close = _awaited(PartitionVerbs.close)
     produced = _awaited(PartitionVerbs.produced)
     consumed = _awaited(PartitionVerbs.consumed)
     clear = _awaited(PartitionVerbs.clear)
@@ -255,6 +263,7 @@ class BlockingPartition:
     peek = _blocking(PartitionVerbs.peek)
     reset = _blocking(PartitionVerbs.reset)
     expect = _blocking(PartitionVerbs.expect)
+    close = _blocking(PartitionVerbs.close)
     produced = _blocking(PartitionVerbs.produced)
     consumed = _blocking(PartitionVerbs.consumed)
     clear = _blocking(PartitionVerbs.clear)

@@ -23,7 +23,7 @@ from asyncflow.queue.client.verbs import Clock, Verb, left_of, once, together
 from asyncflow.queue.client.verbs_rows import RowVerbs
 from asyncflow.queue.protocol import calls, open_calls, unit_calls
 from asyncflow.queue.protocol.messages import KEY_TAG, Tag
-from asyncflow.queue.protocol.open_calls import WRITE, Listing, Progress, Sight
+from asyncflow.queue.protocol.open_calls import WRITE, Found, Listing, Progress, Sight
 from asyncflow.queue.protocol.runs import shrink
 from asyncflow.queue.protocol.views import PartitionView
 
@@ -140,18 +140,22 @@ class OpenVerbs(RowVerbs):
 
     def find(self, partition: str, keys: Sequence[str], *, timeout: float) -> Verb[list[int]]:
         """Give the rows with these keys, 0 where there is none."""
-        found = yield from self.ask(
-            "open.find", open_calls.FindRows(partition, list(keys)), open_calls.Found, timeout=timeout
-        )
-        return found.rows
+        return (yield from self._find(partition, keys, timeout=timeout)).rows
 
     def rows_of(self, partition: str, keys: Sequence[str], *, timeout: float) -> Verb[list[int]]:
-        """Give the rows with these keys. Raises StaleHandle where one has none."""
-        rows = yield from self.find(partition, keys, timeout=timeout)
-        if missing := [key for key, row in zip(keys, rows, strict=True) if not row]:
-            hint = "It was never put, or was cleared; list_rows tells which there are"
-            raise StaleHandle(f"no row has the key {', '.join(map(repr, missing[:8]))}", where=partition, hint=hint)
-        return rows
+        """Give the rows with these keys. Raises StaleHandle where one has none, or has lost it with a unit."""
+        found = yield from self._find(partition, keys, timeout=timeout)
+        if lost := found.lost:
+            words = f"the row of {_listed('key', lost)} was lost with its storage unit"
+            raise StaleHandle(words, where=partition, hint="Put it again under that key")
+        if missing := [key for key, row in zip(keys, found.rows, strict=True) if not row]:
+            gone = f", or lost with a storage unit, as {found.unnamed} rows were" if found.unnamed else ""
+            hint = f"It was never put, or was cleared{gone}; list_rows tells which there are"
+            raise StaleHandle(f"no row has the {_listed('key', missing)}", where=partition, hint=hint)
+        return found.rows
+
+    def _find(self, partition: str, keys: Sequence[str], *, timeout: float) -> Verb[Found]:
+        return self.ask("open.find", open_calls.FindRows(partition, list(keys)), Found, timeout=timeout)
 
     def peek(
         self, partition: str, *, task: str = "", rows: Sequence[int] = (), most: int = 100, timeout: float
@@ -197,6 +201,12 @@ class OpenVerbs(RowVerbs):
             "open.partitions", open_calls.ListPartitions(), open_calls.Partitions, timeout=timeout
         )
         return told.rows
+
+
+def _listed(what: str, names: Sequence[str]) -> str:
+    """Name a few in words: ``key 'a', 'b' and 3 others``."""
+    more = f" and {len(names) - 8} others" if len(names) > 8 else ""
+    return f"{what} {', '.join(map(repr, names[:8]))}{more}"
 
 
 def _check_tags(tags: Sequence[Mapping[str, Tag]] | None, count: int) -> None:

@@ -203,7 +203,7 @@ class RowVerbs(ControlVerbs):
 
         parts = yield from at_homes(self, numbers, list(lies.values()), get, what="fetching rows", timeout=timeout)
         if lost := [numbers[i] for indices, got in parts if got is None for i in indices]:
-            hint = "It was cleared, or was lost with its unit; a lost sample will be created again"
+            hint = "It was cleared, or was lost with its unit; a job makes a lost sample again, others put it again"
             raise StaleHandle(f"row {lost[0]} is not there, with {len(lost) - 1} others", where="fetch", hint=hint)
         once = join([got for _, got in parts if got is not None], [indices for indices, _ in parts])
         return once if len(numbers) == len(asked) else repeated(once, numbers, asked)

@@ -56,7 +56,7 @@ class OpenHandlers:
         return self._books.partitions.get(name) or Partition(name)
 
     def _find(self, call: open_calls.FindRows) -> open_calls.Found:
-        return open_calls.Found(open_table.find(self._asked(call.partition), call.keys))
+        return open_table.find(self._asked(call.partition), call.keys)
 
     def _peek(self, call: open_calls.Peek) -> open_calls.Sight:
         partition = self._asked(call.partition)

@@ -148,6 +148,7 @@ class Auditor:
             put=self._open.put,
             cleared=self._open.cleared + self._open.dropped,
             remaining=self._open.remaining,
+            without_bytes=len(self._open.lost),
             **self._counts,
         )
 

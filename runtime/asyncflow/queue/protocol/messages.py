@@ -194,7 +194,8 @@ class AuditReport(Struct, frozen=True, kw_only=True):
     lost: samples that should exist or be finished and are not; duplicated: samples created or trained more than once in
     the history that survives; closed: the run was marked complete; problems: the first findings, in words; resets,
     peeked: rows, open ones too, that were taken from a task that had had them, or looked at without a lease; put: open
-    rows, each counted once, of which so many were cleared or dropped, and so many remain.
+    rows, each counted once, of which so many were cleared or dropped, and so many remain; without_bytes: of those that
+    remain, how many were lost with their storage unit and were not put again.
     """
 
     dispatched: int
@@ -214,6 +215,7 @@ class AuditReport(Struct, frozen=True, kw_only=True):
     put: int = 0
     cleared: int = 0
     remaining: int = 0
+    without_bytes: int = 0
 
     @property
     def ok(self) -> bool:

@@ -77,9 +77,15 @@ class FindRows(Struct, frozen=True):
 
 
 class Found(Struct, frozen=True):
-    """The rows, 0 for a key that none has."""
+    """The rows, 0 for a key that none has.
+
+    lost: those of these keys whose rows were lost with their unit; unnamed: how many rows of the partition were lost
+    that had no key, or whose keys are not known any more since the controller was restarted.
+    """
 
     rows: list[int]
+    lost: list[str] = []
+    unnamed: int = 0
 
 
 class Peek(Struct, frozen=True):

@@ -267,7 +267,7 @@ class Claims:
         """Tell whether nothing will ever come for ``claim``; see ``Claim.until_done``. Raises Misdirected."""
         partition = self._books.partition(claim.partition)
         queue = partition.task(claim.task)
-        if partition.closed is None or not partition.ended(claim.task):
+        if not partition.ended(claim.task):
             return False
         if not claim.until_done or queue is None:
             return True

@@ -16,7 +16,7 @@ from msgspec import structs
 from asyncflow.errors import Refused, StaleHandle
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.messages import KEY_TAG, Tag
-from asyncflow.queue.protocol.open_calls import Listing, Progress, Sight
+from asyncflow.queue.protocol.open_calls import Found, Listing, Progress, Sight
 from asyncflow.queue.protocol.unit_calls import Cells
 from asyncflow.queue.table.books import Books
 from asyncflow.queue.table.cells import by_row
@@ -93,10 +93,14 @@ def listing(rows: Iterable[Row]) -> Listing:
     return made
 
 
-def find(partition: Partition, keys: Iterable[str]) -> list[int]:
-    """Give the ids of the living rows with these keys, 0 where there is none."""
-    rows = (partition.keys.get(key) for key in keys)
-    return [row.row if row is not None and row.state is State.LIVE else 0 for row in rows]
+def find(partition: Partition, keys: Sequence[str]) -> Found:
+    """Give the living rows with these keys, and those of the keys whose rows were lost with their unit."""
+    rows = [partition.keys.get(key) for key in keys]
+    return Found(
+        rows=[row.row if row is not None and row.state is State.LIVE else 0 for row in rows],
+        lost=[key for key, row in zip(keys, rows, strict=True) if row is not None and row.state is State.WANTED],
+        unnamed=sum(KEY_TAG not in row.tags for row in partition.wanted),
+    )
 
 
 def peek(books: Books, partition: Partition, task: str, rows: Sequence[Row]) -> Sight:

@@ -24,7 +24,8 @@ class Partition:
 
     schema: dtypes by column; revision: counts changes of ``wanted``; creator: the newest attempt of its creator; used:
     serials of open rows; keys: rows by their tag ``KEY_TAG``; cleared: how many open rows were; bare: no columns;
-    expected: how many rows were announced; resets, peeked: rows that were taken from a task, and looked at; forgotten:
+    expected: how many rows were announced; closed: the last step of a run, 0 where an open partition gets no more rows,
+    None while more may come; resets, peeked: rows that were taken from a task, and looked at; forgotten:
     how many were cleared when the partition was last cleared as a whole; elsewhere: tasks of other controllers;
     returned: rows that were taken out of leases undone; attempts: of the gang, that began.
     """
@@ -80,9 +81,16 @@ class Partition:
             hint = "Use a partition of its own"
             raise Refused(f"the partition is for {self.purpose}, not {purpose}", where=self.name, hint=hint)
 
+    @property
+    def complete(self) -> bool:
+        """Whether no more rows come: it is closed, or an open one has as many rows as were announced."""
+        if self.closed is not None or self.expected is None or self.purpose not in (None, "open"):
+            return self.closed is not None
+        return self.counts.total() + self.cleared - self.forgotten >= self.expected
+
     def ended(self, task: str) -> bool:
-        """Tell whether it is closed and has nothing for ``task`` that is not done or in somebody's hands."""
-        if self.closed is None or self.wanted or any(step > self.closed for step in self.gang.steps):
+        """Tell whether it is complete and has nothing for ``task`` that is not done or in somebody's hands."""
+        if not self.complete or self.wanted or any(step > (self.closed or 0) for step in self.gang.steps):
             return False
         queue = self.queues.get(task)
         return self.counts[State.LIVE] == (queue.busy if queue is not None else 0)

@@ -3,8 +3,8 @@
 A put of which nothing was there before cannot fail, so it may be answered before its rows are made.
 
 Invariants: a serial makes rows once, whatever became of them, unless they are wanted; two living rows of a partition
-never have one key; a group is made whole or not at all. A put under keys is put off while a unit of before a restart
-has not yet told what it holds.
+never have one key; a group is made whole or not at all; a closed partition gets no new row. A put under keys is put off
+while a unit of before a restart has not yet told what it holds.
 """
 
 from __future__ import annotations
@@ -67,16 +67,19 @@ class Puts:
         count, serial = len(rows) // size, self._number(held, client) << SERIAL_BITS | group
         taken: set[Tag | None] = {key for key in keys if key in held.keys} if held.keys else set()
         if not taken and not held.used.overlaps(serial, count):
+            _check_open(held)
             put = ev.Put(partition, serial, count, size, rows[0])
             self._books.record_behind(put, partial(self._fill, held, rows, slice(len(rows)), cells, tags))
             return [True] * len(rows), rows
         _check_sizes(held, serial, count, size)
-        runs = _runs(
+        homes = [
             (number, home)
             for number in range(count)
             if (home := _home(held, serial + number, keys[number * size : (number + 1) * size], taken)) is not None
-        )
-        for number, first, length in runs:
+        ]
+        if not all(home in held.groups for _, home in homes):
+            _check_open(held)
+        for number, first, length in _runs(homes):
             start, end = number * size, (number + length) * size
             self._books.record(ev.Put(partition, first, length, size, rows[start]))
             self._fill(held, rows, slice(start, end), cells, tags)
@@ -120,6 +123,12 @@ class Puts:
                 row.tags = tags[row.row - rows[0]]
             partition.name_rows(fresh)
         partition.created(fresh, shape)
+
+
+def _check_open(partition: Partition) -> None:
+    if partition.closed is not None:
+        hint = "Close it after the last put; clear() of the whole partition opens it again"
+        raise Refused("the partition is closed: it gets no more rows", where=partition.name, hint=hint)
 
 
 def _check_shape(partition: str, group: int, size: int, rows: Sequence[int], tags: _Tags) -> None:

@@ -277,11 +277,12 @@ class Table:
         """Forget all rows of a partition; its tasks stay declared. attempt: of its creator, as for ``create``."""
         held = self.books.partition(partition)
         held.check_creator(attempt)
-        if held.counts.total() or held.cleared > held.forgotten or held.expected is not None:
+        said = held.expected is not None or held.closed is not None
+        if said or held.counts.total() or held.cleared > held.forgotten:
             self.books.record(ev.Cleared(partition))
 
     def close(self, partition: str, step: int) -> None:
-        """Mark the run complete: nothing of steps up to ``step`` should be unfinished."""
+        """Mark a run complete: nothing of steps up to ``step`` should be unfinished; an open partition gets no rows."""
         if self.books.partition(partition).closed != step:
             self.books.record(ev.Closed(partition, step))
 

@@ -85,7 +85,9 @@ class QueueDataset(IterableDataset[Batch]):  # type: ignore[misc] # torch is not
 
 
 class StreamingDataset(QueueDataset):
-    """The rows of one task, in batches of up to ``rows``, until the partition is closed and all were handed out.
+    """The rows of one task, in batches of up to ``rows``, until no more are put and all were handed out.
+
+    No more are put once the partition is closed, or has as many as it was told to expect (``OpenPartition``).
 
     A task of groups gives whole groups, at least one. acknowledge: "next" or "explicit", as said above.
     """
@@ -212,7 +214,7 @@ class StreamingDataset(QueueDataset):
         )
         if claimed.rows or claimed.ended:
             return claimed.rows
-        hint = "See whether the tasks before this one go on, and close the partition at the end"
+        hint = "See whether the tasks before this one go on; after the last put, close() the partition"
         raise DeadlineExceeded(
             f"no row became ready within {self._patience_s:g} s", where=f"{self.partition}/{self.task}", hint=hint
         )

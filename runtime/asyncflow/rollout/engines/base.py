@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -96,9 +97,11 @@ class RolloutEngine(ABC):
 
     folder: the Hugging Face folder with the configuration (no weights are read: they come through ``load``); slots:
     sequences that run at once; max_length: prompt and response tokens of a sequence; options: the engine's own, with a
-    ManifestError for one that it does not know.
+    ManifestError for one that it does not know. ``Options``: their shape, each field with a default, so that they are
+    checked before anything starts; None: the engine alone can tell.
     """
 
+    Options: ClassVar[type[msgspec.Struct] | None] = None
     supports_token_swap: ClassVar[bool] = False
     version: Version | None = None
 

@@ -18,11 +18,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.initialization import no_init_weights
 
-from asyncflow.errors import ManifestError, NotYetError
+from asyncflow.errors import ManifestError
 from asyncflow.rollout.engines.kv import ATTENTION, Prefix, SlotCache
+from asyncflow.rollout.engines.supported import check_length, check_model
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_KNOWN = ("llama", "qwen2", "qwen3")
 _PREFILL_MULTIPLE = 8
 
 
@@ -34,13 +33,11 @@ class CausalModel:
     """
 
     def __init__(self, folder: Path, *, dtype: str) -> None:
-        if dtype not in DTYPES:
-            raise ManifestError(f"dtype {dtype!r}", where=str(folder), hint=f"Use one of {', '.join(DTYPES)}")
         if not (folder / "config.json").is_file():
             raise ManifestError("no config.json", where=str(folder), hint="Give a Hugging Face model folder")
-        _check_family(json.loads((folder / "config.json").read_text()), where=str(folder))
+        check_model(json.loads((folder / "config.json").read_text()), dtype=dtype, where=str(folder))
         self.config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        self.dtype = DTYPES[dtype]
+        self.dtype: torch.dtype = getattr(torch, dtype)
         self._where = str(folder)
         with no_init_weights():
             self._module = AutoModelForCausalLM.from_config(
@@ -56,9 +53,7 @@ class CausalModel:
 
     def cache(self, *, slots: int, max_length: int) -> SlotCache:
         """Allocate the cache of ``slots`` rows."""
-        limit = self.config.max_position_embeddings
-        if max_length > limit:
-            raise ManifestError(f"max_length {max_length} exceeds the model's {limit} positions", where=self._where)
+        check_length(max_length, self.config.max_position_embeddings, where=self._where)
         heads = self.config.num_attention_heads
         return SlotCache(
             layers=self.config.num_hidden_layers,
@@ -134,19 +129,6 @@ class CausalModel:
                 hint="Trainer and rollout must use the same model.source",
             )
         return sources
-
-
-def _check_family(config: Mapping[str, Any], *, where: str) -> None:
-    """Refuse models for which the engine's promises were never tested."""
-    family = config.get("model_type")
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if family not in _KNOWN:
-        raise NotYetError(f"model type {family!r}", where=where, hint=f"Known: {', '.join(_KNOWN)}")
-    if kind in ("dynamic", "longrope"):
-        raise NotYetError(f"rope type {kind!r}: a row's positions would depend on the others' lengths", where=where)
-    if set(config.get("layer_types") or ()) - {"full_attention"} or config.get("use_sliding_window"):
-        raise NotYetError("layers with sliding-window attention", where=where)
 
 
 def _tensor(array: NDArray[Any]) -> Tensor:

@@ -52,6 +52,8 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
 class SimulatedEngine(RolloutEngine):
     """A pretended engine."""
 
+    Options = SimulatedOptions
+
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self._set = read_options(self.options, SimulatedOptions, where=OPTIONS)

@@ -17,13 +17,12 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-import msgspec
 import torch
 from numpy.typing import NDArray
 
 from asyncflow.errors import ManifestError, Refused
 from asyncflow.identity import SampleKey, Version
-from asyncflow.plugins import read_options
+from asyncflow.plugins import NoOptions, read_options
 from asyncflow.rollout.engines.base import OPTIONS, Completion, EngineStats, GenerationRequest, RolloutEngine
 from asyncflow.rollout.engines.batch import Batch, Sequence
 from asyncflow.rollout.engines.model import CausalModel
@@ -32,21 +31,19 @@ _JOIN_S = 30.0
 _SWITCH_S = 0.001
 
 
-class NoOptions(msgspec.Struct, frozen=True):
-    """There is none."""
-
-
 class TransformersEngine(RolloutEngine):
     """A Hugging Face causal model in this process (torch, CPU).
 
     An error inside a step is final: it is raised by every ``generate`` and ``load`` from then on.
     """
 
+    Options = NoOptions
+
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         if self.folder is None:
             raise ManifestError("engine transformers needs a model folder", where="rollout.engine")
-        read_options(self.options, NoOptions, where=OPTIONS)
+        read_options(self.options, self.Options, where=OPTIONS)
         self._folder = self.folder
         self._wake = threading.Condition()
         self._arrived: list[Sequence] = []

@@ -31,13 +31,14 @@ class Seat:
 
 
 class State(StrEnum):
-    """What a seat is doing."""
+    """What a seat is doing. done: it ended well by itself; ended: with the job, whose verdict was given before."""
 
     WAITING = "waiting"
     RUNNING = "running"
     ENDING = "ending"
     DOWN = "down"
     DONE = "done"
+    ENDED = "ended"
 
 
 class Start(NamedTuple):
@@ -130,6 +131,9 @@ class Crew:
         Gives the seats to be ended because they belong to the same unit, and the restart where one was decided now.
         """
         unit = self._unit_of[seat]
+        if self._verdict is not None:
+            unit.states[seat] = State.DONE if status.ok else State.ENDED
+            return [], None
         if unit.states[seat] is State.ENDING:
             unit.states[seat] = State.DOWN
             self._rest_if_down(unit, now)
@@ -143,12 +147,10 @@ class Crew:
 
     def _judge_done(self, role: Role) -> None:
         all_done = all(unit.states[seat] is State.DONE for seat, unit in self._unit_of.items())
-        if self._verdict is None and (role.leader or (all_done and not self._led)):
+        if role.leader or (all_done and not self._led):
             self._verdict = Verdict(ok=True)
 
     def _failed(self, unit: _Unit, seat: Seat, status: ExitStatus, now: float) -> tuple[list[Seat], Restart | None]:
-        if self._verdict is not None:
-            return [], None
         if status.final:
             self._verdict = Verdict(ok=False, culprit=seat, status=status, reason="it refuses its input")
             return [], None

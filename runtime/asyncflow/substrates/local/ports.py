@@ -20,10 +20,19 @@ _WITHOUT_RANGE = 32768
 class PortReservation:
     """Some free TCP ports of 127.0.0.1, as a context: entering gives them, leaving gives them up."""
 
-    def __init__(self, count: int) -> None:
-        """Reserve ``count`` ports. Raises AsyncFlowError where too few are free."""
+    def __init__(self, count: int, *, first: int = 0) -> None:
+        """Reserve ``count`` ports, of which the first is ``first`` unless that is 0.
+
+        Raises AsyncFlowError where too few are free, or that one is not.
+        """
         self.ports: list[int] = []
         self._held: list[socket.socket] = []
+        if first:
+            self._try(first)
+            if not self.ports:
+                raise AsyncFlowError(
+                    f"port {first} of 127.0.0.1 is taken", hint="Give another port; 0 takes a free one"
+                )
         below = _ephemeral_low()
         candidates = list(range(min(_LOWEST, below // 2), below))
         random.shuffle(candidates)

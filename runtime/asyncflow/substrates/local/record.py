@@ -14,7 +14,11 @@ from asyncflow.errors import ManifestError
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica. state: see ``crew.State``; pid: 0 while it has no process; started: ISO 8601 UTC of this attempt."""
+    """One replica.
+
+    state: see ``crew.State``; pid: 0 while it has no process; started: ISO 8601 UTC of this attempt; http: where it
+    serves /metrics, /healthz and /readyz, "" before its first start.
+    """
 
     role: str
     index: int
@@ -24,6 +28,7 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
     started: str = ""
     restarts: int = 0
     log: str = ""
+    http: str = ""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

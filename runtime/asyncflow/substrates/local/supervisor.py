@@ -81,6 +81,7 @@ class Supervisor:
         self._record = Record(mark=uuid.uuid4().hex, supervisor=os.getpid(), started=_now(), driver=driver, http=http)
         self._first = {seat: attempt for seat, (_, attempt) in self._crew.seats.items()}
         self._started = dict.fromkeys(self._first, "")
+        self._http = dict.fromkeys(self._first, "")
         self._running: dict[Seat, _Running] = {}
         self._logs = {seat: RoleLog(folder.log(str(seat))) for seat in self._first}
         self._changed = asyncio.Event()
@@ -134,7 +135,8 @@ class Supervisor:
         self.observe(Stopping(reason=f"{verdict.culprit} failed" if verdict.culprit else verdict.reason))
         failure = None if self._stop_signal and not verdict.culprit else self._failure(verdict)
         await self._end_all()
-        return Outcome(exit_code=1 if failure else 128 + self._stop_signal, failure=failure)
+        code = 1 if failure else 128 + self._stop_signal
+        return Outcome(exit_code=code, failure=failure, refused=bool(verdict.culprit) and verdict.status.final)
 
     async def _end_all(self) -> None:
         begun = time.monotonic()
@@ -168,6 +170,7 @@ class Supervisor:
     def _start(self, start: Start) -> None:
         seat, attempt = start
         launch = self._launch(seat, attempt)
+        self._http[seat] = launch.http
         log = self._logs[seat]
         log.begin(attempt=attempt, argv=launch.argv)
         own = {leash.PARENT: str(os.getpid()), reaper.MARK: self._record.mark, "PYTHONUNBUFFERED": "1"}
@@ -238,6 +241,7 @@ class Supervisor:
                 started=self._started[seat],
                 restarts=attempt - self._first[seat],
                 log=str(self._logs[seat].path),
+                http=self._http[seat],
             )
             for seat, (state, attempt) in self._crew.seats.items()
         ]

@@ -11,10 +11,14 @@ from asyncflow.substrates.local.ending import WITHIN_S
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What to start for one seat and attempt: a command line, and environment variables beside the inherited ones."""
+    """What to start for one seat and attempt: a command line, and environment variables beside the inherited ones.
+
+    http: where it serves /metrics, "" where nobody knows.
+    """
 
     argv: Sequence[str]
     env: Mapping[str, str]
+    http: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +31,11 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How the run ended. exit_code: 0, 1, or 128 + signal; failure: what to tell, where it failed."""
+    """How the run ended.
+
+    exit_code: 0, 1, or 128 + signal; failure: what to tell, where it failed; refused: a role refused its input.
+    """
 
     exit_code: int
     failure: AsyncFlowError | None = None
+    refused: bool = False

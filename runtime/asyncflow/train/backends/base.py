@@ -13,8 +13,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import msgspec
 from numpy.typing import NDArray
 
 from asyncflow.train.batch import MicroBatch
@@ -29,10 +30,12 @@ class TrainerBackend(ABC):
     """One rank's model and optimizer.
 
     of_model: whether its tensors are those of the model in the folder, so that θ_0 has to lie there, and the last
-    weights can be exported as one. trained: samples whose gradient was added since the last ``finish_step``; another
-    thread may read it.
+    weights can be exported as one. Options: the shape of its own options, each field with a default, so that they are
+    checked before anything starts; None: the backend alone can tell. trained: samples whose gradient was added since
+    the last ``finish_step``; another thread may read it.
     """
 
+    Options: ClassVar[type[msgspec.Struct] | None] = None
     of_model = True
     trained = 0
 

@@ -40,6 +40,7 @@ class CountingOptions(msgspec.Struct, frozen=True, kw_only=True):
 class CountingBackend(TrainerBackend):
     """Adds one for each trained sample; needs no model and no torch."""
 
+    Options = CountingOptions
     of_model = False
 
     def __init__(self, settings: BackendSettings, *, group: Group) -> None:

@@ -16,9 +16,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -39,7 +38,7 @@ from asyncflow.train.batch import MicroBatch
 from asyncflow.train.meter import Meter
 from asyncflow.train.packing import Pack, pack_samples
 from asyncflow.train.ranks import Group
-from asyncflow.train.settings import BackendSettings
+from asyncflow.train.settings import BackendSettings, TorchOptions
 
 log = logging.getLogger(__name__)
 
@@ -54,20 +53,10 @@ _SUMS = (
 )  # fmt: skip
 
 
-class TorchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The backend's own options.
-
-    pack_tokens: most tokens of one forward pass, which bounds the memory of its logits; collective_timeout_s:
-    how long a rank waits for the others in a collective.
-    """
-
-    pack_tokens: Annotated[int, msgspec.Meta(ge=1)] = 1024
-    gradient_checkpointing: bool = False
-    collective_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
-
-
 class TorchBackend(TrainerBackend):
     """A causal language model of transformers with AdamW."""
+
+    Options = TorchOptions
 
     def __init__(self, settings: BackendSettings, *, group: Group) -> None:
         super().__init__(settings, group=group)

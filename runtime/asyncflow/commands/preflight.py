@@ -1,0 +1,244 @@
+"""What can be told of a job before anything starts: model, data, options of plug-ins, and the reward function.
+
+Invariant: nothing is written but a folder that goes away again, nothing is downloaded, torch is not imported, and the
+code of a reward runs in a reward process only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncflow.api.job import RLJob, RLJobSpec
+from asyncflow.api.learning import TrainDataSpec
+from asyncflow.data.base import Purpose
+from asyncflow.data.prompter import Encoder, Prompter, survey
+from asyncflow.data.sources import check_disjoint, open_prompter
+from asyncflow.errors import AsyncFlowError, ManifestError
+from asyncflow.plugins import NoOptions, load_plugin, read_options
+from asyncflow.queue.backends.base import BACKENDS, Backend
+from asyncflow.rewards.process import RewardProcess, Scorer
+from asyncflow.rollout.engines.base import OPTIONS as ENGINE_OPTIONS
+from asyncflow.rollout.engines.base import RolloutEngine
+from asyncflow.rollout.engines.supported import check_length, check_model
+from asyncflow.train.backends.base import OPTIONS as BACKEND_OPTIONS
+from asyncflow.train.backends.base import TrainerBackend
+from asyncflow.train.settings import TorchOptions
+
+ROWS = 20_000
+"""Most prompts of one file that are looked at."""
+GENERATED = 512
+"""Most prompts of a source without end that are looked at."""
+LOOK_S = 5.0
+LOAD_S = 60.0
+"""Seconds after which no further prompt is looked at."""
+
+QUOTED = 60
+"""Most characters of a question that are shown."""
+
+HEAVY: Mapping[str, type[msgspec.Struct]] = {"transformers": NoOptions, "torch": TorchOptions}
+"""The options of the plug-ins that are not loaded here, because importing torch takes seconds and much memory."""
+_JUDGED_BY_ANSWER = ("task", "math_verify")
+"""Rewards that compare with the prompt's answer."""
+
+
+@dataclass
+class _Findings:
+    """errors: what must be mended; notes: what is worth knowing."""
+
+    errors: list[AsyncFlowError] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def gather(self) -> Iterator[None]:
+        """Keep the error of the body, so that the rest is looked at too."""
+        try:
+            yield
+        except AsyncFlowError as error:
+            self.errors.append(error)
+
+    def refuse(self, source: str) -> None:
+        """Raise ManifestError with all errors, where there are any."""
+        if len(self.errors) == 1:
+            raise ManifestError(str(self.errors[0]), where=source)
+        if self.errors:
+            lines = "".join(f"\n  {error}" for error in self.errors)
+            raise ManifestError(f"{len(self.errors)} problems{lines}", where=source)
+
+
+def preflight(job: RLJob, folder: Path, *, source: str, elsewhere: bool = False) -> list[str]:
+    """Read what can be read of ``job`` without training, and return what is worth knowing, in sentences.
+
+    folder: where a user's reward module is looked for; source: named in errors; elsewhere: the job may run on other
+    machines, so that what this one lacks is worth knowing and not an error. Takes seconds: a reward process is started.
+    Raises ManifestError with everything that is wrong.
+    """
+    spec, findings = job.spec, _Findings()
+    if spec.rollout.replicas == 0:
+        waits = "nothing is generated until somebody adds rollouts: spec.rollout.replicas is 0"
+        if not elsewhere:
+            hint = "Nobody does on one machine: give at least 1"
+            raise ManifestError(waits, where=source, hint=hint)
+        findings.notes.append(f"{waits} (kubectl scale)")
+    if spec.data.eval is not None and spec.evaluation is None:
+        findings.notes.append("data.eval is not used: there is no `evaluation`. Add e.g. evaluation: {every: 10}")
+    _check_options(spec, findings)
+    with findings.gather():
+        _check_store(spec, findings, elsewhere=elsewhere)
+    with findings.gather():
+        _check_packages(spec)
+        with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
+            tokenizer = _check_model(spec, Path(scratch), findings, elsewhere=elsewhere)
+        if tokenizer is not None:
+            _check_data(spec, tokenizer, folder, findings)
+    with findings.gather():
+        asyncio.run(_check_reward(spec, folder))
+    findings.refuse(source)
+    return findings.notes
+
+
+def _check_options(spec: RLJobSpec, findings: _Findings) -> None:
+    """Have the options of engine and back end mean something to them."""
+    engine, backend = spec.rollout.engine, spec.trainer.backend
+    for group, kind, plugin, where in (
+        ("asyncflow.rollout_engines", RolloutEngine, engine, ENGINE_OPTIONS),
+        ("asyncflow.trainer_backends", TrainerBackend, backend, BACKEND_OPTIONS),
+    ):
+        with findings.gather():
+            shape = HEAVY.get(plugin.name) or load_plugin(group, plugin.name, kind=kind, where=where).Options
+            if shape is not None:
+                read_options(plugin.options, shape, where=where)
+
+
+def _check_store(spec: RLJobSpec, findings: _Findings, *, elsewhere: bool) -> None:
+    """Have what the queue's back end needs on this machine. Raises ManifestError."""
+    queue = spec.transfer_queue
+    backend = load_plugin(BACKENDS, queue.backend, kind=Backend, where="spec.transferQueue.backend")
+    try:
+        backend.check(servers=queue.store is None)
+    except ManifestError as error:
+        _lacking(error, findings, elsewhere=elsewhere)
+
+
+def _check_packages(spec: RLJobSpec) -> None:
+    """Have the packages installed that read models, and those that compute them. Raises ManifestError."""
+    needed = ["tokenizers", "safetensors"]
+    if spec.rollout.engine.name in HEAVY or spec.trainer.backend.name in HEAVY:
+        needed += ["torch", "transformers"]
+    if absent := [name for name in needed if find_spec(name) is None]:
+        raise ManifestError(f"not installed: {', '.join(absent)}", hint="pip install 'asyncflow[torch]'")
+
+
+def _check_model(spec: RLJobSpec, scratch: Path, findings: _Findings, *, elsewhere: bool) -> Encoder | None:
+    """Return the model's tokenizer, None where the model is not on this machine. Raises ManifestError."""
+    from asyncflow.models.source import ModelSource, check_weights, materialize_config
+    from asyncflow.models.tokenizer import Tokenizer
+
+    source = spec.model.source
+    kind = ModelSource.resolve(source, scratch).kind
+    try:
+        folder = materialize_config(source, scratch)
+    except ManifestError as error:
+        if kind == "tiny":
+            raise
+        _lacking(error, findings, elsewhere=elsewhere)
+        return None
+    with findings.gather():
+        if spec.rollout.engine.name == "transformers":
+            config = _config(folder / "config.json")
+            where = f"model.source {source}"
+            check_model(config, dtype=spec.rollout.engine.dtype, where=where)
+            if isinstance(limit := config.get("max_position_embeddings"), int):
+                check_length(spec.longest, limit, where=where)
+    with findings.gather():
+        if spec.trainer.backend.name == "torch":
+            check_weights(source, folder)
+    tokenizer = Tokenizer.load(folder)
+    with findings.gather():
+        for text in spec.sampling.stop:
+            tokenizer.token_id(text)
+    return tokenizer
+
+
+def _config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ManifestError(f"cannot be read: {error}", where=str(file)) from error
+    if not isinstance(config, dict):
+        raise ManifestError("is not a JSON object", where=str(file), hint="Give an ordinary Hugging Face folder")
+    return config
+
+
+def _check_data(spec: RLJobSpec, tokenizer: Encoder, folder: Path, findings: _Findings) -> None:
+    """Look at the prompts; raises ManifestError for the first source that cannot be used."""
+    train = open_prompter(spec.data.train, "train", tokenizer, folder=folder)
+    size = train.source.size
+    _survey(spec, spec.data.train, "train", train, GENERATED if size is None else min(size, ROWS), findings)
+    if spec.data.eval is not None and spec.evaluation is not None:
+        held_out = open_prompter(spec.data.eval, "eval", tokenizer, folder=folder)
+        _survey(spec, spec.data.eval, "eval", held_out, min(spec.data.eval.size, ROWS), findings)
+        check_disjoint(train.source, held_out.source)
+
+
+def _survey(
+    spec: RLJobSpec, data: TrainDataSpec, purpose: Purpose, prompter: Prompter, most: int, findings: _Findings
+) -> None:
+    """Say of how many prompts of a source something is wrong."""
+    tokens, size = spec.sampling.max_prompt_tokens, spec.data.max_task_bytes
+    seen = survey(prompter, most=most, within_s=LOOK_S, max_tokens=tokens, max_bytes=size)
+    where, looked = f"spec.data.{purpose}", f"of {seen.prompts} prompts of {data.source}"
+    skipped = spec.data.overlong == "skip"
+
+    def overlong(found: list[str], what: str, field: str) -> None:
+        if skipped and 0 < len(found) < seen.prompts:
+            findings.notes.append(f"{where}: {len(found)} {looked} {what}: they are skipped, such as {_quoted(found)}")
+        elif found:
+            hint = f"Raise {field}, or take them out, such as {_quoted(found)}"
+            findings.errors.append(ManifestError(f"{len(found)} {looked} {what}", where=where, hint=hint))
+
+    overlong(
+        seen.too_long,
+        f"have more than {tokens} tokens, the longest has {seen.longest}",
+        "sampling.maxPromptTokens",
+    )
+    overlong(seen.too_large, f"have more than {size} bytes, with answer and meta", "data.maxTaskBytes")
+    if found := seen.unanswered:
+        words, judge = f"{len(found)} {looked} have no answer", spec.reward.function
+        if judge in _JUDGED_BY_ANSWER:
+            hint = f"Name the field, jsonl://PATH?answer=FIELD, or take them out, such as {_quoted(found)}"
+            reason = f"{words}, and the reward function {judge} compares with it"
+            findings.errors.append(ManifestError(reason, where=where, hint=hint))
+        else:
+            findings.notes.append(f"{where}: {words}: the reward function is given None for it")
+
+
+def _quoted(questions: list[str]) -> str:
+    first = questions[0]
+    return repr(first if len(first) <= QUOTED else f"{first[:QUOTED]}...")
+
+
+async def _check_reward(spec: RLJobSpec, folder: Path) -> None:
+    """Have a reward process load the function. Raises ManifestError, DeadlineExceeded."""
+    try:
+        process = await RewardProcess.start(Scorer.of(spec.reward, workdir=folder), timeout=LOAD_S)
+    except ManifestError as error:
+        hint = f"It is imported in a sandbox (docs/rewards.md), in {folder}"
+        raise ManifestError(error.what, where="spec.reward.function", hint=hint) from error
+    await process.kill()
+
+
+def _lacking(error: ManifestError, findings: _Findings, *, elsewhere: bool) -> None:
+    """Take in that this machine lacks something."""
+    if not elsewhere:
+        raise error
+    findings.notes.append(f"this machine could not run it: {error}")

@@ -1,0 +1,168 @@
+"""``asyncflow reference``: every field of a manifest, from the models that read it.
+
+Invariant: the file is a function of the models, the shapes of plug-ins' options, and the list of what is not done yet;
+``check`` says where it is not what they say.
+"""
+
+from __future__ import annotations
+
+import inspect as introspection
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from pydantic.fields import FieldInfo
+
+from asyncflow.api.base import Spec
+from asyncflow.api.later import all_planned
+from asyncflow.api.load import KINDS
+from asyncflow.api.paths import model_of, place_of
+from asyncflow.api.structural import Schema, schema_of
+from asyncflow.commands.preflight import HEAVY
+from asyncflow.plugins import load_plugin
+from asyncflow.rollout.engines.base import RolloutEngine
+from asyncflow.train.backends.base import TrainerBackend
+
+_HEAD = """\
+# Every field of a manifest
+
+Made by `asyncflow reference` from the models in `runtime/asyncflow/api`: change those, not this file.
+[jobs.md](jobs.md) explains what belongs together, [fields.md](fields.md) what a change of a running job does.
+Quantities are written as in Kubernetes (`512Mi`, `500m`); times are seconds; – is absent.
+"""
+_OPTIONS = (
+    ("spec.rollout.engine.options", "asyncflow.rollout_engines", RolloutEngine, ("simulated", "transformers")),
+    ("spec.trainer.backend.options", "asyncflow.trainer_backends", TrainerBackend, ("counting", "torch")),
+)
+"""Where options are given, and the plug-ins of ours that read them."""
+_WORDS = {"string": "text", "integer": "integer", "number": "number", "boolean": "true or false", "object": "mapping"}
+
+
+def render() -> str:
+    """Return the text of the reference."""
+    parts = [_HEAD]
+    for kind, model in KINDS.items():
+        spec = model.model_fields["spec"].annotation
+        assert isinstance(spec, type)
+        parts += [f"\n# {kind}\n\n{introspection.cleandoc(model.__doc__ or '')}\n"]
+        root = "spec" if kind == "RLJob" else f"{kind}.spec"
+        parts += _sections(spec, root, schema_of(model)["properties"]["spec"], {})
+        parts += _not_yet(kind)
+        if kind == "RLJob":
+            parts += _plugin_options()
+    return "".join(parts)
+
+
+def write(file: Path) -> None:
+    """Write the reference."""
+    file.write_text(render(), encoding="utf-8")
+
+
+def check(file: Path) -> bool:
+    """Say whether ``file`` is what the models say."""
+    return file.is_file() and file.read_text(encoding="utf-8") == render()
+
+
+def _sections(model: type[Spec], place: str, schema: Schema, known: dict[type[Spec], str]) -> Iterator[str]:
+    """Give the section of ``model``, which stands at ``place``, and of each model in it that has none yet."""
+    known[model] = place
+    inner: list[tuple[type[Spec], str, Schema]] = []
+    rows = []
+    for name, info in model.model_fields.items():
+        alias = info.alias or name
+        part, described = model_of(info.annotation), schema["properties"][alias]
+        if part is None:
+            rows.append(f"| `{alias}` | {_type(described)} | {_default(info)} | {_prose(info.description)} |\n")
+            continue
+        there = f"{place}.{alias}" + ("[]" if described.get("type") == "array" else "")
+        if part not in known:
+            inner.append((part, there, described.get("items", described)))
+            known[part] = there
+        rows.append(
+            f"| `{alias}` | [{known[part]}]({_anchor(known[part])}) | {_default(info)} | {_prose(info.description)} |\n"
+        )
+    yield f"\n## {place}\n\n{_prose(model.__doc__)}\n\n| field | type | default | |\n|---|---|---|---|\n"
+    yield from rows
+    if model.rules:
+        yield "\nWhat is refused, and why:\n\n"
+    for rule in model.rules:
+        yield f"* `{'.'.join(place_of(rule.reads[0]))}`: {_prose(rule.why)}. {_prose(rule.fix)}.\n"
+    for part, there, described in inner:
+        yield from _sections(part, there, described, known)
+
+
+def _type(schema: Schema) -> str:
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if schema.get("x-kubernetes-int-or-string"):
+        return "quantity"
+    if schema.get("type") == "array":
+        return f"list of {_type(schema['items'])}"
+    words = _WORDS.get(schema.get("type", ""), "any value")
+    return f"{words}{_bounds(schema)}"
+
+
+def _bounds(schema: Schema) -> str:
+    least, most = schema.get("minimum"), schema.get("maximum")
+    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    words = []
+    if least is not None:
+        words.append(f"{'more than' if above else 'at least'} {_number(least)}")
+    if most is not None:
+        words.append(f"{'less than' if below else 'at most'} {_number(most)}")
+    return f", {', '.join(words)}" if words else ""
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def _default(info: FieldInfo) -> str:
+    if info.is_required():
+        return "**required**"
+    if info.default_factory_takes_validated_data:  # it is made of other fields, and the description says how
+        return "–"
+    value: Any = info.get_default(call_default_factory=True, validated_data={})
+    if value is None:
+        return "–"
+    if isinstance(value, Spec):
+        value = value.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    text = str(value) if isinstance(value, str) else json.dumps(value, default=str)
+    return "–" if text in ("{}", "[]", "") else f"`{text}`"
+
+
+def _prose(text: str | None) -> str:
+    """Give a docstring as a line of Markdown."""
+    return re.sub(r"``([^`]+)``", r"`\1`", " ".join((text or "").split())).replace("|", "\\|")
+
+
+def _anchor(place: str) -> str:
+    return "#" + re.sub(r"[^a-z0-9-]", "", place.lower())
+
+
+def _not_yet(kind: str) -> Iterator[str]:
+    if later := all_planned(kind):
+        yield '\n## Not yet\n\nThe schema names it, `asyncflow validate` refuses it with "not yet":\n\n'
+    for place, instead in later:
+        yield f"* `{place}`: what works is {instead}\n"
+
+
+def _plugin_options() -> Iterator[str]:
+    for place, group, kind, names in _OPTIONS:
+        yield f"\n## {place}\n\nWhat the plug-ins that are part of AsyncFlow understand.\n\n"
+        yield "| plug-in | option | default | |\n|---|---|---|---|\n"
+        for name in names:
+            shape = HEAVY.get(name) or load_plugin(group, name, kind=kind, where=place).Options
+            yield from _options(name, shape) if shape is not None else ()
+
+
+def _options(name: str, shape: type[msgspec.Struct]) -> Iterator[str]:
+    words = _prose(shape.__doc__)
+    found = list(zip(shape.__struct_fields__, shape.__struct_defaults__, strict=True))
+    if not found:
+        yield f"| `{name}` | – | – | {words} |\n"
+    for index, (option, default) in enumerate(found):
+        yield f"| `{name}` | `{option}` | `{json.dumps(default)}` | {words if index == 0 else ''} |\n"

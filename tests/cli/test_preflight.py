@@ -1,0 +1,240 @@
+"""What ``validate`` and the start of a run tell before anything runs: model, data, options, reward function."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from asyncflow import cli
+from asyncflow.models.tiny import write_config
+
+pytestmark = pytest.mark.process
+
+JUDGES = """
+def good(*, response, prompt, answer, meta):
+    return 1.0
+
+def any_keywords(**given):
+    return 1.0
+
+def narrow(response):
+    return 1.0
+
+async def later(*, response, prompt, answer, meta):
+    return 1.0
+"""
+
+
+def validated(capsys, manifest: Path, *settings: str) -> tuple[int, str]:
+    """Give the exit status, and what was said."""
+    words = [word for setting in settings for word in ("--set", setting)]
+    status = cli.invoke(["validate", str(manifest), *words])
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return status, out + err
+
+
+def refused(capsys, manifest: Path, *settings: str) -> str:
+    status, said = validated(capsys, manifest, *settings)
+    assert status == 2, said
+    assert said.startswith("error: ")
+    return said
+
+
+@pytest.fixture
+def model(manifest: Path) -> Path:
+    """A model folder as transformers writes one."""
+    folder = manifest.parent / "model"
+    folder.mkdir()
+    write_config(folder)
+    save_file({"weight": np.zeros(4, np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def judges(manifest: Path) -> None:
+    (manifest.parent / "judges.py").write_text(JUDGES)
+    (manifest.parent / "broken.py").write_text("import a_module_that_is_not_there\n")
+
+
+def rows(manifest: Path, name: str, *tasks: dict[str, object]) -> str:
+    (manifest.parent / name).write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    return f"data.train={{source: {name}, config: {{split: whole}}}}"
+
+
+TORCH = ("rollout.engine.name=transformers", "trainer.backend.name=torch")
+
+
+def test_a_whole_model_is_valid_and_torch_is_not_imported(manifest, model):
+    program = (
+        "import sys; from asyncflow import cli;"
+        f"status = cli.invoke(['validate', {str(manifest)!r}, '--set', 'model.source=model',"
+        " '--set', 'rollout.engine.name=transformers', '--set', 'trainer.backend={name: torch,"
+        " options: {pack_tokens: 64}}']);"
+        "sys.exit(status or ('torch' in sys.modules))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("absent", ["tokenizers", "torch"])
+def test_packages_that_are_not_installed_are_named_with_the_way_to_get_them(manifest, absent):
+    program = (
+        f"import sys; sys.modules[{absent!r}] = None; from asyncflow import cli;"
+        f"sys.exit(cli.invoke(['validate', {str(manifest)!r}, '--set', 'rollout.engine.name=transformers']))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 2
+    assert run.stderr == f"error: {manifest}: not installed: {absent}. pip install 'asyncflow[torch]'\n"
+
+
+def test_a_model_that_the_engine_cannot_run_is_refused(manifest, model, capsys):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
+    assert "model type 'bert'. Known: llama, qwen2, qwen3" in refused(capsys, manifest, "model.source=model", *TORCH)
+    (model / "config.json").write_text("{")
+    assert "config.json: cannot be read" in refused(capsys, manifest, "model.source=model", *TORCH)
+
+
+def test_everything_that_is_wrong_with_a_model_is_said_at_once(manifest, model, capsys):
+    (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    (model / "tokenizer.json").write_text("{}")
+    settings = ("model.source=model", *TORCH, "rollout.engine={dtype: float16}", "reward.function=absent_in:judges")
+    (manifest.parent / "absent_in.py").write_text("")
+    said = refused(capsys, manifest, *settings)
+    assert "4 problems" in said
+    for words in ("model.safetensors is not a safetensors file", "tokenizer.json: cannot be read", "'float16'"):
+        assert words in said
+    assert "no function 'judges'" in said
+
+
+def test_weights_in_several_parts_must_all_be_there(manifest, model, capsys):
+    parts = {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
+    assert "model-00002-of-00002.safetensors is missing" in refused(capsys, manifest, "model.source=model", *TORCH)
+    for file in model.glob("model*"):
+        file.unlink()
+    assert "has no weights" in refused(capsys, manifest, "model.source=model", *TORCH)
+    assert validated(capsys, manifest, "model.source=model")[0] == 0  # nothing is computed with them
+
+
+def test_sequences_longer_than_the_models_positions_are_refused(manifest, capsys):
+    assert "has 512 positions" in refused(capsys, manifest, "sampling.maxTokens=500", *TORCH)
+
+
+def test_the_options_of_both_plugins_are_checked_at_once(manifest, capsys):
+    said = refused(capsys, manifest, "rollout.engine.options={quick: 1}", "trainer.backend.options={slow: 1}")
+    assert "2 problems" in said
+    assert "unknown option quick" in said
+    assert "unknown option slow" in said
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("rollout.engine.options={quick: 1}", "spec.rollout.engine.options: unknown option quick. Known: tokens"),
+        ("rollout.engine={name: transformers, options: {quick: 1}}", "unknown option quick. Known: none"),
+        ("trainer.backend.options={quick: 1}", "spec.trainer.backend.options: unknown option quick. Known: capacity"),
+        ("trainer.backend={name: torch, options: {pack_tokens: 0}}", "pack_tokens"),
+        ("sampling.stop=[no such token]", "'no such token' is not one token of this model"),
+        ("data.train.config={chat: true}", "data.train.config: chat is no setting of the source. Set data.train.chat"),
+        ("data.train.chat=true", "no chat template"),
+        ("data.train.source=gym://chain_sums", "near it: chain_sum"),
+        ("reward.function=gym", "it scores prompts of gym:// only"),
+    ],
+)
+def test_what_plugins_tokenizer_and_sources_refuse_is_refused_before_the_start(manifest, capsys, setting, said):
+    assert said in refused(capsys, manifest, setting)
+
+
+def test_rows_are_counted(manifest, capsys):
+    train = rows(manifest, "tasks.jsonl", {"prompt": "a", "answer": "b"}, {"prompt": "c"}, {"prompt": "d" * 40})
+    said = refused(capsys, manifest, train, "data.overlong=refuse")
+    assert "1 of 3 prompts of " in said
+    assert "have more than 16 tokens, the longest has 40" in said
+    assert "2 of 3 prompts" in said
+    assert "have no answer, and the reward function task compares with it" in said
+    settings = (train, "sampling.maxPromptTokens=64", "reward.function=judges:good")
+    (manifest.parent / "judges.py").write_text(JUDGES)
+    status, said = validated(capsys, manifest, *settings)
+    assert status == 0
+    assert "note: spec.data.train: 2 of 3 prompts" in said
+
+
+def test_prompts_that_are_too_large_are_counted(manifest, capsys):
+    train = rows(manifest, "tasks.jsonl", {"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": "d" * 300})
+    said = refused(capsys, manifest, train, "data.maxTaskBytes=256", "data.overlong=refuse")
+    assert "1 of 2 prompts" in said
+    assert "have more than 256 bytes, with answer and meta" in said
+    assert "'c'" in said
+
+
+def test_prompts_that_will_be_skipped_are_counted_and_no_error_unless_all_are(manifest, capsys):
+    train = rows(manifest, "tasks.jsonl", {"prompt": "a", "answer": "b"}, {"prompt": "d" * 40, "answer": "e"})
+    status, said = validated(capsys, manifest, train)
+    assert status == 0
+    assert "note: spec.data.train: 1 of 2 prompts" in said
+    assert "have more than 16 tokens, the longest has 40: they are skipped, such as 'dddd" in said
+    assert "2 of 2 prompts" in refused(capsys, manifest, rows(manifest, "long.jsonl", *[{"prompt": "d" * 40}] * 2))
+
+
+def test_a_column_that_rows_lack_is_named_with_their_number(manifest, capsys):
+    train = rows(manifest, "tasks.jsonl", {"prompt": "a"}, {"question": "b"}, {"question": "c"})
+    assert "tasks.jsonl:2: has no field 'prompt', as 2 of 3 lines" in refused(capsys, manifest, train)
+
+
+def test_an_empty_file_is_called_empty(manifest, capsys):
+    said = refused(capsys, manifest, rows(manifest, "tasks.jsonl"))
+    assert "tasks.jsonl: is empty" in said
+    assert "hash" not in said
+
+
+def test_prompts_for_no_evaluation_are_noted(manifest, capsys):
+    status, said = validated(capsys, manifest, "data.eval={source: 'tiny://reverse-digits', size: 4}")
+    assert status == 0
+    assert "note: data.eval is not used: there is no `evaluation`" in said
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("judges:absent", "has no function 'absent'"),
+        ("judges:narrow", "response, prompt, answer and meta"),
+        ("judges:later", "async"),
+        ("broken:f", "No module named 'a_module_that_is_not_there'"),
+    ],
+)
+def test_a_reward_function_is_loaded_in_a_process_of_its_own(manifest, judges, capsys, function, said):
+    told = refused(capsys, manifest, f"reward.function={function}")
+    assert f"spec.reward.function: {function!r} cannot be loaded" in told
+    assert said in told
+    assert "judges" not in sys.modules
+
+
+@pytest.mark.parametrize("function", ["judges:good", "judges:any_keywords"])
+def test_a_reward_function_that_can_be_called_is_valid(manifest, judges, capsys, function):
+    assert validated(capsys, manifest, f"reward.function={function}")[0] == 0
+
+
+def test_what_this_machine_lacks_is_no_fault_of_a_manifest_but_starts_no_run(manifest, tmp_path, capsys):
+    elsewhere = ("model.source=pvc://models/absent", "model.source=hf://nobody/nothing")
+    for setting in elsewhere:
+        status, said = validated(capsys, manifest, setting)
+        assert status == 0
+        assert "note: this machine could not run it: model.source: " in said
+        assert cli.invoke(["run", str(manifest), "--output", str(tmp_path / "out"), "--set", setting]) == 2
+        assert "error: " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_without_rollouts_waits_on_a_cluster_and_is_refused_here(manifest, tmp_path, capsys):
+    setting = "rollout.replicas=0"
+    status, said = validated(capsys, manifest, setting)
+    assert status == 0
+    assert "note: nothing is generated until somebody adds rollouts: spec.rollout.replicas is 0 (kubectl scale)" in said
+    assert cli.invoke(["run", str(manifest), "--output", str(tmp_path / "out"), "--set", setting]) == 2
+    assert "spec.rollout.replicas is 0. Nobody does on one machine: give at least 1" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
