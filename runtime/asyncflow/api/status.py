@@ -126,7 +126,7 @@ class DriverStatus(Wire):
     """Optimizer steps done."""
     steps: Count = 0
     """Optimizer steps of the run."""
-    progress: StepProgress | None = None
+    step_progress: StepProgress | None = None
     """How far the next step is; absent before the first one and after the last."""
     reward: float | None = None
     """Mean reward of the last step's samples."""
