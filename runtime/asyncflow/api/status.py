@@ -169,6 +169,12 @@ class DriverStatus(Wire):
     transfer_seconds: Annotated[float, Field(ge=0)] | None = None
     """Median duration of the rollouts' last transfers of weights."""
 
+    @property
+    def words(self) -> str:
+        """How far things are, in one sentence."""
+        words = self.step_progress.words if self.step_progress else self.phase.lower()
+        return f"{words}; still waiting for {self.waiting_for}" if self.waiting_for else words
+
 
 class RoleRecord(Spec):
     """What is remembered of a role, so that no end counts twice and no gang has an attempt twice."""
