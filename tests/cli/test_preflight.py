@@ -178,7 +178,8 @@ def test_prompts_that_will_be_skipped_are_counted_and_no_error_unless_all_are(ma
     assert status == 0
     assert "note: spec.data.train: 1 of 2 prompts" in said
     assert "have more than 16 tokens, the longest has 40: they are skipped, such as 'dddd" in said
-    assert "2 of 2 prompts" in refused(capsys, manifest, rows(manifest, "long.jsonl", *[{"prompt": "d" * 40}] * 2))
+    long = rows(manifest, "long.jsonl", *({"prompt": letter * 40, "answer": "x"} for letter in "de"))
+    assert "2 of 2 prompts" in refused(capsys, manifest, long)
 
 
 def test_a_column_that_rows_lack_is_named_with_their_number(manifest, capsys):

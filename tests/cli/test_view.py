@@ -121,9 +121,9 @@ def test_a_wait_is_told_once_although_its_seconds_change():
         (DriverStatus(phase="Starting"), "starting"),
         (DriverStatus(phase="Starting", waiting_for="1 trainer"), "starting; still waiting for 1 trainer"),
         (RUNNING, "running"),
-        (RUNNING.model_copy(update={"progress": INSIDE}), INSIDE.words),
+        (RUNNING.model_copy(update={"step_progress": INSIDE}), INSIDE.words),
         (
-            RUNNING.model_copy(update={"progress": INSIDE, "waiting_for": "1 rollout"}),
+            RUNNING.model_copy(update={"step_progress": INSIDE, "waiting_for": "1 rollout"}),
             f"{INSIDE.words}; still waiting for 1 rollout",
         ),
     ],
@@ -134,7 +134,7 @@ def test_after_a_while_without_news_it_is_said_how_far_things_are(status, line):
 
 def test_nothing_is_silent_for_longer_than_the_limit(monkeypatch, tmp_path):
     """The driver answers the same all the time."""
-    monkeypatch.setattr(watch.Watch, "_ask", lambda *_: RUNNING.model_copy(update={"progress": INSIDE}))
+    monkeypatch.setattr(watch.Watch, "_ask", lambda *_: RUNNING.model_copy(update={"step_progress": INSIDE}))
     monkeypatch.setattr(watch, "_QUIET_S", 0.2)
     monkeypatch.setattr(teller, "_PERIOD_S", 0.05)
     out = io.StringIO()

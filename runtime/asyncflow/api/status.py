@@ -138,7 +138,7 @@ class DriverStatus(Wire):
     """Optimizer steps done."""
     steps: Count = 0
     """Optimizer steps of the run."""
-    progress: StepProgress | None = None
+    step_progress: StepProgress | None = None
     """How far the next step is; absent before the first one and after the last."""
     reward: float | None = None
     """Mean reward of the last step's samples."""
@@ -182,6 +182,12 @@ class DriverStatus(Wire):
     """Bytes of the newest published version."""
     transfer_seconds: Annotated[float, Field(ge=0)] | None = None
     """Median duration of the rollouts' last transfers of weights."""
+
+    @property
+    def words(self) -> str:
+        """How far things are, in one sentence."""
+        words = self.step_progress.words if self.step_progress else self.phase.lower()
+        return f"{words}; still waiting for {self.waiting_for}" if self.waiting_for else words
 
 
 class RoleRecord(Spec):

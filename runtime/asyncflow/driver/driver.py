@@ -313,7 +313,7 @@ class Driver:
                 told, logged = step, time.monotonic()
             elif self._inside is not None and time.monotonic() - logged >= TELL_S:
                 logged = time.monotonic()
-                log.info("%s", self._inside.words)
+                log.info("%s", self.status().words)
             await asyncio.sleep(LOOK_S)
 
     def _flow(self) -> Flow | None:

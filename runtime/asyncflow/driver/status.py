@@ -85,7 +85,7 @@ def build_status(
         phase=phase,
         step=progress.done,
         steps=progress.steps,
-        progress=inside,
+        step_progress=inside,
         reward=last.get("reward"),
         eval=evaluation.accuracy if evaluation else None,
         eval_greedy=evaluation.greedy if evaluation else None,

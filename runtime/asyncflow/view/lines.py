@@ -46,8 +46,7 @@ def still(status: DriverStatus | None) -> str:
     """Return how far things are, where nothing happened for a while. status: the driver's last answer."""
     if status is None:
         return "the driver does not answer yet"
-    words = status.progress.words if status.progress else status.phase.lower()
-    return f"{words}; still waiting for {status.waiting_for}" if status.waiting_for else words
+    return status.words
 
 
 def _evaluation(status: DriverStatus) -> tuple[float | None, ...]:

@@ -24,8 +24,8 @@ def screen(frame: Frame) -> RenderableType:
     parts: list[RenderableType] = [_headline(frame, status), _progress(frame, status), _figures(status), _roles(frame)]
     if status.waiting_for:
         parts.insert(2, Text(f"waiting for {status.waiting_for}", style="yellow"))
-    if status.progress is not None:
-        parts.insert(2, Text(status.progress.words, style="dim"))
+    if status.step_progress is not None:
+        parts.insert(2, Text(status.step_progress.words, style="dim"))
     return Group(*parts)
 
 

@@ -79,6 +79,7 @@ class TorchBackend(TrainerBackend):
         )
         self._meter = _meter()
         self._skipped = 0
+        self._has_room = True
 
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:
         """See the base class; the reference for the KL term is always θ_0, also after a resume."""
@@ -129,7 +130,19 @@ class TorchBackend(TrainerBackend):
             self.trained += len(np.unique(pack.samples))
 
     def measure(self, batch: MicroBatch, *, weights: Mapping[str, NDArray[Any]]) -> None:
-        """See the base class. On the CPU the weights are used where they lie, elsewhere copied to the device."""
+        """See the base class. On the CPU the weights are used where they lie, elsewhere copied to the device.
+
+        Where the device has no room for them, no older weights are measured from then on.
+        """
+        if not self._has_room:
+            return
+        try:
+            self._measure_older(batch, weights)
+        except torch.OutOfMemoryError as full:
+            self._has_room = False
+            log.warning("log-probs of older weights are not measured: the device has no room for them: %s", full)
+
+    def _measure_older(self, batch: MicroBatch, weights: Mapping[str, NDArray[Any]]) -> None:
         tensors = {name: torch.from_numpy(array).to(self._device) for name, array in weights.items()}
         with torch.no_grad():
             for pack in self._packs(batch, np.arange(len(batch))):
@@ -258,6 +271,7 @@ class TorchBackend(TrainerBackend):
             yield name, tensor.contiguous().numpy()
 
     def _beside(self) -> AbstractContextManager[Any]:
+        """Return what has this thread's copies from a device go on a stream of their own."""
         if self._device.type == "cpu":
             return nullcontext()
         stream = torch.Stream(self._device)
