@@ -10,6 +10,7 @@ and no row is given back only because a claim was met in that moment.
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable
 
 from asyncflow.errors import AsyncFlowError
@@ -75,7 +76,7 @@ class Claimer:
 
     async def _claim(self, ask: Ask) -> None:
         """Claim until rows come, the time is over, or the instance would ask for something else."""
-        ticket = self._queue.ticket()
+        ticket = uuid.uuid4().hex
         claim = asyncio.create_task(self._take(ask, ticket))
         claim.add_done_callback(lambda _: self.changed.set())
         try:

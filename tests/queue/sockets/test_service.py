@@ -116,7 +116,7 @@ async def test_a_claim_that_is_withdrawn_ends_at_once_and_keeps_what_it_was_gran
     async with cluster() as queue:
         got = []
         for serial in range(20):
-            ticket = queue.client.ticket()
+            ticket = f"claim-{serial}"
             claim = asyncio.create_task(queue.claim("rollout", timeout=60, ticket=ticket))
             await asyncio.sleep(0.01)
             putting = asyncio.create_task(queue.create(serial))
@@ -135,7 +135,7 @@ async def test_a_claim_that_is_withdrawn_ends_at_once_and_keeps_what_it_was_gran
 async def test_a_withdrawal_of_no_claim_does_nothing(cluster):
     async with cluster() as queue:
         await queue.create(0)
-        ticket = queue.client.ticket()
+        ticket = "withdrawn"
         rows = await queue.claim("rollout", ticket=ticket)
         await queue.client.withdraw(ticket, partition=P, task="rollout", timeout=10)
         assert all(await queue.complete(rows, "response"))

@@ -84,10 +84,6 @@ class QueueClient:
         """Close all connections."""
         await self._connections.close()
 
-    def ticket(self) -> str:
-        """Return a name for a claim that no other has."""
-        return self.verbs.ticket()
-
     async def run(self, verb: Verb[T]) -> T:
         """Do what a verb of ``verbs`` says; give its result."""
         return await self._connections.run(verb)

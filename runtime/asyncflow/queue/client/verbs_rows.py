@@ -111,7 +111,7 @@ class RowVerbs(ControlVerbs):
 
         version: step of the weights that the caller has; accept: further steps that it could load. Gives rows of the
         first kind if there are any, else of the second, never both; none when the time is over or nothing will come.
-        ticket: a name for ``withdraw``, from ``ticket``.
+        ticket: a name for ``withdraw`` that the caller gives to no other claim.
 
         Raises DeadlineExceeded where the controller has not answered ``GRACE_S`` after that time.
         """
@@ -120,10 +120,6 @@ class RowVerbs(ControlVerbs):
             partition, task, self.worker, named, max_rows, max_groups, version, list(accept), wait_s=0.0
         )
         return (yield from self._claimer.claim(request, timeout=timeout)).rows
-
-    def ticket(self) -> str:
-        """Return a name for a claim that no other has."""
-        return self._claimer.ticket()
 
     def withdraw(self, ticket: str, *, partition: str, task: str, timeout: float) -> Verb[None]:
         """Have the claim ``ticket`` end now: with the rows that it was granted already, or without any.
