@@ -111,6 +111,7 @@ class BlockingQueue:
     put = _blocking(OpenVerbs.put)
     create = _blocking(OpenVerbs.create)
     claim = _blocking(OpenVerbs.claim)
+    withdraw = _blocking(OpenVerbs.withdraw)
     claim_or_end = _blocking(OpenVerbs.claim_or_end)
     claim_lot = _blocking(OpenVerbs.claim_lot)
     acknowledge = _blocking(OpenVerbs.acknowledge)
