@@ -14,6 +14,7 @@
     ├── RemoteError              a handler on the other side failed unexpectedly
     ├── LedgerCorrupt            a ledger record that was acknowledged cannot be read back
     ├── CheckpointError          a checkpoint is missing, incomplete or does not fit the job
+    ├── DiskError                a file cannot be read or written now: try again
     └── RoleFailed               a role ended when it should not have, and its restarts are used up
 
 Invariant: an error that crosses a socket arrives as the same class with the same words (``to_wire``, ``from_wire``).
@@ -135,6 +136,12 @@ class CheckpointError(AsyncFlowError):
     """A checkpoint is missing, incomplete or does not fit the job."""
 
     code = "checkpoint"
+
+
+class DiskError(AsyncFlowError):
+    """A file cannot be read or written now; nothing says that it cannot be later."""
+
+    code = "disk"
 
 
 class RoleFailed(AsyncFlowError):

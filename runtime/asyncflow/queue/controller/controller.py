@@ -128,6 +128,14 @@ class Controller:
         sessions = self.sessions
         return stats(self.table, Storage(sessions.used, sessions.limit, len(sessions), self._ledger.bytes))
 
+    async def synced(self) -> None:
+        """Wait until the ledger has everything up to now on disk. Raises Refused where it cannot be written."""
+        self.settle()
+        try:
+            await self._ledger.synced()
+        except OSError as error:
+            raise self._broken(error) from error
+
     async def rewrite(self) -> None:
         """Write the ledger anew, because the books were replaced. Raises Refused where it cannot be written."""
         if (pending := self.settle()) is not None:

@@ -148,6 +148,17 @@ class Ledger:
         if (pending := self.commit()) is not None:
             await pending
 
+    async def synced(self) -> None:
+        """Wait until what was appended before is on disk, whatever ``sync`` says. Raises OSError when it cannot be."""
+        await self.flushed()
+        if self._sync == "always":
+            return
+        try:
+            await asyncio.to_thread(_sync, os.dup(self._fd))
+        except OSError as error:
+            self._broken = error
+            raise
+
     def lag(self) -> float:
         """Give for how many seconds the oldest record has not been as safe as ``sync`` says; 0 if there is none."""
         return 0.0 if self._unsafe_since is None else asyncio.get_running_loop().time() - self._unsafe_since
