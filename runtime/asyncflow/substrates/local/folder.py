@@ -9,6 +9,7 @@ never written over: it is continued on request (``resume``), or moved aside whol
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import logging
@@ -94,7 +95,8 @@ class RunFolder:
 
     def release(self) -> None:
         """Remove the token and let others have the folder."""
-        self.token.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.token.unlink(missing_ok=True)
         os.close(self.lock)
 
 

@@ -1,10 +1,12 @@
 """One log file per replica, appended to over its restarts.
 
-Invariant: a line that the supervisor adds begins with ``---``.
+Invariants: a line that the supervisor adds begins with ``---``; a file that cannot be written or read costs lines, and
+stops nobody.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -25,16 +27,20 @@ class RoleLog:
     def begin(self, *, attempt: int, argv: Sequence[str]) -> None:
         """Head a new attempt."""
         self.note(f"attempt {attempt}: {shlex.join(argv)}")
-        self._begins_at = self.path.stat().st_size
+        with contextlib.suppress(OSError):
+            self._begins_at = self.path.stat().st_size
 
     def note(self, words: str) -> None:
         """Add a line of the supervisor's own."""
-        with self.path.open("a", encoding="utf-8") as file:
+        with contextlib.suppress(OSError), self.path.open("a", encoding="utf-8") as file:
             file.write(f"--- {datetime.now(UTC).isoformat(timespec='milliseconds')} {words}\n")
 
     def tail(self) -> list[str]:
         """Give the last lines that the current attempt itself has written."""
-        with self.path.open("rb") as file:
-            file.seek(max(self._begins_at, self.path.stat().st_size - _TAIL_BYTES))
-            lines = file.read().decode("utf-8", errors="replace").splitlines()
+        try:
+            with self.path.open("rb") as file:
+                file.seek(max(self._begins_at, self.path.stat().st_size - _TAIL_BYTES))
+                lines = file.read().decode("utf-8", errors="replace").splitlines()
+        except OSError as error:
+            return [f"its log cannot be read: {error}"]
         return [line for line in lines if line.strip() and not line.startswith("--- ")][-_TAIL_LINES:]
