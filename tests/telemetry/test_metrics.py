@@ -16,7 +16,10 @@ from asyncflow.telemetry.metrics import (
 
 ROLES: list[type[RoleMetrics]] = [DriverMetrics, ControllerMetrics, StorageMetrics, RolloutMetrics, TrainerMetrics]
 UNITS = "count|ratio|seconds|bytes|versions|info"
-COUNTED = "samples|sequences|tokens_\\w+|swaps|slots|lease_expiries|redeliveries|fenced_writes|reward_flags|checkpoint_failures"
+COUNTED = (
+    "samples|sequences|tokens_\\w+|swaps|slots|lease_expiries|redeliveries|fenced_writes|reward_flags"
+    "|checkpoint_failures"
+)
 
 
 @pytest.mark.parametrize("kind", ROLES)

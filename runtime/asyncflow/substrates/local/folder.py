@@ -142,11 +142,7 @@ def _lock(path: Path) -> int:
 
 def _end_predecessor(path: Path) -> None:
     """End what the folder's last supervisor, which is gone since its lock is ours, has left running."""
-    try:
-        record = load_record(path / "run" / "processes.json")
-    except ManifestError:
-        _log.warning("%s cannot be read: nobody knows what the last run has left", path / "run" / "processes.json")
-        return
+    record = load_record(path / "run" / "processes.json")
     if record is not None:
         reaper.sweep(mark=record.mark, sessions=())
 

@@ -32,7 +32,7 @@ from asyncflow.substrates.local.exits import CANNOT_START, ExitStatus
 from asyncflow.substrates.local.folder import RunFolder
 from asyncflow.substrates.local.logs import RoleLog
 from asyncflow.substrates.local.process import Process
-from asyncflow.substrates.local.record import Placed, Record, load_record
+from asyncflow.substrates.local.record import Placed, Record, attempts_in_logs, load_record
 from asyncflow.substrates.local.terms import Launch, Limits, Outcome
 from asyncflow.substrates.local.watchdog import Watchdog
 
@@ -76,14 +76,15 @@ class Supervisor:
         """Prepare; nothing starts yet.
 
         launch: how to start a seat as an attempt; driver, http: addresses to note in the record. Raises ManifestError
-        where an earlier run's record is unreadable.
+        where an earlier run's record cannot be read now.
         """
         self._launch = launch
         self._folder = folder
         self.observe: Callable[[Event], None] = lambda _: None
         self._limits = limits or Limits()
         previous = load_record(folder.processes)
-        self._crew = Crew(roles, now=time.monotonic(), attempts=previous.next_attempts() if previous else None)
+        attempts = previous.next_attempts() if previous is not None else attempts_in_logs(folder.path)
+        self._crew = Crew(roles, now=time.monotonic(), attempts=attempts)
         self._record = Record(mark=uuid.uuid4().hex, supervisor=os.getpid(), started=_now(), driver=driver, http=http)
         self._first = {seat: attempt for seat, (_, attempt) in self._crew.seats.items()}
         self._started = dict.fromkeys(self._first, "")
