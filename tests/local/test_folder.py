@@ -9,7 +9,7 @@ import pytest
 from asyncflow.errors import ManifestError
 from asyncflow.substrates.local.crew import Seat
 from asyncflow.substrates.local.folder import RunFolder
-from asyncflow.substrates.local.logs import RoleLog
+from asyncflow.substrates.local.logs import RoleLog, open_log
 from asyncflow.substrates.local.record import Placed, Record, attempts_in_logs, load_record
 
 
@@ -142,6 +142,14 @@ def test_a_record_that_the_disk_does_not_give_now_is_left_as_it_is(tmp_path):
     (tmp_path / "processes.json").mkdir()
     with pytest.raises(ManifestError, match=r"cannot be read: Is a directory\. Nothing was changed; try again"):
         load_record(tmp_path / "processes.json")
+
+
+def test_a_log_that_the_disk_does_not_take_or_give_costs_lines_and_ends_nobody(tmp_path):
+    with open_log(Path("/dev/full")) as own:
+        own.write("last words")
+    log = RoleLog(tmp_path / "none" / "rollout-0.log")
+    log.begin(attempt=0, argv=["it"])
+    assert log.tail() == [f"its log cannot be read: [Errno 2] No such file or directory: '{log.path}'"]
 
 
 def test_the_tail_of_a_log_is_what_the_attempt_itself_has_said(tmp_path):

@@ -22,6 +22,7 @@ from asyncflow.net.hosts import address_of
 from asyncflow.net.stream.server import new_server
 from asyncflow.plan.job import plan
 from asyncflow.substrates.local.folder import RunFolder
+from asyncflow.substrates.local.logs import open_log
 from asyncflow.substrates.local.placement import launcher
 from asyncflow.substrates.local.ports import PortReservation
 from asyncflow.substrates.local.resume import differences
@@ -58,7 +59,7 @@ def _supervise(job: RLJob, folder: RunFolder) -> tuple[Outcome, bool]:
     """Run everything; give the outcome, and whether all of the view could be written."""
     write_whole(folder.job, to_yaml(job).encode())
     folder.write_token()
-    with folder.log("supervisor").open("a", encoding="utf-8") as log, PortReservation(2) as (rpc_port, http_port):
+    with open_log(folder.log("supervisor")) as log, PortReservation(2) as (rpc_port, http_port):
         setup_logging("supervisor", 0, stream=log)
         places, driver = plan(job), address_of("127.0.0.1", rpc_port, server=new_server())
         for role in places.roles:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncflow.durable import sync, write_whole
+from asyncflow.durable import make_folder, sync, write_whole
 from asyncflow.errors import AsyncFlowError, CheckpointError, DiskError, Fenced
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Checkpoints:
     def claim(self, attempt: int) -> None:
         """Shut out all older attempts. Raises Fenced if a newer one is already here, DiskError if unwritable."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             self._check(attempt)
             write_whole(self.folder / _ATTEMPT, str(attempt).encode())
         except OSError as error:

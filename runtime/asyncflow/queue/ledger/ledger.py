@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
+from asyncflow import durable
 from asyncflow.errors import Refused
 from asyncflow.queue.ledger.events import Event
 from asyncflow.queue.ledger.records import SUFFIX, newest, pack, records
@@ -68,7 +69,7 @@ class Ledger:
 
         Raises LedgerCorrupt, and Refused while another process has it.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
+        durable.make_folder(self.directory)
         lock = os.open(self.directory / "lock", os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,7 +114,7 @@ class Ledger:
         self._fd = fd
         try:
             draft.rename(path)
-            _sync_directory(self.directory)
+            durable.sync(self.directory)
         except OSError as error:
             self._broken = error
             raise
@@ -284,11 +285,3 @@ def _remove(old: Path) -> None:
         old.unlink()
     except OSError as error:
         log.warning("%s was replaced, but cannot be removed: %s", old, error)
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -8,12 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TextIO
 
 _TAIL_BYTES = 8192
 _TAIL_LINES = 12
+
+
+@contextlib.contextmanager
+def open_log(path: Path) -> Iterator[TextIO]:
+    """Open a log of this process's own; a disk that does not take its last words ends nobody."""
+    log = path.open("a", encoding="utf-8")
+    try:
+        yield log
+    finally:
+        with contextlib.suppress(OSError):
+            log.close()
 
 
 class RoleLog:
