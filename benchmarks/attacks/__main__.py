@@ -20,27 +20,33 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import on_jobs
+import on_queues
 from jobs import Failed, Job
 from shim import Shim, build
 
 
-def attack_job(name: str, seed: int, folder: Path, made: Path) -> tuple[list[str], str]:
-    """Do one attack on a job; return what was done, and what it did to the job, nothing if it failed."""
-    shim = Shim(made, folder)
-    job = Job(folder, random.Random(f"{name} {seed}"), env=shim.env)
+def attack(name: str, seed: int, folder: Path, made: Path) -> tuple[str, str]:
+    """Do one attack; return what was done, and the harm that it did, nothing if it failed."""
+    shim, dice = Shim(made, folder), random.Random(f"{name} {seed}")
+    if name in on_queues.ATTACKS:
+        try:
+            return on_queues.ATTACKS[name](folder, dice, shim), ""
+        except Failed as failed:
+            return "", str(failed)
+    job = Job(folder, dice, env=shim.env)
     try:
         on_jobs.ATTACKS[name](job, shim)
     except Failed as failed:
-        return job.done, str(failed)
+        return "; ".join(job.done), str(failed)
     finally:
         shim.heal()
         job.end()
-    return job.done, ""
+    return "; ".join(job.done), ""
 
 
 def main() -> int:
     """Do the attacks that were asked for."""
-    names = [*on_jobs.ATTACKS]
+    names = [*on_queues.ATTACKS, *on_jobs.ATTACKS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("attacks", nargs="*", metavar="ATTACK", help=f"of {', '.join(names)}; all by default")
     parser.add_argument("--seeds", type=int, nargs=2, default=(1, 20), metavar=("FIRST", "LAST"))
@@ -58,8 +64,8 @@ def main() -> int:
             for seed in seeds:
                 folder = Path(place) / f"{name}-{seed}"
                 folder.mkdir()
-                done, harm = attack_job(name, seed, folder, made)
-                print(f"{name} {seed}: {'; '.join(done)}: {harm or 'survived'}", flush=True)
+                done, harm = attack(name, seed, folder, made)
+                print(f"{name} {seed}: {done}: {harm or 'survived'}", flush=True)
                 if harm:
                     wins.append(seed)
                     if options.keep is not None:
