@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test lint types contracts pytest kube controls faults delayed-update same-bits smollm2 e2e bench-queue queue-faults fuzz
+.PHONY: run test lint types contracts pytest kube controls faults delayed-update same-bits smollm2 e2e bench-queue queue-faults attacks fuzz
 
 run: $(STAMP)
 	$(BIN)/asyncflow run examples/quickstart.yaml --fresh
@@ -43,6 +43,11 @@ queue-faults: BACKEND = memory
 queue-faults: SEED = 1
 queue-faults: $(STAMP)
 	$(BIN)/python benchmarks/queue/faults.py --faults 200 --seed $(SEED) --backend $(BACKEND)
+
+# What must never lose a row or a run: 15 attacks, 20 times each with other seeds; two hours, and a C compiler.
+attacks: SEEDS = 1 20
+attacks: $(STAMP)
+	$(BIN)/python benchmarks/attacks --seeds $(SEEDS)
 
 delayed-update: $(STAMP)
 	$(BIN)/python benchmarks/delayed_update.py

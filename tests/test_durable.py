@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.durable import write_whole
+from asyncflow.durable import make_folder, write_whole
 
 
 def test_a_file_is_replaced_with_its_mode_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
@@ -32,3 +32,19 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
         write_whole(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_is_made_with_all_of_its_names_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    real = os.fsync
+
+    def noting(descriptor: int) -> None:
+        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    make_folder(tmp_path / "run" / "ledger" / "1")
+    assert (tmp_path / "run" / "ledger" / "1").is_dir()
+    assert synced == [".", "run", "run/ledger"]
+    make_folder(tmp_path / "run" / "ledger" / "1")
+    assert len(synced) == 3

@@ -30,6 +30,14 @@ def write_whole(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     sync(path.parent)
 
 
+def make_folder(path: Path) -> None:
+    """Have a folder, and those that it lies in, under their names on disk."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync(path.parent)
+
+
 def sync(path: Path) -> None:
     """Have what was written to a file, or the names in a folder, on disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -15,6 +15,7 @@
     ├── LedgerCorrupt            a ledger record that was acknowledged cannot be read back
     ├── CheckpointError          a checkpoint is missing, incomplete or does not fit the job
     ├── Diverged                 training makes no progress any more: gradients are not finite
+    ├── DiskError                a file cannot be read or written now: try again
     └── RoleFailed               a role ended when it should not have, and its restarts are used up
 
 Invariant: an error that crosses a socket arrives as the same class with the same words (``to_wire``, ``from_wire``).
@@ -142,6 +143,12 @@ class Diverged(AsyncFlowError):
     """Training makes no progress any more: the gradients of several steps in a row are not finite."""
 
     code = "diverged"
+
+
+class DiskError(AsyncFlowError):
+    """A file cannot be read or written now; nothing says that it cannot be later."""
+
+    code = "disk"
 
 
 class RoleFailed(AsyncFlowError):

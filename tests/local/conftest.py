@@ -3,7 +3,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,23 @@ HARNESS = str(Path(__file__).with_name("harness.py"))
 
 
 class Run:
-    """A supervisor of stand-ins in a process of its own, in ``cwd``."""
+    """A supervisor of stand-ins in a process of its own, in ``cwd``. within: the command that runs it."""
 
-    def __init__(self, cwd: Path, roles: dict[str, dict[str, Any]], *, end_s: float, active_s: str) -> None:
+    def __init__(
+        self,
+        cwd: Path,
+        roles: dict[str, dict[str, Any]],
+        *,
+        end_s: float,
+        active_s: str,
+        disk_s: float = 300.0,
+        within: Sequence[str] = (),
+    ) -> None:
         self.cwd = cwd
         self.folder = cwd / "out"
+        words = [str(self.folder), json.dumps(roles), str(end_s), active_s, str(disk_s)]
         self.process = subprocess.Popen(
-            [sys.executable, HARNESS, str(self.folder), json.dumps(roles), str(end_s), active_s],
+            [*within, sys.executable, HARNESS, *words],
             cwd=cwd,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,4 +1,4 @@
-"""Runs a supervisor over stand-ins: ``harness.py FOLDER ROLES END_S ACTIVE_S``.
+"""Runs a supervisor over stand-ins: ``harness.py FOLDER ROLES END_S ACTIVE_S DISK_S``.
 
 ROLES: {"rollout": {"replicas": 1, "gang": false, "restarts": 3, "does": [BEHAVIOUR, ...]}, ...} as JSON.
 """
@@ -9,15 +9,16 @@ import sys
 from pathlib import Path
 
 from asyncflow.plan.roles import Readiness, Resources, RestartPolicy, Role
+from asyncflow.substrates.local import supervisor
 from asyncflow.substrates.local.crew import Seat
 from asyncflow.substrates.local.folder import RunFolder
-from asyncflow.substrates.local.supervisor import Supervisor
 from asyncflow.substrates.local.terms import Launch, Limits
 
 STANDIN = str(Path(__file__).with_name("standin.py"))
 
 
-def main(path: str, parts: str, end_s: str, active_s: str) -> int:
+def main(path: str, parts: str, end_s: str, active_s: str, disk_s: str) -> int:
+    supervisor.DISK_S = float(disk_s)
     wanted = json.loads(parts)
     folder = RunFolder.claim(Path(path), resume=(Path(path) / "job.yaml").exists())
     folder.job.touch()
@@ -42,7 +43,7 @@ def main(path: str, parts: str, end_s: str, active_s: str) -> int:
         return Launch(argv=[sys.executable, STANDIN, *does, "--", str(seat), str(attempt)], env={})
 
     async def run() -> int:
-        outcome = await Supervisor(roles=roles, launch=launch, folder=folder, limits=limits).run()
+        outcome = await supervisor.Supervisor(roles=roles, launch=launch, folder=folder, limits=limits).run()
         if outcome.failure:
             sys.stderr.write(f"{outcome.failure}\n")
         return outcome.exit_code

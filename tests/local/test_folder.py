@@ -10,8 +10,8 @@ from asyncflow.errors import ManifestError
 from asyncflow.substrates.local import folder as folders
 from asyncflow.substrates.local.crew import Seat
 from asyncflow.substrates.local.folder import RunFolder, remembered
-from asyncflow.substrates.local.logs import RoleLog
-from asyncflow.substrates.local.record import Placed, Record, load_record
+from asyncflow.substrates.local.logs import RoleLog, open_log
+from asyncflow.substrates.local.record import Placed, Record, attempts_in_logs, load_record
 
 
 def begun(path: Path) -> Path:
@@ -119,9 +119,38 @@ def test_attempts_of_an_earlier_run_are_never_given_again(tmp_path):
     assert load_record(tmp_path / "processes.json") == record
     assert record.next_attempts() == {"rollout": 3}
     assert load_record(tmp_path / "absent.json") is None
-    (tmp_path / "processes.json").write_text("{")
-    with pytest.raises(ManifestError, match="cannot be read"):
+
+
+@pytest.mark.parametrize("damaged", [b"", b"{", b"[]", bytes(4096), b'{"mark": 7}'])
+def test_a_damaged_record_is_set_aside_and_the_logs_tell_the_attempts(tmp_path, damaged):
+    folder = RunFolder.claim(begun(tmp_path / "run"), resume=True)
+    for seat, attempts in {"rollout-0": 3, "rollout-1": 5, "driver-0": 1}.items():
+        log = RoleLog(folder.log(seat))
+        for attempt in range(attempts):
+            log.begin(attempt=attempt, argv=["it"])
+            log.note(f"attempt {attempt} ended: SIGKILL")
+    (folder.path / "checkpoints").mkdir()
+    (folder.path / "checkpoints" / "attempt").write_text("6")
+    folder.processes.write_bytes(damaged)
+    folder.release()
+    RunFolder.claim(folder.path, resume=True).release()
+    assert folder.processes.with_name("processes.json.bad").read_bytes() == damaged
+    assert load_record(folder.processes) is None
+    assert attempts_in_logs(folder.path) == {"rollout": 5, "driver": 1, "trainer": 7}
+
+
+def test_a_record_that_the_disk_does_not_give_now_is_left_as_it_is(tmp_path):
+    (tmp_path / "processes.json").mkdir()
+    with pytest.raises(ManifestError, match=r"cannot be read: Is a directory\. Nothing was changed; try again"):
         load_record(tmp_path / "processes.json")
+
+
+def test_a_log_that_the_disk_does_not_take_or_give_costs_lines_and_ends_nobody(tmp_path):
+    with open_log(Path("/dev/full")) as own:
+        own.write("last words")
+    log = RoleLog(tmp_path / "none" / "rollout-0.log")
+    log.begin(attempt=0, argv=["it"])
+    assert log.tail() == [f"its log cannot be read: [Errno 2] No such file or directory: '{log.path}'"]
 
 
 def test_the_tail_of_a_log_is_what_the_attempt_itself_has_said(tmp_path):

@@ -163,6 +163,15 @@ def test_a_resumed_run_never_uses_an_attempt_again(start):
     assert run.record().processes[0].attempt == 2
 
 
+def test_a_run_whose_record_is_damaged_is_resumed_with_new_attempts(start):
+    run = start(driver={"does": ["crash-below=1", "exit=0"]})
+    assert run.wait() == 0
+    (run.folder / "run" / "processes.json").write_bytes(bytes(100))
+    again = start(driver={"does": ["exit=0"]})
+    assert again.wait() == 0
+    assert again.record().processes[0].attempt == 2
+
+
 def test_what_a_killed_supervisor_left_has_ended_before_the_next_run_begins(start):
     first = start(driver={}, rollout={"does": ["children"]})
     rollout, marked, unmarked, elsewhere = first.pids("rollout-0")

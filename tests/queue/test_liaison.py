@@ -1,6 +1,8 @@
 """A unit's side of the conversation, with a controller that is a few lines."""
 
 import asyncio
+import gc
+import logging
 
 import pytest
 
@@ -56,6 +58,48 @@ async def test_rows_lost_between_two_sessions_are_told_in_the_next():
         liaison.lose([5, 6])
         await controller.sessions.get()
     assert [(method, call.rows) for method, call in controller.told] == [("units.lost", [5, 6])]
+    await liaison.close()
+
+
+class Gone(Controller):
+    """Fails all that it was asked at once, as a link that broke does."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def ask(self, method, request, reply, *, timeout, done):
+        self.asked.append(done)
+
+    async def fail(self, session, *, apart):
+        session.set_exception(PeerLost("the connection broke"))
+        for _ in range(apart):
+            await asyncio.sleep(0)
+        for done in self.asked:
+            done(PeerLost("the connection broke"))
+
+
+@pytest.mark.parametrize("apart", range(4))
+async def test_a_connection_that_breaks_leaves_no_error_that_nobody_takes(apart, caplog):
+    caplog.set_level(logging.ERROR, logger="asyncflow.queue.unit.liaison")  # a record would hold the error
+    unheard = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context["message"]))
+    for _ in range(5):
+        await break_a_session(apart)
+        gc.collect()
+    assert unheard == []
+
+
+async def break_a_session(apart):
+    controller = Gone()
+    holdings = Holdings(backend=MemoryBackend(), budget=Budget(100, where="test"), where="test", lost=list)
+    liaison = Liaison(unit=0, incarnation="me", controller=controller, holdings=holdings)
+    liaison.start()
+    async with asyncio.timeout(10):
+        session = await controller.sessions.get()
+        liaison.lose([5])
+        await controller.fail(session, apart=apart)
+        await controller.sessions.get()
     await liaison.close()
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from asyncflow.api import load
+from asyncflow.roles import base
+from asyncflow.roles.post import RoleOptions
 
 COUNTING = Path(__file__).parents[2] / "examples" / "counting.yaml"
 
@@ -58,3 +64,19 @@ def test_a_task_without_variance_ends_the_run_with_that_reason(tmp_path: Path) -
     ended = run(tmp_path / "run", "algorithm.filterZeroVariance=drop", "algorithm.maxFilteredBatches=2")
     assert ended.returncode == 1
     assert "17 groups of step 1 were dropped: within each, all rewards were equal, the last time 0" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(errno.EIO, 1), (errno.ENOSPC, 1), (errno.EACCES, base.REFUSED), (errno.ENOENT, base.REFUSED)],
+)
+def test_a_disk_that_fails_for_a_moment_is_no_wrong_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, status: int
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(load.Path, "open", fail)
+    monkeypatch.setattr(base, "setup_logging", lambda *_: None)
+    options = RoleOptions(role="driver", index=0, attempt=0, driver="", job=tmp_path / "job.yaml", workdir=tmp_path)
+    assert base.run_role(lambda _: pytest.fail("nothing is to be served"), options) == status

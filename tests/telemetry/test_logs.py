@@ -57,3 +57,18 @@ def test_setting_up_again_replaces_and_does_not_repeat(stream: io.StringIO) -> N
     assert stream.getvalue() == ""
     assert second.getvalue().count("once") == 1
     assert "trainer-0" in second.getvalue()
+
+
+def test_a_record_that_the_disk_does_not_take_is_dropped_without_a_word(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(_: str) -> int:
+        raise OSError(28, "No space left on device")
+
+    log = logging.getLogger("asyncflow.test")
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "write", full)
+        log.warning("lost")
+    log.warning("there")
+    assert capsys.readouterr().err == ""
+    assert [line.rpartition(": ")[2] for line in stream.getvalue().splitlines()] == ["there"]

@@ -22,7 +22,7 @@ SHARES = {"asyncflow_driver_eval_accuracy_ratio", "asyncflow_driver_idle_share_r
 """What is between 0 and 1."""
 GROWING = re.compile(
     "tokens_|samples|lease_expiries|redeliveries|fenced_writes|moved_rows|put_bytes|fetched_bytes|budget_wait|swaps|"
-    "sequences$|rewards|skipped"
+    "sequences$|rewards|skipped|checkpoint_failures"
 )
 """What only grows while a process lives."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.errors import CheckpointError, Fenced
+from asyncflow.errors import CheckpointError, DiskError, Fenced
 from asyncflow.train.checkpoint import CheckpointManifest, Checkpoints
 
 WRITER = """
@@ -91,7 +91,7 @@ def test_a_failed_write_commits_nothing_and_leaves_nothing(tmp_path: Path) -> No
         (folder / "data").write_bytes(b"part")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(CheckpointError, match="No space left"):
+    with pytest.raises(DiskError, match="No space left"):
         checkpoints.write(CheckpointManifest(attempt=0, step=5, samples=0), full)
     assert checkpoints.latest() is None
     assert not list(tmp_path.iterdir())
@@ -99,7 +99,7 @@ def test_a_failed_write_commits_nothing_and_leaves_nothing(tmp_path: Path) -> No
 
 def test_an_unwritable_folder_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be written"):
+    with pytest.raises(DiskError, match="cannot be written"):
         Checkpoints(tmp_path / "file" / "checkpoints").claim(0)
 
 

@@ -14,7 +14,7 @@ from train_reference import HORIZON, TEMPERATURE, padded_logprobs, part, samples
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from asyncflow.algorithms.grpo import GrpoLoss
-from asyncflow.errors import CheckpointError, Diverged, ManifestError
+from asyncflow.errors import CheckpointError, DiskError, Diverged, ManifestError
 from asyncflow.identity import Version
 from asyncflow.net.frames import Jagged
 from asyncflow.train.backends.torch import TorchBackend
@@ -197,7 +197,7 @@ def test_a_full_disk_is_said_and_commits_nothing(tiny_folder: Path, tmp_path: Pa
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        with pytest.raises(CheckpointError, match="cannot be written"):
+        with pytest.raises(DiskError, match="cannot be written"):
             checkpoints.write(CheckpointManifest(attempt=0, step=1, samples=0), trainer.save)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

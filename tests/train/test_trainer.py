@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +79,36 @@ async def test_a_resumed_trainer_goes_on_at_its_checkpoint(tmp_path: Path) -> No
         assert [said.step for said in second.talk.reports] == [3, 4, 5]
         assert counts(tmp_path) == [1] * (STEPS * GROUPS * SIZE)
     assert audit_ledger(tmp_path / "ledger").trained == STEPS * GROUPS * SIZE
+
+
+async def test_a_run_that_was_killed_and_resumed_ends_with_the_same_bits(tmp_path: Path, tiny_folder: Path) -> None:
+    schedule = Schedule(steps=4, lag=0, exact=True)
+
+    async def train(folder: Path, *, killed_after: int) -> bytes:
+        async with World(folder, whole=True) as world:
+            await world.dispatch(1, 4)
+            for attempt in (0, 1):
+                seat = await take_seat(
+                    world.places,
+                    training(steps=4),
+                    attempt=attempt,
+                    schedule=schedule,
+                    model=tiny_folder,
+                    whole=True,
+                    checkpoint_every=1,
+                )
+                if attempt == 0:
+                    seat.trainer._checkpoints.write = stop_at(  # type: ignore[method-assign]
+                        killed_after, seat.trainer._checkpoints
+                    )
+                with suppress(PowerCut):
+                    assert await seat.run() == 4
+            assert [said.step for said in seat.talk.reports] == list(range(killed_after + 1, 5))
+        latest = Checkpoints(folder / "checkpoints").latest()
+        assert latest is not None
+        return (latest.folder / "model.safetensors").read_bytes()
+
+    assert await train(tmp_path / "once", killed_after=4) == await train(tmp_path / "twice", killed_after=2)
 
 
 class PowerCut(Exception):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from asyncflow.durable import make_folder, sync
 
 
 @contextmanager
@@ -17,7 +18,7 @@ def whole_folder(target: Path, *, replace: bool) -> Iterator[Path]:
     replace: what becomes of a ``target`` that is already there: replaced, or kept, for contents that are the same
     whoever writes them, so that several processes may write at once.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     made = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         made.chmod(0o755)
@@ -49,12 +50,3 @@ def _settle(made: Path, target: Path, *, replace: bool) -> None:
     except OSError:
         if replace or not target.is_dir():
             raise
-
-
-def sync(path: Path) -> None:
-    """Have a file's or a folder's content on the disk before going on."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -17,8 +17,9 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from asyncflow.data.tiny import tiny_task
+from asyncflow.durable import sync
 from asyncflow.errors import ManifestError
-from asyncflow.models.folders import sync, whole_folder
+from asyncflow.models.folders import whole_folder
 from asyncflow.models.tiny import write_config
 
 WHERE = "model.source"
@@ -98,6 +99,7 @@ def materialize_weights(source: str, folder: Path) -> None:
     save_file(weights, written, metadata={"format": "pt"})
     sync(written)
     written.replace(folder / WEIGHTS)
+    sync(folder)
 
 
 def check_weights(source: str, folder: Path) -> None:

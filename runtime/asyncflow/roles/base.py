@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -40,7 +41,8 @@ REFUSED = 2
 _SELDOM = (20_000, 20, 100)
 """Thresholds of the garbage collector's generations (``gc.set_threshold``)."""
 BEYOND_REPAIR = (ManifestError, CheckpointError, LedgerCorrupt, Diverged)
-"""Errors that the same process would meet again."""
+"""Errors that the same process would meet again, unless a disk that fails now has caused them."""
+_PASSING = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ETIMEDOUT})
 
 
 def run_role(
@@ -59,7 +61,7 @@ def run_role(
         errors = list(_leaves(group))
         for error in errors:
             log.error("%s", error)
-        status = REFUSED if any(isinstance(error, BEYOND_REPAIR) for error in errors) else 1
+        status = REFUSED if any(map(_is_final, errors)) else 1
     return status
 
 
@@ -121,6 +123,11 @@ def _end(post: Post, number: int) -> None:
     post.signal = number
     post.draining.set()
     post.stopping.set()
+
+
+def _is_final(error: AsyncFlowError) -> bool:
+    cause = error.__cause__
+    return isinstance(error, BEYOND_REPAIR) and not (isinstance(cause, OSError) and cause.errno in _PASSING)
 
 
 def _leaves(group: BaseExceptionGroup[AsyncFlowError]) -> Iterator[AsyncFlowError]:

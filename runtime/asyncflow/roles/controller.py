@@ -38,13 +38,14 @@ def main(options: RoleOptions) -> int:
 
 async def serve(post: JobPost) -> None:
     """Serve a job until told to stop. Raises RoleFailed when the ledger cannot be written any more."""
-    await _serve_member(post, () if post.options.index else tasks_of(post.job.spec))
+    units = post.job.spec.transfer_queue.storage_units
+    await _serve_member(post, () if post.options.index else tasks_of(post.job.spec), units=units)
 
 
-async def _serve_member(post: Post, tasks: Sequence[TaskSpec] = ()) -> None:
+async def _serve_member(post: Post, tasks: Sequence[TaskSpec] = (), *, units: int | None = None) -> None:
     """Serve as a member of a directory elsewhere."""
     others = _Others()
-    controller, metrics = _controller(post, others), ControllerMetrics()
+    controller, metrics = _controller(post, others, units=units), ControllerMetrics()
     with resting_collector():
         address = await controller.start()
     controller.table.declare(tasks)
@@ -92,7 +93,7 @@ class _Others:
         return self.membership.address("controller", index) if self.membership is not None else None
 
 
-def _controller(post: Post, others: _Others) -> Controller:
+def _controller(post: Post, others: _Others, *, units: int | None = None) -> Controller:
     index = post.options.index
     return Controller(
         ledger_dir=shard_ledger(post.options.workdir / "ledger", index),
@@ -103,6 +104,7 @@ def _controller(post: Post, others: _Others) -> Controller:
         index=index,
         controllers=post.queue.controllers,
         address=others.address,
+        units=units,
     )
 
 

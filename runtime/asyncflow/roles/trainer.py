@@ -86,6 +86,7 @@ async def serve(post: JobPost) -> None:
         directives=lambda: membership.directives,
         settings=_settings(post),
         folder=folder,
+        failed=metrics.checkpoint_failures.inc,
         materialise=lambda: materialize_weights(spec.model.source, folder) if backend.of_model else None,
     )
     metrics.watch_busy(trainer.busy)

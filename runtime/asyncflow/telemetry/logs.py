@@ -1,7 +1,7 @@
 r"""Logging of a role: one line a record on stderr, UTC time, level, role, place, words.
 
-Invariant: one record is one line, tracebacks included (their line ends are written ``\n``), so that lines of many
-processes can be mixed, sorted and searched.
+Invariants: one record is one line, tracebacks included (their line ends are written ``\n``), so that lines of many
+processes can be mixed, sorted and searched; a record that cannot be written is dropped, and stops nobody.
 """
 
 from __future__ import annotations
@@ -25,12 +25,19 @@ class LineFormatter(logging.Formatter):
         return super().format(record).replace("\r", "\\r").replace("\n", "\\n")
 
 
+class _Handler(logging.StreamHandler[TextIO]):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (the name is logging's)
+        """Drop a record that the disk, or whoever reads, does not take."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def setup_logging(role: str, index: int, *, level: str = "INFO", stream: TextIO | None = None) -> None:
     """Send all log records of this process to ``stream`` (stderr), in place of what was set up before.
 
     level: the least level shown of asyncflow's own records; others' are shown from WARNING on.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = _Handler(stream or sys.stderr)
     handler.setFormatter(LineFormatter(f"{role}-{index}"))
     root = logging.getLogger()
     for old in list(root.handlers):

@@ -8,7 +8,8 @@ Files are written into a temporary folder and synced, the folder takes its name,
 into it.
 
 Invariant: that last rename is the commit point. A folder without a manifest is nothing, whatever is in it; one with a
-manifest holds files of exactly the sizes and digests that it names. A trainer of an older attempt writes none.
+manifest holds files of exactly the sizes and digests that it names. A trainer of an older attempt writes none. A write
+that failed has committed nothing, and may be tried again.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from pathlib import Path
 
 import msgspec
 
-from asyncflow.durable import sync, write_whole
-from asyncflow.errors import CheckpointError, Fenced
+from asyncflow.durable import make_folder, sync, write_whole
+from asyncflow.errors import AsyncFlowError, CheckpointError, DiskError, Fenced
 
 log = logging.getLogger(__name__)
 
@@ -102,9 +103,9 @@ class Checkpoints:
         self._handled += bytes_
 
     def claim(self, attempt: int) -> None:
-        """Shut out all older attempts. Raises Fenced if a newer one is already here, CheckpointError if unwritable."""
+        """Shut out all older attempts. Raises Fenced if a newer one is already here, DiskError if unwritable."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             self._check(attempt)
             write_whole(self.folder / _ATTEMPT, str(attempt).encode())
         except OSError as error:
@@ -119,25 +120,31 @@ class Checkpoints:
         """Write what ``fill`` puts into the empty folder that it is given, and commit it; blocks until it is on disk.
 
         ``manifest.files`` and ``saved_at`` are filled in here. Raises Fenced for an attempt that has been replaced, and
-        CheckpointError, with nothing committed, when the disk is full or not writable.
+        DiskError, with nothing committed and nothing left behind, when the disk is full or not writable.
         """
         final = self.folder / f"step-{manifest.step:06d}"
         draft = self.folder / f".step-{manifest.step:06d}.{manifest.attempt}.{os.getpid()}"
         try:
             self._check(manifest.attempt)
+            shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
             self._draft = draft
             fill(draft)
             manifest = msgspec.structs.replace(manifest, files=_stored(draft, self.handled), saved_at=time.time())
             self._replace(final, draft)
-            self._check(manifest.attempt)
-            write_whole(final / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
-            self._prune()
+            try:
+                sync(self.folder)
+                self._check(manifest.attempt)
+                write_whole(final / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+            except OSError:
+                self._undo(final, attempt=manifest.attempt)
+                raise
         except OSError as error:
             raise _unwritable(final, error) from error
         finally:
             self._draft = None
             shutil.rmtree(draft, ignore_errors=True)
+        self._prune(manifest.attempt)
         log.info("checkpoint of step %d in %s", manifest.step, final)
         return Checkpoint(final, manifest)
 
@@ -154,7 +161,9 @@ class Checkpoints:
         for path in sorted(self.folder.glob(f"step-*/{MANIFEST}")):
             try:
                 manifest = msgspec.json.decode(path.read_bytes(), type=CheckpointManifest)
-            except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as wrong:
+            except OSError as error:
+                raise DiskError(f"the manifest cannot be read: {error}", where=str(path)) from error
+            except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
                 raise CheckpointError(
                     f"the manifest cannot be read: {wrong}",
                     where=str(path),
@@ -176,14 +185,25 @@ class Checkpoints:
             sync(final)
             shutil.rmtree(final)
         draft.rename(final)
-        sync(self.folder)
 
-    def _prune(self) -> None:
-        for old in self._complete()[: -self._keep]:
-            (old.folder / MANIFEST).unlink()
-            shutil.rmtree(old.folder)
-        for rest in self.folder.glob(".step-*"):
-            shutil.rmtree(rest, ignore_errors=True)
+    def _undo(self, final: Path, *, attempt: int) -> None:
+        """Remove a folder of this attempt whose manifest may have got its name, manifest before files."""
+        with contextlib.suppress(OSError, Fenced):
+            self._check(attempt)
+            (final / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(final)
+
+    def _prune(self, attempt: int) -> None:
+        """Remove what is not kept, and what is none; what cannot be removed now is when the next one is written."""
+        try:
+            self._check(attempt)
+            for old in self._complete()[: -self._keep]:
+                (old.folder / MANIFEST).unlink()
+            for folder in (*self.folder.glob("step-*"), *self.folder.glob(".step-*")):
+                if not (folder / MANIFEST).exists():
+                    shutil.rmtree(folder)
+        except (OSError, AsyncFlowError) as error:
+            log.warning("older checkpoints cannot be removed: %s", error)
 
 
 def _stored(folder: Path, handled: Callable[[int], None]) -> list[StoredFile]:
@@ -209,8 +229,8 @@ def _digest(path: Path, read: Callable[[int], None]) -> str:
     return digest.hexdigest()
 
 
-def _unwritable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
+def _unwritable(path: Path, error: OSError) -> DiskError:
+    return DiskError(
         f"the checkpoint cannot be written: {error.strerror or error}",
         where=str(path),
         hint="Free space, or give a folder that this process may write to.",

@@ -45,6 +45,9 @@ class TrainQueue(Protocol):
     async def step_done(self, *, partition: str, attempt: int, step: int, rank: int, timeout: float) -> None:
         """Say that this rank has finished the step."""
 
+    async def sync(self, *, timeout: float) -> None:
+        """Have the ledger on disk."""
+
     async def commit(self, *, partition: str, attempt: int, step: int, timeout: float) -> None:
         """Say that a checkpoint holds the step."""
 

@@ -4,8 +4,9 @@
     step k: slots of D_k -> gradient -> step -> queue.step_done(k) -> publish θ_k -> report
             now and then: checkpoint -> queue.commit(k)
 
-Invariant: the rename of a checkpoint's manifest is the commit point, and the queue hears of it afterwards; so
-whenever this process dies, the queue un-commits exactly the steps that no checkpoint holds. A trainer of an older
+Invariant: the rename of a checkpoint's manifest is the commit point; the queue's ledger is on disk before it, and hears
+of it afterwards; so whenever this process or its machine dies, the queue un-commits exactly the steps that no
+checkpoint holds. A disk that fails puts checkpoints off. A trainer of an older
 attempt gets ``Fenced`` at the next claim, publication or checkpoint, and ends. Ranks that leave do so after the same
 step (``ranks``). Computing happens in one thread of its own; the event loop only waits, so that heartbeats and fetching
 go on.
@@ -26,7 +27,15 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from asyncflow import clock
-from asyncflow.errors import Diverged, ProtocolError, StaleHandle
+from asyncflow.errors import (
+    CheckpointError,
+    DeadlineExceeded,
+    DiskError,
+    Diverged,
+    ProtocolError,
+    Refused,
+    StaleHandle,
+)
 from asyncflow.identity import Version
 from asyncflow.net.roster import Directives, Status
 from asyncflow.net.rpc import persist
@@ -51,12 +60,17 @@ _CALL_S = 30.0
 _GRACE_S = 2.0
 _MEASURED = 4
 """Samples of each older version in a step whose log-probs are computed again with the weights that made them."""
+_SYNC_S = 10.0
+_AGAIN_S = 1.0
+DISK_S = 300.0
+"""Seconds for which the disk may refuse checkpoints before the trainer ends."""
 
 
 class Trainer:
     """One rank. folder: the model folder; materialise: puts θ_0 there, called by rank 0 when needed; report: takes
     rank 0's reports; directives: the driver's latest; begun: the gang has met, and the weights that it begins with are
-    published; busy: forward, backward, optimizer and checkpoints; waits: the rest.
+    published; failed: told of each checkpoint that the disk refused; busy: forward, backward, optimizer and
+    checkpoints; waits: the rest.
     """
 
     def __init__(
@@ -72,6 +86,7 @@ class Trainer:
         settings: TrainerSettings,
         folder: Path,
         materialise: Callable[[], None],
+        failed: Callable[[], None] = lambda: None,
     ) -> None:
         self.step = 0
         self.begun = False
@@ -89,6 +104,7 @@ class Trainer:
         self._settings = settings
         self._folder = folder
         self._materialise = materialise
+        self._failed = failed
         self._feed = Feed(queue, rank=group.rank, settings=settings, waits=self.waits, attend=self._attend)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._tally = Tally()
@@ -96,6 +112,8 @@ class Trainer:
         self._samples = 0
         self._committed = 0
         self._saving = False
+        self._failing_since: float | None = None
+        self._again_at = 0.0
         self._checkpoints_asked = directives().checkpoint
         self._leaving = asyncio.Event()
         self._since = (clock.now(), self._clock())
@@ -182,8 +200,11 @@ class Trainer:
         if self._group.rank == 0:
             report = self._describe(tally, metrics, published=published)
             await self._persist(lambda: self._report(report), what=f"reporting step {step}")
-        every = self._settings.checkpoint_every
-        await self._checkpoint_if(step == self._settings.schedule.steps or (every > 0 and step % every == 0))
+        every, last = self._settings.checkpoint_every, step == self._settings.schedule.steps
+        await self._checkpoint_if(last or (every > 0 and step % every == 0))
+        while last and self._failing_since is not None:
+            await asyncio.sleep(self._again_at - time.monotonic())
+            await self._attend()
 
     async def _start(self) -> None:
         found = await self._compute(self._load)
@@ -261,17 +282,43 @@ class Trainer:
             self.leave()
             raise Left
         asked, self._checkpoints_asked = self._checkpoints_asked, directives.checkpoint
-        if directives.checkpoint > asked:
-            await self._checkpoint_if(self.step > self._committed)
+        await self._checkpoint_if(directives.checkpoint > asked and self.step > self._committed)
 
     async def _save_completed(self) -> None:
         with suppress(Left):
             await self._checkpoint_if(self.step > self._committed)
 
     async def _checkpoint_if(self, wanted: bool) -> None:
-        if not wanted or self._group.rank != 0:
+        """Write a checkpoint where one is wanted, or where one could not be written and it is time to try again.
+
+        Raises CheckpointError when the disk has failed for too long.
+        """
+        overdue = self._failing_since is not None and time.monotonic() >= self._again_at
+        if self._group.rank != 0 or not (wanted or overdue):
             return
-        step = self.step
+        try:
+            await self._checkpoint(self.step)
+        except DiskError as error:
+            self._put_off(error)
+        else:
+            self._failing_since = None
+
+    def _put_off(self, error: DiskError) -> None:
+        now = time.monotonic()
+        self._failed()
+        since = self._failing_since = self._failing_since or now
+        if now - since > DISK_S:
+            what = f"no checkpoint could be written for {now - since:.0f} s: {error.what}"
+            raise CheckpointError(what, where=error.where, hint=error.hint) from error
+        self._again_at = now + max(_AGAIN_S, (now - since) / 4)
+        log.error("the checkpoint of step %d is tried again: %s", self.step, error)
+
+    async def _checkpoint(self, step: int) -> None:
+        """Write a checkpoint of θ_step, once the ledger has its steps on disk."""
+        try:
+            await persist(lambda: self._queue.sync(timeout=_SYNC_S), what="syncing the ledger", timeout=_SYNC_S)
+        except (Refused, DeadlineExceeded) as error:
+            raise DiskError(error.what, where=error.where, hint=error.hint) from error
         carried = self._publication.carried(step)
         manifest = CheckpointManifest(attempt=self._settings.attempt, step=step, samples=self._samples, carried=carried)
         self._saving = True

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import Refused, StaleHandle
+from asyncflow.queue.client.open_partition import OpenPartition
 
 
 async def test_27_a_put_by_key_creates_or_updates_and_keeps_the_other_columns(two_units, scores):
@@ -81,6 +82,41 @@ async def test_29_a_key_whose_row_was_lost_with_its_unit_is_said_to_be_lost(two_
         await scores.get([lost[0]], ["n"])
     await scores.put({"n": np.array([50])}, keys=lost[:1])
     assert (await scores.get(lost[:1], ["n"]))["n"].tolist() == [50]
+
+
+@pytest.mark.parametrize("key", ["", None, 7, b"a"])
+async def test_29_what_is_no_key_is_refused_and_nothing_is_put(scores, key):
+    with pytest.raises(Refused, match=r"cannot be the key of a row\. A key is a text of at least one character"):
+        await scores.put({"n": np.arange(2)}, keys=["a", key])
+    with pytest.raises(Refused, match="no text or is empty"):
+        await scores.put({"n": np.arange(2)}, tags=[{"key": "a"}, {"key": "" if key is None else 7}])
+    assert (await scores.rows()).rows == []
+
+
+async def test_29_texts_that_are_not_unicode_are_refused_and_the_connection_goes_on(two_units, scores):
+    half = "\ud800"
+    blocking = two_units.blocking()
+    for partition in (scores, OpenPartition(two_units.client, half)):
+        for options in ({"keys": [half]}, {"tags": [{half: 1}]}, {"tags": [{"a": half}]}):
+            with pytest.raises(Refused, match=r"a text is not Unicode: .*surrogates"):
+                await partition.put({"n": np.arange(1)}, **options)
+    for verb in (blocking.get, blocking.write):
+        with pytest.raises(Refused, match="a text is not Unicode"):
+            await asyncio.to_thread(verb, [half], ["n"] if verb == blocking.get else {"n": [1]})
+    (row,) = await asyncio.to_thread(blocking.put, {"n": np.arange(1)}, keys=["a"])
+    assert (await scores.rows()).rows == [row]
+
+
+async def test_29_rows_are_named_by_whole_numbers_or_keys_and_by_nothing_else(scores):
+    rows = await scores.put({"n": np.arange(3)}, keys=list("abc"))
+    assert (await scores.get(np.array(rows), ["n"]))["n"].tolist() == [0, 1, 2]
+    for verb in (scores.get, scores.write):
+        with pytest.raises(Refused, match="None names no row"):
+            await verb([None], ["n"] if verb == scores.get else {"n": [1]})
+    with pytest.raises(Refused, match=r"1\.5 names no row"):
+        await scores.clear([rows[0], 1.5])
+    await scores.clear(np.array(rows[:2]))
+    assert (await scores.rows()).rows == rows[2:]
 
 
 async def test_30_tags_of_a_row_reach_every_later_reader_and_go_with_it(two_units, scores):

@@ -9,7 +9,6 @@ import pytest
 
 from asyncflow.errors import Refused
 from asyncflow.net.frames import Jagged
-from asyncflow.queue.ledger import ledger
 from asyncflow.queue.protocol.messages import TaskSpec
 
 P = "open"
@@ -118,7 +117,7 @@ async def test_a_compaction_whose_folder_cannot_be_synced_loses_and_doubles_noth
             raise OSError(errno.EIO, "Input/output error")
 
         with monkeypatch.context() as patch:
-            patch.setattr(ledger, "_sync_directory", fail)
+            patch.setattr("asyncflow.durable.sync", fail)
             putting = asyncio.create_task(put_for_ever(made, rows))
             await asyncio.wait([made.controller.failed], timeout=30)
             answered = len(rows)

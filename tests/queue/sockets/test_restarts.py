@@ -92,6 +92,21 @@ async def test_a_unit_that_stays_away_is_given_up(cluster):
         assert {row.unit for row in await queue.claim("rollout")} == {1}
 
 
+async def test_units_that_the_queue_has_not_any_more_are_not_waited_for_when_it_starts(cluster):
+    async with cluster(units=3) as queue:
+        await queue.create(0, 1, 2)
+        await queue.stop_controller()
+        for index in (0, 2):
+            gone, queue.units[index] = queue.units[index], None
+            await gone.close()
+        queue.options["units"] = 2
+        await queue.start_controller()
+        async with asyncio.timeout(10):
+            while not (wanted := await queue.client.wanted(partition=P, known=-1, timeout=0)).keys:
+                await asyncio.sleep(0.05)
+        assert {meta.serial for meta in wanted.keys} == {2}, "the unit 0 may come back, and is waited for"
+
+
 async def test_a_replaced_unit_does_not_take_its_place_back(cluster):
     async with cluster() as queue:
         old = queue.units[1]

@@ -77,7 +77,7 @@ class BlockingLink:
         self, call: int, method: str, request: msgspec.Struct, frames: Sequence[Buffer], *, deadline: float
     ) -> None:
         """Send a call as soon as the peer is connected. Raises DeadlineExceeded, PeerLost, ProtocolError."""
-        body = wire.encode(request)
+        body = wire.encode_request(method, request)
         if frames:
             wire.check_size("the call of", method, body, frames, limit=self._most)
         socket = self._socket or self._connected(method, deadline)

@@ -89,7 +89,7 @@ class RpcClient:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
-        body = wire.encode(request)
+        body = wire.encode_request(method, request)
         wire.check_size("the call of", method, body, frames, limit=self._max_message)
         link = self._current() or await self._found(method, timeout, deadline)
         future: asyncio.Future[Answered] = loop.create_future()
@@ -130,7 +130,7 @@ class RpcClient:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
-        body = wire.encode(request)
+        body = wire.encode_request(method, request)
         wire.check_size("the call of", method, body, (), limit=self._max_message)
         link = self._current()
         if link is None:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from asyncflow.errors import AsyncFlowError, ProtocolError, from_wire
+from asyncflow.errors import AsyncFlowError, ProtocolError, Refused, from_wire
 from asyncflow.net.frames import Buffer
 
 MAX_MESSAGE = 1 << 30
@@ -74,9 +74,16 @@ to_server = msgspec.msgpack.Decoder(Call | Cancel | Seat).decode
 to_client = msgspec.msgpack.Decoder(Answer | Failure).decode
 error_body = msgspec.msgpack.Decoder(dict[str, str]).decode
 
-
 _building = threading.Lock()
 os.register_at_fork(before=_building.acquire, after_in_parent=_building.release, after_in_child=_building.release)
+
+
+def encode_request(method: str, request: Struct) -> bytes:
+    """Return the body of a call. Raises Refused where a text in it is not Unicode."""
+    try:
+        return encode(request)
+    except UnicodeEncodeError as wrong:
+        raise Refused(f"a text is not Unicode: {wrong}", where=method, hint="Give texts without surrogates") from None
 
 
 @functools.cache

@@ -126,6 +126,7 @@ class BlockingQueue:
     slot = _blocking(OpenVerbs.slot)
     step_done = _blocking(OpenVerbs.step_done)
     commit = _blocking(OpenVerbs.commit)
+    sync = _blocking(OpenVerbs.sync)
     wanted = _blocking(OpenVerbs.wanted)
     expire = _blocking(OpenVerbs.expire)
     stats = _blocking(OpenVerbs.stats)

@@ -106,6 +106,7 @@ class QueueClient:
     slot = _awaited(OpenVerbs.slot)
     step_done = _awaited(OpenVerbs.step_done)
     commit = _awaited(OpenVerbs.commit)
+    sync = _awaited(OpenVerbs.sync)
     wanted = _awaited(OpenVerbs.wanted)
     expire = _awaited(OpenVerbs.expire)
     stats = _awaited(OpenVerbs.stats)

@@ -7,7 +7,8 @@ Invariant: what is read equals what was put, in the order of the rows or keys th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import operator
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -184,19 +185,34 @@ class PartitionVerbs:
             yield from self._verbs.clear_partition(partition=self.name, timeout=timeout)
             return
         deadline = self._verbs.clock() + timeout
-        names, ids = [row for row in rows if isinstance(row, str)], [row for row in rows if isinstance(row, int)]
+        names, ids = self._named(rows)
         if names:
             ids += [row for row in (yield from self._verbs.find(self.name, names, timeout=timeout)) if row]
         yield from self._verbs.clear_rows(self.name, ids, timeout=left_of(deadline, self._verbs.clock))
 
     def _ids(self, rows: Sequence[int | str], timeout: float) -> Verb[list[int]]:
         """Give the ids of rows that may be named by their keys. Raises StaleHandle where a key is unknown."""
-        names = [row for row in rows if isinstance(row, str)]
+        names, ids = self._named(rows)
         if not names:
-            return [row for row in rows if isinstance(row, int)]
-        if len(names) != len(rows):
+            return ids
+        if ids:
             raise Refused("rows are named by ids or by keys, not both at once", where=self.name)
         return (yield from self._verbs.rows_of(self.name, names, timeout=timeout))
+
+    def _named(self, rows: Iterable[int | str]) -> tuple[list[str], list[int]]:
+        """Return the keys among ``rows``, and the ids. Raises Refused for what is neither."""
+        names: list[str] = []
+        ids: list[int] = []
+        for row in rows:
+            if isinstance(row, str):
+                names.append(row)
+                continue
+            try:
+                ids.append(operator.index(row))
+            except TypeError:
+                hint = "Give ids, as put returned them, or keys"
+                raise Refused(f"{row!r} names no row", where=self.name, hint=hint) from None
+        return names, ids
 
 
 def _awaited(

@@ -93,7 +93,7 @@ class OpenVerbs(RowVerbs):
         timeout: float,
     ) -> Verb[list[int]]:
         """Put rows by their keys: a new row for a new key, else the columns and tags are written to the one it has."""
-        _check_once(keys, "key")
+        _check_keys(keys, partition)
         _check_tags(tags, len(keys))
         deadline, rows = self.clock() + timeout, [0] * len(keys)
         named = [{**(tags[i] if tags is not None else {}), KEY_TAG: key} for i, key in enumerate(keys)]
@@ -212,6 +212,13 @@ def _listed(what: str, names: Sequence[str]) -> str:
 def _check_tags(tags: Sequence[Mapping[str, Tag]] | None, count: int) -> None:
     if tags is not None and len(tags) != count:
         raise Refused(f"{count} rows came with {len(tags)} sets of tags", where="queue client", hint="Give one a row")
+
+
+def _check_keys(keys: Sequence[str], partition: str) -> None:
+    if wrong := [key for key in keys if not isinstance(key, str) or not key]:
+        hint = "A key is a text of at least one character"
+        raise Refused(f"{wrong[0]!r} cannot be the key of a row", where=partition, hint=hint)
+    _check_once(keys, "key")
 
 
 def _check_once(names: Sequence[int] | Sequence[str], what: str) -> None:

@@ -109,6 +109,10 @@ class ControlVerbs:
         request = calls.Commit(partition, attempt, step)
         yield from self.fresh.changing(self.ask("queue.commit", request, calls.Done, timeout=timeout))
 
+    def sync(self, *, timeout: float) -> Verb[None]:
+        """Have the ledger on disk, with everything that was answered up to now, whatever its class."""
+        yield from self.ask("queue.sync", calls.Nothing(), calls.Done, timeout=timeout)
+
     def wanted(self, *, partition: str, known: int, timeout: float) -> Verb[Wanted]:
         """Give the samples to be created again, as soon as their revision is not ``known``, or after ``timeout``."""
         deadline = self.clock() + timeout

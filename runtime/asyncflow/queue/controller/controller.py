@@ -54,7 +54,8 @@ class Controller:
 
     ledger_dir: folder of the ledger, made if needed; sync: its durability class; host, port: where to listen (0: any);
     advertise: the host that others dial, where that is another; keys: the job's key; unit_lost_s: seconds of silence
-    after which a storage unit's rows are made again elsewhere; compact_bytes: size from which on the ledger is
+    after which a storage unit's rows are made again elsewhere; units: how many there are, where rows of others can be
+    made again without waiting for them; compact_bytes: size from which on the ledger is
     compacted while serving; index: of this controller among all ``controllers``; address: of each.
     ``failed`` is done when the controller cannot go on; its exception says why.
     """
@@ -69,6 +70,7 @@ class Controller:
         advertise: str = "",
         keys: Keys | None = None,
         unit_lost_s: float = 30.0,
+        units: int | None = None,
         compact_bytes: int = 64 << 20,
         index: int = 0,
         controllers: int = 1,
@@ -79,7 +81,7 @@ class Controller:
         self.server = RpcServer(name="controller", bind=bind, keys=keys, advertise=advertise)
         self.table.books.keeps_up = False
         self._ledger = Ledger(ledger_dir, sync=sync, compact=self._dump, limit=compact_bytes)
-        self.sessions = Sessions(self.table, lost_s=unit_lost_s)
+        self.sessions = Sessions(self.table, lost_s=unit_lost_s, units=units)
         self.ledger_dir = ledger_dir
         self._parking = Parking(self.table, now=self.now, give=self._give_safe)
         self._alarm: asyncio.TimerHandle | None = None
@@ -127,6 +129,14 @@ class Controller:
         """Give the counts of now."""
         sessions = self.sessions
         return stats(self.table, Storage(sessions.used, sessions.limit, len(sessions), self._ledger.bytes))
+
+    async def synced(self) -> None:
+        """Wait until the ledger has everything up to now on disk. Raises Refused where it cannot be written."""
+        self.settle()
+        try:
+            await self._ledger.synced()
+        except OSError as error:
+            raise self._broken(error) from error
 
     async def rewrite(self) -> None:
         """Write the ledger anew, because the books were replaced. Raises Refused where it cannot be written."""

@@ -95,6 +95,7 @@ class Handlers:
         answer("queue.slot", calls.AskSlot, self._slot)
         answer("queue.wanted", calls.AskWanted, self._wanted)
         server.route("queue.audit", calls.Nothing, self._audit)
+        server.route("queue.sync", calls.Nothing, self._sync)
         OpenHandlers(self._controller).route(server, command, freeing=freeing)
 
     def _end(self, call: calls.EndRows) -> calls.Verdicts:
@@ -154,6 +155,10 @@ class Handlers:
         if (pending := self._controller.settle()) is not None:
             await pending
         return await asyncio.to_thread(audit_ledger, self._controller.ledger_dir)
+
+    async def _sync(self, _call: calls.Nothing, _frames: Frames) -> calls.Done:
+        await self._controller.synced()
+        return _DONE
 
     def _where(self, call: moving_calls.AskWhere) -> moving_calls.Whereabouts:
         return moving_calls.Whereabouts(shrink_equal(self._table.moves.where(expand(call.rows))))

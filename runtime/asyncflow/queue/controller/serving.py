@@ -44,6 +44,9 @@ class Serving(Protocol):
     def settle(self) -> asyncio.Future[None] | None:
         """Take what the last commands left; give what is done when the ledger has it, None where it does."""
 
+    async def synced(self) -> None:
+        """Wait until the ledger has everything up to now on disk, whatever its class."""
+
     def safe(self, reply: T, ahead: SentAhead | None = None) -> Soon[T]:
         """Settle, and give ``reply`` when the ledger has everything up to now.
 

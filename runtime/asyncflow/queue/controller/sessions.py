@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _WATCH_S = 1.0
+_GONE_S = 2.0
+"""Seconds for which a unit of the ledger is waited for that the queue has not any more, in case it still leaves."""
 _SILENT = 3
 """A unit that was not heard for so many times as long as it may be without a word is called silent."""
 _ORDERS = 10_000
@@ -64,14 +66,17 @@ def _answer(future: asyncio.Future[Orders], orders: Orders) -> None:
 
 
 class Sessions:
-    """All units. lost_s: seconds of silence after which what a unit held is given up.
+    """All units.
+
+    lost_s: seconds of silence after which what a unit held is given up; units: how many there are, where that is known.
 
     next_deadline: a time before which none has been silent for so long, perhaps long before; infinite without units.
     """
 
-    def __init__(self, table: Table, *, lost_s: float) -> None:
+    def __init__(self, table: Table, *, lost_s: float, units: int | None = None) -> None:
         self._table = table
         self._lost_s = lost_s
+        self._expected = units
         self._units: dict[int, _Unit] = {}
         self._replaced: set[str] = set()
         self._turn = 0
@@ -80,8 +85,12 @@ class Sessions:
         self.next_deadline = math.inf
 
     def start(self, now: float) -> None:
-        """Expect the units of the ledger to come back."""
-        self._units = {index: _Unit(unit.epoch, now) for index, unit in self._table.books.units.items()}
+        """Expect the units of the ledger to come back, those that the queue has not any more at once."""
+        gone = now - max(0.0, self._lost_s - _GONE_S)
+        self._units = {
+            index: _Unit(unit.epoch, now if self._expected is None or index < self._expected else gone)
+            for index, unit in self._table.books.units.items()
+        }
         self.next_deadline = self._silent_from()
         self._turn = 0
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
+from asyncflow import durable
 from asyncflow.errors import Refused
 from asyncflow.queue.ledger.events import Event
 from asyncflow.queue.ledger.records import SUFFIX, newest, pack, records
@@ -68,7 +69,7 @@ class Ledger:
 
         Raises LedgerCorrupt, and Refused while another process has it.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
+        durable.make_folder(self.directory)
         lock = os.open(self.directory / "lock", os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,7 +114,7 @@ class Ledger:
         self._fd = fd
         try:
             draft.rename(path)
-            _sync_directory(self.directory)
+            durable.sync(self.directory)
         except OSError as error:
             self._broken = error
             raise
@@ -147,6 +148,17 @@ class Ledger:
         """Wait until everything appended before is as safe as ``sync`` says. Raises OSError when it cannot be."""
         if (pending := self.commit()) is not None:
             await pending
+
+    async def synced(self) -> None:
+        """Wait until what was appended before is on disk, whatever ``sync`` says. Raises OSError when it cannot be."""
+        await self.flushed()
+        if self._sync == "always":
+            return
+        try:
+            await asyncio.to_thread(_sync, os.dup(self._fd))
+        except OSError as error:
+            self._broken = error
+            raise
 
     def lag(self) -> float:
         """Give for how many seconds the oldest record has not been as safe as ``sync`` says; 0 if there is none."""
@@ -273,11 +285,3 @@ def _remove(old: Path) -> None:
         old.unlink()
     except OSError as error:
         log.warning("%s was replaced, but cannot be removed: %s", old, error)
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -61,7 +61,7 @@ class Puts:
         _check_shape(partition, group, size, rows, tags)
         check(cells, len(rows))
         keys = [set_of.get(KEY_TAG) for set_of in tags]
-        if any(keys):
+        if any(key is not None for key in keys):
             self._check_keys(keys, partition)
         self._books.check_schema(held, cells.dtypes)
         count, serial = len(rows) // size, self._number(held, client) << SERIAL_BITS | group
@@ -96,7 +96,8 @@ class Puts:
     def _check_keys(self, keys: Sequence[Tag | None], partition: str) -> None:
         named = [key for key in keys if key is not None]
         if not all(isinstance(key, str) and key for key in named):
-            raise Refused(f"the tag {KEY_TAG!r} is a row's key, a text", where=partition)
+            hint = "Give each row a key of at least one character, or none of them a key"
+            raise Refused(f"the key of a row, its tag {KEY_TAG!r}, is no text or is empty", where=partition, hint=hint)
         if len(set(named)) < len(named):
             raise Refused("two rows of one put have the same key", where=partition)
         if self._silent:

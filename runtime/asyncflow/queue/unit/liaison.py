@@ -169,8 +169,8 @@ class Liaison:
         obeying = asyncio.create_task(self._obey(session, welcome.watch_s))
         try:
             done, _ = await asyncio.wait([obeying, broken], return_when=asyncio.FIRST_COMPLETED)
-            for ended in done:
-                ended.result()
+            errors = [error for ended in done if (error := ended.exception()) is not None]
+            raise errors[0]
         finally:
             self._telling.end()
             obeying.cancel()

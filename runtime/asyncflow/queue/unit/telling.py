@@ -73,7 +73,7 @@ class Telling:
 
     def end(self) -> None:
         """Tell no more until the next session begins."""
-        self.session = None
+        self.session = self._broken = None
 
     def lose(self, rows: Iterable[int]) -> None:
         """Have the controller know that the bytes of ``rows`` are gone."""

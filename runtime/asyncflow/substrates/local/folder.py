@@ -141,7 +141,8 @@ class RunFolder:
         undo: this start was refused: unless a run made progress here, remove what the start has made, the folder too,
         and move back the run that it moved aside.
         """
-        self.token.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.token.unlink(missing_ok=True)
         if undo and not _has_progress(self.path):
             try:
                 self._undo()
@@ -258,11 +259,7 @@ def _lock(path: Path) -> int:
 
 def _end_predecessor(path: Path) -> None:
     """End what the folder's last supervisor, which is gone since its lock is ours, has left running."""
-    try:
-        record = load_record(path / "run" / "processes.json")
-    except ManifestError:
-        _log.warning("%s cannot be read: nobody knows what the last run has left", path / "run" / "processes.json")
-        return
+    record = load_record(path / "run" / "processes.json")
     if record is not None:
         reaper.sweep(mark=record.mark, sessions=())
 

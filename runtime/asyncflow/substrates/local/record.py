@@ -1,16 +1,24 @@
 """The record of placements, ``DIR/run/processes.json``: who runs where, for people, tests and the next run.
 
-Invariant: an attempt is on record before its process exists, so that a resumed job never uses an attempt again.
+Invariant: an attempt is on record before its process exists, so that a resumed job never uses an attempt again; where
+the record is gone, or damaged, the logs and the checkpoints tell which were used.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import re
 from pathlib import Path
 
 import msgspec
 
 from asyncflow.durable import write_whole
 from asyncflow.errors import ManifestError
+
+log = logging.getLogger(__name__)
+
+_BEGUN = re.compile(rb"^--- \S+ attempt (\d+):", re.MULTILINE)
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,11 +62,36 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_record(path: Path) -> Record | None:
-    """Read what an earlier supervisor left; None where there was none. Raises ManifestError where it is unreadable."""
+    """Read what an earlier supervisor left; None where there is none, or a damaged one, which is set aside.
+
+    Raises ManifestError where the disk does not give it.
+    """
     try:
         return msgspec.json.decode(path.read_bytes(), type=Record)
     except FileNotFoundError:
         return None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        hint = "Without it attempts would be used twice; use --fresh"
-        raise ManifestError(f"the record of placements cannot be read: {error}", where=str(path), hint=hint) from error
+    except OSError as error:
+        what = f"the record of placements cannot be read: {error.strerror}"
+        raise ManifestError(what, where=str(path), hint="Nothing was changed; try again") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
+        aside = path.with_name(f"{path.name}.bad")
+        log.warning(
+            "the record of placements is damaged, see %s; the logs tell which attempts there were: %s", aside, wrong
+        )
+        with contextlib.suppress(OSError):
+            path.rename(aside)
+        return None
+
+
+def attempts_in_logs(folder: Path) -> dict[str, int]:
+    """Return, for each role, the first attempt of which the logs and the checkpoints of a run's folder know nothing."""
+    attempts: dict[str, int] = {}
+    for path in (folder / "logs").glob("*-*.log"):
+        with contextlib.suppress(OSError):
+            begun = [int(number) for number in _BEGUN.findall(path.read_bytes())]
+            role = path.stem.rpartition("-")[0]
+            attempts[role] = max([attempts.get(role, 0), *(number + 1 for number in begun)])
+    with contextlib.suppress(OSError, ValueError):
+        trainer = int((folder / "checkpoints" / "attempt").read_text())
+        attempts["trainer"] = max(attempts.get("trainer", 0), trainer + 1)
+    return attempts

@@ -13,6 +13,7 @@ from asyncflow.net.hosts import address_of
 from asyncflow.net.stream.server import new_server
 from asyncflow.plan.roles import Role
 from asyncflow.substrates.local.folder import RunFolder
+from asyncflow.substrates.local.logs import open_log
 from asyncflow.substrates.local.placement import launcher, seats_of
 from asyncflow.substrates.local.ports import PortReservation
 from asyncflow.substrates.local.supervisor import Supervisor
@@ -37,7 +38,7 @@ def site(roles: Sequence[Role], *, folder: RunFolder, limits: Limits, port: int 
     """
     seats = seats_of(roles)
     reserved = PortReservation(1 + len(seats), first=port)
-    with folder.log("supervisor").open("a", encoding="utf-8") as log, reserved as (rpc_port, *ports):
+    with open_log(folder.log("supervisor")) as log, reserved as (rpc_port, *ports):
         setup_logging("supervisor", 0, stream=log)
         http_ports = dict(zip(seats, ports, strict=True))
         http_port = http_ports[seats[0]]

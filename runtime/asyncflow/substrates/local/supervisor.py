@@ -1,13 +1,15 @@
 """The supervisor: places each replica as a process, starts again what may start again, ends everything in order.
 
-It only carries out what ``crew`` and ``ending`` decide. Invariant: when ``run`` returns or raises, no process of the
-run is alive; when this process is killed instead, its roles die by their leash and the reaper ends the rest.
+It only carries out what ``crew`` and ``ending`` decide. Invariants: when ``run`` returns or raises, no process of the
+run is alive; when this process is killed instead, its roles die by their leash and the reaper ends the rest; a disk
+that fails for a while puts off what must be on record first, and nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -20,7 +22,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from asyncflow import leash
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, RoleFailed
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, DiskError, RoleFailed
 from asyncflow.plan.roles import Role
 from asyncflow.substrates.local import reaper
 from asyncflow.substrates.local.crew import Crew, Seat, Start, Verdict
@@ -30,7 +32,7 @@ from asyncflow.substrates.local.exits import CANNOT_START, ExitStatus
 from asyncflow.substrates.local.folder import RunFolder
 from asyncflow.substrates.local.logs import RoleLog
 from asyncflow.substrates.local.process import Process
-from asyncflow.substrates.local.record import Placed, Record, load_record
+from asyncflow.substrates.local.record import Placed, Record, attempts_in_logs, load_record
 from asyncflow.substrates.local.terms import Launch, Limits, Outcome
 from asyncflow.substrates.local.watchdog import Watchdog
 
@@ -39,6 +41,10 @@ _log = logging.getLogger(__name__)
 FAREWELL_S = 3.0
 """Seconds that the other roles have to end by themselves once the job has succeeded."""
 
+DISK_S = 300.0
+"""Seconds for which the disk may refuse the record before the job ends."""
+
+_AGAIN_S = 0.2
 _GANG_END_S = 2.0
 _LAST_S = 1.0
 
@@ -70,14 +76,15 @@ class Supervisor:
         """Prepare; nothing starts yet.
 
         launch: how to start a seat as an attempt; driver, http: addresses to note in the record. Raises ManifestError
-        where an earlier run's record is unreadable.
+        where an earlier run's record cannot be read now.
         """
         self._launch = launch
         self._folder = folder
         self.observe: Callable[[Event], None] = lambda _: None
         self._limits = limits or Limits()
         previous = load_record(folder.processes)
-        self._crew = Crew(roles, now=time.monotonic(), attempts=previous.next_attempts() if previous else None)
+        attempts = previous.next_attempts() if previous is not None else attempts_in_logs(folder.path)
+        self._crew = Crew(roles, now=time.monotonic(), attempts=attempts)
         self._record = Record(mark=uuid.uuid4().hex, supervisor=os.getpid(), started=_now(), driver=driver, http=http)
         self._first = {seat: attempt for seat, (_, attempt) in self._crew.seats.items()}
         self._started = dict.fromkeys(self._first, "")
@@ -85,6 +92,8 @@ class Supervisor:
         self._running: dict[Seat, _Running] = {}
         self._logs = {seat: RoleLog(folder.log(str(seat))) for seat in self._first}
         self._changed = asyncio.Event()
+        self._unsaved_since: float | None = None
+        self._unwritable: DiskError | None = None
         self._stop_signal = 0
         self._hurry = False
 
@@ -117,12 +126,14 @@ class Supervisor:
     async def _follow(self) -> Verdict:
         """Start what is due, until the crew has its verdict."""
         while self._crew.verdict is None:
-            if starts := self._crew.due(time.monotonic()):
-                self._save()
-                for start in starts:
+            due_at = self._crew.wake_at()
+            is_due = due_at is not None and due_at <= time.monotonic()
+            if (is_due or self._unsaved_since is not None) and self._save():
+                for start in self._crew.due(time.monotonic()):
                     self._start(start)
                 self._save()
-            await self._wait_for_change(self._crew.wake_at())
+            put_off = self._unsaved_since is not None
+            await self._wait_for_change(time.monotonic() + _AGAIN_S if put_off else self._crew.wake_at())
         return self._crew.verdict
 
     async def _conclude(self, verdict: Verdict) -> Outcome:
@@ -133,7 +144,7 @@ class Supervisor:
             await self._end_all()
             return Outcome(exit_code=0)
         self.observe(Stopping(reason=f"{verdict.culprit} failed" if verdict.culprit else verdict.reason))
-        failure = None if self._stop_signal and not verdict.culprit else self._failure(verdict)
+        failure = None if self._stop_signal and not verdict.culprit else self._unwritable or self._failure(verdict)
         await self._end_all()
         code = 1 if failure else 128 + self._stop_signal
         return Outcome(exit_code=code, failure=failure, refused=bool(verdict.culprit) and verdict.status.final)
@@ -192,14 +203,14 @@ class Supervisor:
         self._take_end(seat, status, running.attempt, wanted=running.told_to_end)
 
     def _take_end(self, seat: Seat, status: ExitStatus, attempt: int, *, wanted: bool) -> None:
-        self._logs[seat].note(f"attempt {attempt} ended: {status}")
-        self.observe(Ended(seat=seat, attempt=attempt, status=status, wanted=wanted))
         others, restart = self._crew.ended(seat, status, time.monotonic())
         self._end_gang(others)
+        self._changed.set()
+        self._logs[seat].note(f"attempt {attempt} ended: {status}")
+        self.observe(Ended(seat=seat, attempt=attempt, status=status, wanted=wanted))
         if restart:
             self.observe(Restarting(restart=restart))
         self._save()
-        self._changed.set()
 
     def _end_gang(self, seats: Sequence[Seat]) -> None:
         self._terminate(seats)
@@ -229,8 +240,11 @@ class Supervisor:
             f"{verdict.culprit} ended with {verdict.status} and {verdict.reason}", where=str(log.path), hint=hint
         )
 
-    def _save(self) -> None:
-        """Write the record: before anything starts, so that no attempt is ever used twice, and after each change."""
+    def _save(self) -> bool:
+        """Write the record: before anything starts, so that no attempt is ever used twice, and after each change.
+
+        False where the disk refuses it: it is tried again soon, unless that is of no use; then the job ends.
+        """
         processes = [
             Placed(
                 role=seat.role,
@@ -246,7 +260,25 @@ class Supervisor:
             for seat, (state, attempt) in self._crew.seats.items()
         ]
         self._record = msgspec.structs.replace(self._record, processes=processes)
-        self._record.save(self._folder.processes)
+        try:
+            self._record.save(self._folder.processes)
+        except OSError as error:
+            self._put_off(error)
+            return False
+        self._unsaved_since = None
+        return True
+
+    def _put_off(self, error: OSError) -> None:
+        now = time.monotonic()
+        if self._unsaved_since is None:
+            _log.warning("%s cannot be written, which is tried again: %s", self._folder.processes, error)
+            self._unsaved_since = now
+            self._changed.set()
+        if error.errno == errno.EROFS or now - self._unsaved_since > DISK_S:
+            what = f"the run's folder cannot be written any more: {error.strerror}"
+            hint = "Make it writable, or free some space, and continue with --resume"
+            self._unwritable = DiskError(what, where=str(self._folder.path), hint=hint)
+            self._crew.stop(what)
 
     @contextlib.contextmanager
     def _deadline(self) -> Iterator[None]:

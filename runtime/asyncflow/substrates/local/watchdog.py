@@ -73,6 +73,11 @@ class Watchdog:
         asyncio.get_running_loop().call_later(_AGAIN_S, self._again)
 
     def _again(self) -> None:
-        if not self._closing:
-            os.close(self._pipe)
+        if self._closing:
+            return
+        os.close(self._pipe)
+        try:
             self._start()
+        except OSError as error:
+            _log.warning("no other reaper can be started now: %s", error)
+            asyncio.get_running_loop().call_later(_AGAIN_S, self._again)

@@ -28,7 +28,7 @@ from torch import Tensor
 from asyncflow.algorithms.aggregation import LossTotals
 from asyncflow.algorithms.grpo import TokenLoss
 from asyncflow.algorithms.losses import MAX_LOG_RATIO
-from asyncflow.errors import CheckpointError, Diverged
+from asyncflow.errors import CheckpointError, DiskError, Diverged
 from asyncflow.plugins import read_options
 from asyncflow.train.backends.base import OPTIONS, TrainerBackend
 from asyncflow.train.backends.torch_model import named_weights, open_model, read_weights, token_logprobs
@@ -286,9 +286,8 @@ class TorchBackend(TrainerBackend):
             save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
             save_file(state, folder / STATE_FILE)
         except SafetensorError as wrong:
-            raise CheckpointError(
-                f"the weights cannot be written: {wrong}", where=str(folder), hint="Is the disk full?"
-            ) from wrong
+            hint = "Free space, or give a folder that this process may write to."
+            raise DiskError(f"the weights cannot be written: {wrong}", where=str(folder), hint=hint) from wrong
 
     def close(self) -> None:
         """Leave the process group."""

@@ -1,0 +1,102 @@
+"""Rows that flow through an open partition while something is done to the queue, and whether each came out once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from jobs import Failed
+
+from asyncflow.errors import AsyncFlowError, StaleHandle
+from asyncflow.queue.client.blocking import BlockingQueue
+from asyncflow.queue.client.open_partition import BlockingPartition
+
+PARTITION, TASK = "flow", "count"
+_CALL_S = 60.0
+_QUIET_S = 3.0
+
+
+class Flow:
+    """Producers and consumers of one queue, each with the client that ``connect`` makes for it."""
+
+    def __init__(self, connect: Callable[[], BlockingQueue]) -> None:
+        self._connect = connect
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self.put: set[int] = set()
+        self.doubtful: set[int] = set()
+        self.completed: Counter[int] = Counter()
+        self.errors: Counter[str] = Counter()
+
+    def run(self, meanwhile: Callable[[], None], *, producers: int = 2, consumers: int = 2) -> None:
+        """Let rows flow while ``meanwhile`` goes on, then until all are out. Raises Failed unless each is out once."""
+        self.partition().declare(TASK, needs=["n"], lease_s=3.0)
+        with ThreadPoolExecutor(producers + consumers) as threads:
+            made = [threads.submit(self._produce, 1_000_000 * (1 + number)) for number in range(producers)]
+            used = [threads.submit(self._consume) for _ in range(consumers)]
+            try:
+                meanwhile()
+            finally:
+                self._stop.set()
+            for future in (*made, *used):
+                future.result()
+        self._judge()
+
+    def partition(self) -> BlockingPartition:
+        """Return the partition as a client of its own sees it."""
+        return BlockingPartition(self._connect(), PARTITION)
+
+    def _produce(self, first: int) -> None:
+        scores = self.partition()
+        while not self._stop.is_set():
+            values = list(range(first, first + 1 + first % 5))
+            first += len(values)
+            try:
+                scores.put({"n": values}, timeout=_CALL_S)
+                known = self.put
+            except AsyncFlowError as error:
+                self._note(error)
+                known = self.doubtful
+            with self._lock:
+                known |= set(values)
+            time.sleep(0.001)
+
+    def _consume(self) -> None:
+        scores = self.partition()
+        heard = time.monotonic()
+        while not self._stop.is_set() or time.monotonic() - heard < _QUIET_S + 3.0:
+            values: list[int] = []
+            try:
+                rows = scores.claim(TASK, 16, timeout=1.0)
+                if not rows:
+                    continue
+                values = [int(value) for value in scores.get(rows, ["n"], timeout=_CALL_S)["n"]]
+                done = scores.complete(rows, timeout=_CALL_S)
+            except StaleHandle as error:
+                self._note(error)
+                continue
+            except AsyncFlowError as error:
+                self._note(error)
+                with self._lock:
+                    self.doubtful |= set(values)
+                continue
+            heard = time.monotonic()
+            with self._lock:
+                self.completed.update(value for value, ok in zip(values, done, strict=True) if ok)
+
+    def _note(self, error: AsyncFlowError) -> None:
+        with self._lock:
+            self.errors[type(error).__name__] += 1
+
+    def _judge(self) -> None:
+        lost = [value for value in self.put - self.doubtful if not self.completed[value]]
+        doubled = [value for value, times in self.completed.items() if times > 1]
+        if lost or doubled:
+            raise Failed(
+                f"of {len(self.put)} rows {len(lost)} are lost, {len(doubled)} came twice: {lost[:3] + doubled[:3]}"
+            )
+        if len(self.put) < 100:
+            raise Failed(f"only {len(self.put)} rows were put: {dict(self.errors)}")

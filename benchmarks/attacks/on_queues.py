@@ -1,0 +1,323 @@
+"""Attacks on queues alone. Each has a folder, dice and a shim, and raises Failed where it succeeded."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from flow import Flow
+from jobs import Failed
+from proxy import Proxy
+from serve import address_in
+from shim import Shim
+
+from asyncflow.errors import AsyncFlowError
+from asyncflow.identity import RowPlace
+from asyncflow.net.frames import Jagged
+from asyncflow.queue.client.blocking import BlockingQueue
+from asyncflow.queue.client.open_partition import BlockingPartition
+from asyncflow.queue.client.placement import Placement
+from asyncflow.queue.client.putting import Putter
+from asyncflow.queue.client.verbs import Ask
+from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.queue.protocol.unit_calls import Cells, Numbers
+from asyncflow.queue.table.table import Table
+
+sys.path.append(str(Path(__file__).parents[1] / "queue"))
+from servers import Servers, servers
+
+SERVE = Path(__file__).with_name("serve.py")
+MIB = 1 << 20
+CLIENTS = 200_000
+
+
+class Pair:
+    """A controller, which a shim attacks, and a unit, in processes of their own."""
+
+    def __init__(self, folder: Path, shim: Shim | None = None) -> None:
+        self.folder = folder
+        self._shim = shim
+        self.restarts = -1
+        self._unit = self._start("unit", None)
+        self.start_controller()
+        self.ready("unit")
+
+    def start_controller(self) -> None:
+        """Start it, again where it has ended."""
+        self.restarts += 1
+        self.controller = self._start("controller", self._shim)
+
+    def connect(self) -> BlockingQueue:
+        return connect(address_in(self.folder / "controller"), address_in(self.folder / "unit"))
+
+    def close(self) -> None:
+        for process in (self.controller, self._unit):
+            process.kill()
+            process.wait(20)
+
+    def _start(self, role: str, shim: Shim | None) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{role}.log").open("ab") as log:
+            words = [sys.executable, str(SERVE), role, str(self.folder)]
+            return subprocess.Popen(
+                words, stdout=log, stderr=log, env=shim.env if shim is not None else dict(os.environ)
+            )
+
+    def ready(self, role: str) -> None:
+        """Wait until a process has said where it is."""
+        deadline = time.monotonic() + 60
+        while not (self.folder / role).exists():
+            if time.monotonic() > deadline:
+                raise Failed(f"the {role} did not start")
+            time.sleep(0.02)
+
+
+def connect(controller: Callable[[], str | None], unit: Callable[[], str | None]) -> BlockingQueue:
+    """Make a client of a controller and a unit by their addresses."""
+    worker = uuid.uuid4().hex
+    return BlockingQueue(controller=controller, unit=lambda _: unit(), units=lambda: [0], worker=worker)
+
+
+def broken_compaction(folder: Path, dice: random.Random, shim: Shim) -> str:
+    """26b: the ledger's disk fails for moments while it is compacted all the time; the controller is started again."""
+    pair = Pair(folder, shim)
+
+    def meanwhile() -> None:
+        until = time.monotonic() + 12.0
+        while time.monotonic() < until:
+            time.sleep(dice.uniform(0.05, 0.4))
+            shim.fail_for(dice.uniform(0.001, 0.03), dice.choice([errno.EIO, errno.ENOSPC]), "/ledger")
+            if pair.controller.poll() is not None:
+                pair.start_controller()
+        while pair.controller.poll() is not None:
+            pair.start_controller()
+            time.sleep(1.0)
+
+    flow = Flow(pair.connect)
+    try:
+        flow.run(meanwhile)
+    finally:
+        pair.close()
+    generation = max(int(path.stem) for path in (folder / "ledger").glob("*.wal"))
+    return f"{len(flow.put)} rows, {generation} generations of the ledger, {pair.restarts} restarts"
+
+
+def cut_streams(folder: Path, dice: random.Random, _shim: Shim) -> str:
+    """Survived: streams are cut after some bytes, all the time."""
+    with _proxied(folder, dice) as (proxies, flow):
+        for proxy in proxies:
+            proxy.cut_every = dice.choice([2_000, 10_000, 50_000])
+        flow.run(lambda: time.sleep(10.0))
+        return f"{len(flow.put)} rows, {sum(proxy.cuts for proxy in proxies)} cuts"
+
+
+def partitions(folder: Path, dice: random.Random, _shim: Shim) -> str:
+    """Survived: a server is out of everybody's reach for a while, longer than leases or shorter."""
+    spans: list[float] = []
+
+    def meanwhile() -> None:
+        for _ in range(3):
+            time.sleep(dice.uniform(0.2, 1.0))
+            cut_off = dice.sample(proxies, dice.randint(1, len(proxies)))
+            spans.append(dice.uniform(0.2, 6.0))
+            for proxy in cut_off:
+                proxy.hold()
+            time.sleep(spans[-1])
+            for proxy in cut_off:
+                proxy.go_on()
+
+    with _proxied(folder, dice) as (proxies, flow):
+        flow.run(meanwhile)
+        return f"{len(flow.put)} rows, out of reach for {', '.join(f'{span:.1f}' for span in spans)} s"
+
+
+@contextlib.contextmanager
+def _proxied(folder: Path, dice: random.Random) -> Iterator[tuple[list[Proxy], Flow]]:
+    pair = Pair(folder)
+    pair.ready("controller")
+    proxies = [Proxy((folder / role).read_text(), dice) for role in ("controller", "unit")]
+    controller, unit = proxies
+    try:
+        yield proxies, Flow(lambda: connect(lambda: controller.address, lambda: unit.address))
+    finally:
+        for proxy in proxies:
+            proxy.close()
+        pair.close()
+
+
+def forked_clients(_folder: Path, dice: random.Random, _shim: Shim) -> str:
+    """26a: a client forks again and again; all put and claim, and the controller is killed meanwhile."""
+    with servers(units=2) as made, made.handle.visit() as queue:
+        rows = BlockingPartition(queue, "forks")
+        rows.declare("count", needs=["n"], lease_s=30.0)
+        seeds = [dice.randrange(1 << 30) for _ in range(4)]
+        pipes = [_fork(rows, seed, 10_000 * (1 + number)) for number, seed in enumerate(seeds[:3])]
+        killing = threading.Thread(target=_restart_controller, args=(made, dice.uniform(0.0, 1.5)))
+        killing.start()
+        put, had = _put_and_claim(rows, random.Random(seeds[3]), 0)
+        for pid, pipe in pipes:
+            with os.fdopen(pipe, "rb") as told:
+                theirs = json.loads(told.read() or b"null")
+            if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) or theirs is None:
+                raise Failed("a forked client ended with an error")
+            put, had = put + theirs[0], had + theirs[1]
+        killing.join()
+        had += _claim(rows)
+        times = Counter(had)
+        if sorted(had) != sorted(put):
+            lost, doubled = set(put) - set(had), [value for value, count in times.items() if count > 1]
+            raise Failed(f"of {len(put)} rows {len(lost)} are lost, {len(doubled)} came twice")
+        return f"{len(put)} rows of 4 clients, one controller killed"
+
+
+def _fork(rows: BlockingPartition, seed: int, first: int) -> tuple[int, int]:
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(theirs)
+        return pid, ours
+    status = 1
+    signal.alarm(150)
+    try:
+        told = json.dumps(_put_and_claim(rows, random.Random(seed), first)).encode()
+        while told:
+            told = told[os.write(theirs, told) :]
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _put_and_claim(rows: BlockingPartition, dice: random.Random, first: int) -> tuple[list[int], list[int]]:
+    put: list[int] = []
+    had: list[int] = []
+    while len(put) < 200:
+        values = list(range(first + len(put), first + len(put) + dice.randint(1, 5)))
+        rows.put({"n": values}, timeout=60)
+        put += values
+        if dice.random() < 0.3:
+            had += _claim(rows, most=dice.randint(1, 9))
+    return put, had + _claim(rows)
+
+
+def _claim(rows: BlockingPartition, *, most: int = 1 << 30) -> list[int]:
+    had: list[int] = []
+    while len(had) < most and (leased := rows.claim("count", 7, timeout=1.0)):
+        values = [int(value) for value in rows.get(leased, ["n"], timeout=60)["n"]]
+        had += [value for value, ok in zip(values, rows.complete(leased, timeout=60), strict=True) if ok]
+    return had
+
+
+def _restart_controller(made: Servers, after_s: float) -> None:
+    time.sleep(after_s)
+    made.processes["controller"].kill()
+    made.processes["controller"].wait()
+    made.start("controller", attempt=1)
+
+
+def many_clients(_folder: Path, dice: random.Random, _shim: Shim) -> str:
+    """26c: 200,000 clients put one row each; half of the rows are cleared meanwhile, and some puts come twice."""
+    table = Table()
+    table.start(0.0)
+    table.declare([TaskSpec(partition="p", name="t", needs=["x"])])
+    epoch = table.join_unit(0, "unit")
+    cells = Cells(dtypes={"x": "int64"}, sizes={"x": (8).to_bytes(4, "little")})
+    column = {"x": Jagged(np.zeros(1, np.int64), np.arange(2))}
+    placement = Placement(units=lambda: [0], clock=lambda: 0.0)
+    placement.begun = True
+    living: set[int] = set()
+    for number in range(CLIENTS):
+        putter = Putter(placement=placement, worker="w", clock=lambda: 0.0)
+        verb = putter.put("p", column, tags=None, group_size=1, outputs={}, timeout=1.0)
+        ask = next(verb)
+        assert isinstance(ask, Ask)
+        row = RowPlace(epoch, 0, number).row
+        for _ in range(1 + (dice.random() < 0.01)):
+            ok, rows = table.puts.put(
+                "p", client=ask.request.client, group=ask.request.group, size=1, rows=[row], cells=cells, tags=[]
+            )
+            if list(rows) != [row]:
+                raise Failed(f"the row of client {number} was taken for that of another: {ok}, {list(rows)}")
+        with contextlib.suppress(StopIteration):
+            verb.send((Numbers([row]), []))
+        living.add(row)
+        if dice.random() < 0.5:
+            table.clear_rows("p", [living.pop()])
+        table.books.outbox.clear()
+        table.books.frees.clear()
+    if table.books.rows.keys() != living:
+        raise Failed(f"{len(living)} rows should live, {len(table.books.rows)} do")
+    return f"{CLIENTS} clients, {len(living)} rows live"
+
+
+def large_puts(_folder: Path, dice: random.Random, _shim: Shim) -> str:
+    """26d: puts of up to 80 MiB into too little room while units are killed; a reader sees all of a put, or nothing."""
+    stop, seen, harm = threading.Event(), Counter[str](), []
+    with servers(units=2, bytes_per_unit="96Mi", shared_memory=dice.random() < 0.5) as made:
+
+        def read() -> None:
+            with made.handle.visit() as queue:
+                rows = BlockingPartition(queue, "large")
+                while not stop.is_set():
+                    with contextlib.suppress(AsyncFlowError):
+                        there = Counter((tag["put"], tag["of"]) for tag in rows.rows(timeout=5).tags)
+                        harm.extend(
+                            f"{count} of {of} rows of put {put}" for (put, of), count in there.items() if count != of
+                        )
+                        seen["looks"] += 1
+                    time.sleep(0.005)
+
+        def write(number: int, seed: int) -> None:
+            mine = random.Random(seed)
+            with made.handle.visit() as queue:
+                rows = BlockingPartition(queue, "large")
+                for turn in range(12):
+                    count, size = mine.randint(4, 20), mine.randint(1, 4)
+                    tags = [{"put": 100 * number + turn, "of": count}] * count
+                    try:
+                        ids = rows.put({"x": [bytes(size * MIB)] * count}, tags=tags, timeout=mine.uniform(0.3, 3.0))
+                        seen["put"] += 1
+                        if mine.random() < 0.7:
+                            rows.clear(ids, timeout=10)
+                    except AsyncFlowError:
+                        seen["failed"] += 1
+
+        threads = [threading.Thread(target=write, args=(n, dice.randrange(1 << 30))) for n in range(2)]
+        reader = threading.Thread(target=read)
+        for thread in (*threads, reader):
+            thread.start()
+        attempts = Counter[str]()
+        while any(thread.is_alive() for thread in threads):
+            time.sleep(dice.uniform(0.5, 3.0))
+            name = f"unit{dice.randrange(2)}"
+            made.processes[name].kill()
+            made.processes[name].wait()
+            attempts[name] += 1
+            made.start(name, attempt=attempts[name])
+        stop.set()
+        for thread in (*threads, reader):
+            thread.join()
+    if harm:
+        raise Failed(f"half a put was seen: {harm[:3]}")
+    return f"{seen['put']} puts, {seen['failed']} that failed, {seen['looks']} looks, {attempts.total()} units killed"
+
+
+ATTACKS = {
+    "forked-clients": forked_clients,
+    "broken-compaction": broken_compaction,
+    "many-clients": many_clients,
+    "large-puts": large_puts,
+    "cut-streams": cut_streams,
+    "partitions": partitions,
+}

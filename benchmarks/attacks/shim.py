@@ -1,0 +1,64 @@
+"""What can be done to the disk and the clock of all processes of a run, by a library that is preloaded into them."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import struct
+import subprocess
+import time
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("shim.c")
+_LAYOUT = struct.Struct("<qi244s")
+
+
+def build(folder: Path) -> Path:
+    """Compile the library into ``folder``."""
+    made = folder / "shim.so"
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(made), str(SOURCE), "-ldl"], check=True, timeout=60)
+    return made
+
+
+class Shim:
+    """The library ``made`` with a control of its own; ``env`` has a process, and what that starts, obey it."""
+
+    def __init__(self, made: Path, folder: Path) -> None:
+        self.synced = folder / "synced"
+        self.synced.touch()
+        control = folder / "control"
+        control.write_bytes(_LAYOUT.pack(0, 0, b""))
+        with control.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _LAYOUT.size)
+        self._clock = 0
+        self.env = {
+            **os.environ,
+            "LD_PRELOAD": str(made),
+            "ATTACK_CONTROL": str(control),
+            "ATTACK_SYNCED": str(self.synced),
+        }
+
+    def set_clock(self, ahead_s: int) -> None:
+        """Have the system clock stand so many seconds ahead of the true one, or behind it."""
+        self._clock = ahead_s
+        self._write(0, "")
+
+    def fail(self, number: int, path: str) -> None:
+        """Have the disk answer ``number`` from now on, for files whose path holds ``path``."""
+        self._write(number, path)
+
+    def heal(self) -> None:
+        """Have the disk work again."""
+        self._write(0, "")
+
+    def fail_for(self, seconds: float, number: int, path: str) -> str:
+        """Have the disk fail for so long; say what was done."""
+        self.fail(number, path)
+        time.sleep(seconds)
+        self.heal()
+        return f"{errno.errorcode[number]} for {seconds:.2f} s"
+
+    def _write(self, number: int, path: str) -> None:
+        self._map[:] = _LAYOUT.pack(self._clock, 0, path.encode())
+        self._map[:] = _LAYOUT.pack(self._clock, number, path.encode())
