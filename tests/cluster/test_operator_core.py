@@ -26,7 +26,7 @@ LABELS = {"app.kubernetes.io/managed-by": "asyncflow-operator", "asyncflow.dev/j
 
 
 class NoDriver:
-    async def ask(self, owner: Owner, path: str) -> None:
+    def order(self, owner: Owner, path: str) -> None:
         raise AssertionError(f"{path} asked of {owner.name}")
 
 

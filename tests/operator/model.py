@@ -124,7 +124,7 @@ class World(Cluster):
             if failed:
                 break
         if plan.stages:
-            self.denied[ref] = failed if failed != "driver" else ""
+            self.denied[ref] = failed
         self.notes.extend(note.reason for note in plan.notes)
 
     def _do(self, action: Action) -> str:
@@ -137,7 +137,7 @@ class World(Cluster):
             case Delete(ref=ref, uid=uid):
                 self.delete(ref, uid)
             case Ask(path=path):
-                return self.ask(path)
+                self.ask(path)
         return ""
 
     # Time.

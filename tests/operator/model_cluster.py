@@ -85,18 +85,15 @@ class Cluster(ApiServer):
         """Whether the driver answers."""
         return any(pod.ready and pod.phase == "Running" for pod in self.with_role("driver"))
 
-    def ask(self, path: str) -> str:
-        """POST to the driver; gives "driver" where it does not take it."""
+    def ask(self, path: str) -> None:
+        """POST to the driver, which takes it if it can."""
         if not self.driver_up:
-            return "driver"
+            return
         if path == "/v1/suspend":
             self.suspending = True
-            return ""
+            return
         uid = path.removeprefix("/v1/rollouts/").removesuffix("/drain")
-        if uid not in {pod.uid for pod in self._registered()}:
-            return "driver"
-        self.drained.add(uid)
-        return ""
+        self.drained |= {uid} & {pod.uid for pod in self._registered()}
 
     def _registered(self) -> list[PodView]:
         return [pod for pod in self.with_role("rollout") if pod.phase == "Running" and pod.ready]

@@ -32,8 +32,8 @@ _log = logging.getLogger(__name__)
 class Driver(Protocol):
     """A job's driver, as far as a plan needs it."""
 
-    async def ask(self, owner: Owner, path: str) -> None:
-        """POST ``path`` with the job's token. Raises AsyncFlowError where the driver did not take it."""
+    def order(self, owner: Owner, path: str) -> None:
+        """Have ``path`` POSTed with the job's token, soon; whether the driver takes it is not waited for."""
 
 
 @dataclass(kw_only=True)
@@ -113,7 +113,7 @@ class Hands:
             case Delete(ref=ref, uid=uid, grace_s=grace_s):
                 await self._delete(owner.namespace, ref.kind, ref.name, uid, grace_s)
             case Ask(path=path):
-                await self._driver.ask(owner, path)
+                self._driver.order(owner, path)
 
     async def _apply(self, owner: Owner, manifest: Manifest) -> None:
         """Make an object, or change the one that ``owner`` has. One of that name that is another's is left alone: it is

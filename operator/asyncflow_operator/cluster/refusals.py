@@ -25,6 +25,12 @@ class Unreachable(ApiError):
     code = "api_unreachable"
 
 
+class TooLarge(ApiError):
+    """An answer is larger than any that is read."""
+
+    code = "api_too_large"
+
+
 class NotLeading(ApiError):
     """Nothing was sent: another operator may write now."""
 

@@ -46,7 +46,7 @@ def figures(seen: DriverStatus | None, rollouts: Collection[PodView]) -> dict[st
         "eta": "" if seen.eta_seconds is None else spoken(seen.eta_seconds),
         "last_step_at": seen.last_step_at,
         "checkpoint_step": seen.checkpoint.step if seen.checkpoint is not None else None,
-        "waiting_for": seen.waiting_for[:_LINE],
+        "waiting_for": _shown(seen.waiting_for),
         "ready_rollouts": sum(each.state == "ready" for each in seen.rollouts),
     }
 
@@ -69,6 +69,11 @@ def judge(
     if alarm.until(since + patience):
         board.say("Stalled", False, "Stepping")
         return
-    what = f"; it waits for {seen.waiting_for}" if seen.waiting_for else ""
+    what = f"; it waits for {_shown(seen.waiting_for)}" if seen.waiting_for else ""
     message = f"No step for more than {spoken(patience)}, after step {seen.step} of {seen.steps}{what}"
     board.say("Stalled", True, "NoStep", message)
+
+
+def _shown(words: str) -> str:
+    """Return a driver's words as one line that a terminal may show."""
+    return "".join(letter if letter.isprintable() else " " for letter in words)[:_LINE]
