@@ -193,7 +193,7 @@ class Operator:
         backoff = self._worklist.finish(key, again_in_s=outcome.again_in_s, failed=outcome.failed)
         if outcome.gone:
             self._worklist.forget(key)
-        word = "failed" if outcome.failed else "gone" if outcome.gone else "ok"
+        word = "failed" if outcome.failed or outcome.denied else "gone" if outcome.gone else "ok"
         self._metrics.reconciled(key.kind, word, time.perf_counter() - begun)
         if outcome.failed:
             _log.warning("reconcile put off", extra={"object": str(key), "backoff_s": round(backoff, 1)})

@@ -10,7 +10,7 @@ from model_samples import JOB, QUEUE
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.status import DriverStatus, Phase, RolloutState
-from asyncflow_operator.observed import PodView, Probe
+from asyncflow_operator.observed import PodView, Probe, Ref
 
 
 @dataclass
@@ -160,8 +160,13 @@ class Cluster(ApiServer):
         self.mine[JOB] = Mine(owner, model, known.status)
 
     def scale_queue(self, units: int) -> None:
-        """Change the child queue's units."""
+        """Change the job's own queue, as kubectl scale does: the number is not the operator's field any more."""
         known = self.mine[QUEUE]
         model = known.model.model_copy(update={"spec": known.model.spec.model_copy(update={"storage_units": units})})
         owner = replace(known.owner, generation=known.owner.generation + 1)
         self.mine[QUEUE] = Mine(owner, model, known.status)
+        self.meddle(QUEUE)
+
+    def meddle(self, ref: Ref) -> None:
+        """Change a field of an object that the operator has written."""
+        self.objects[ref] = replace(self.objects[ref], held='{"f:other":{}}')

@@ -25,7 +25,7 @@ from kubernetes.aio.client.configuration import Configuration
 from asyncflow.api.names import FIELD_MANAGER
 from asyncflow.errors import ManifestError
 from asyncflow_operator.cluster.kinds import LEASE, Kind
-from asyncflow_operator.cluster.refusals import NotLeading, TooLarge, Unreachable, refusal
+from asyncflow_operator.cluster.refusals import NotLeading, Refusal, TooLarge, Unreachable, refusal
 
 Json = dict[str, Any]
 Answered = Callable[[str, str, str, float], None]
@@ -43,6 +43,8 @@ CALL_S: Final = 15.0
 """Seconds of one attempt."""
 DEADLINE_S: Final = 30.0
 """Seconds of a call with all its attempts."""
+_NO_VERSION: Final = "1"
+"""A resource version that no object has: etcd counts from it."""
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
 _OWNED: Final = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
@@ -110,6 +112,29 @@ class Api:
         """Create an object; refused (``conflict``) where there is one of its name."""
         path = kind.path(namespace)
         return await self._call("create", "POST", kind, path, body=body, query=_OWNED, deadline_s=deadline_s)
+
+    async def make(self, kind: Kind, namespace: str, manifest: Json) -> Json:
+        """Create an object by server-side apply, so that a later apply can take back each of its fields.
+
+        Refused (``exists``) where there is one of its name: an apply that names a version is refused by an object of
+        any other, and no object has that version.
+        """
+        name = manifest["metadata"]["name"]
+        body = manifest | {"metadata": manifest["metadata"] | {"resourceVersion": _NO_VERSION}}
+        try:
+            return await self.apply(kind, namespace, body, force=False)
+        except Refusal as refused:
+            if refused.reason != "Conflict":
+                raise
+            what = f'{kind.plural} "{name}" already exists'
+            raise Refusal(what, where=refused.where, status=refused.status, reason="AlreadyExists") from refused
+
+    async def find(self, kind: Kind, namespace: str, name: str) -> Json | None:
+        """Return the metadata of an object whose labels nobody knows, None where there is none: by a list of one."""
+        async for page in self.pages(kind, namespace=namespace, fields=f"metadata.name={name}", metadata_only=True):
+            for raw in page.get("items") or ():
+                return dict(raw)
+        return None
 
     async def replace(self, kind: Kind, namespace: str, name: str, body: Json, *, deadline_s: float) -> Json:
         """Write a whole object; refused (``conflict``) where it has another ``resourceVersion`` by now."""

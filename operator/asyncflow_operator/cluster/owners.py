@@ -21,7 +21,7 @@ from asyncflow.api.later import planned
 from asyncflow.api.queue import QueueStatus, TransferQueue
 from asyncflow.api.status import JobStatus
 from asyncflow.api.weights import WeightsStatus, WeightSync
-from asyncflow_operator.cluster.views import controller_of, digest_of, scalers, seconds
+from asyncflow_operator.cluster.views import controller_of, digest_of, held_of, scalers, seconds
 from asyncflow_operator.observed import Owner
 
 Json = Mapping[str, Any]
@@ -57,6 +57,7 @@ class Mine:
     scaled_by: tuple[str, ...]
     controller: tuple[str, str]
     digest: str
+    held: str
 
 
 def mine(kind: str, raw: Json, before: Mine | None) -> Mine:
@@ -89,6 +90,7 @@ def mine(kind: str, raw: Json, before: Mine | None) -> Mine:
         scaled_by=scalers(raw, _REPLICAS) if kind == "RLJob" else (),
         controller=controller_of(raw)[:2],
         digest=digest_of(raw),
+        held=held_of(raw, kind=kind),
     )
 
 

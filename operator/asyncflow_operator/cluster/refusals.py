@@ -65,6 +65,16 @@ class Refusal(ApiError):
         return self.status == 409
 
     @property
+    def exists(self) -> bool:
+        """Whether there is an object of that name already."""
+        return self.status == 409 and self.reason == "AlreadyExists"
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the object with the UID that was named is no more, or has changed since."""
+        return self.conflict or (self.status == 422 and "metadata.uid" in self.what)
+
+    @property
     def namespace_ends(self) -> bool:
         """Whether nothing can be made there any more."""
         return _ENDING in self.causes

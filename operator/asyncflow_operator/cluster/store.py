@@ -33,7 +33,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[View]):
-    """One object. version: its resource version; owner: UID of its controller, "" without one."""
+    """One object. version: its resource version; owner: UID of the object of ours that controls it, "" without one."""
 
     kind: str
     uid: str
@@ -86,7 +86,8 @@ class Store:
             return
         same = before is not None and before.uid == uid
         view = self._project(kind, raw, before.view if before is not None and same else None)
-        owner = controller_of(raw)[2]
+        owner_kind, _, controller = controller_of(raw)
+        owner = controller if owner_kind in _OURS else ""
         group = group_of(kind, raw)
         if before is not None and before.group != group:
             self._drop(kind, namespace, name, before)

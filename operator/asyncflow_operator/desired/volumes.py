@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from asyncflow.api.accelerators import PROFILES, host_paths
-from asyncflow.api.names import CONFIG_DIR, JOB_FILE, KEY_FILE, STORE_PASSWORD_FILE, TOKEN_FILE, WORKDIR, keys_secret
+from asyncflow.api.names import CONFIG_DIR, JOB_FILE, KEY_FILE, STORE_PASSWORD_FILE, TOKEN_FILE, WORKDIR
 from asyncflow.api.queue import SecretEntry
 from asyncflow_operator.desired.blueprint import Blueprint
 from asyncflow_operator.observed import Manifest
@@ -51,7 +51,7 @@ def _config(blueprint: Blueprint) -> list[Manifest]:
 
     return [
         {"configMap": {"name": family, "items": items(JOB_FILE)}},
-        {"secret": {"name": keys_secret(family), "items": items(KEY_FILE, TOKEN_FILE)}},
+        {"secret": {"name": blueprint.keys, "items": items(KEY_FILE, TOKEN_FILE)}},
         *([_entry(store.password, STORE_PASSWORD_FILE)] if store is not None and store.password is not None else []),
     ]
 

@@ -9,6 +9,8 @@ from model_samples import DESIRED, JOB, QUEUE, START, job_of, names, pending, po
 from asyncflow.api.status import JobStatus
 from asyncflow_operator.actions import Apply, Delete, Plan
 from asyncflow_operator.decide import decide_job
+from asyncflow_operator.decide.builders import UNBEGUN_S
+from asyncflow_operator.desired.keys import secret_name
 from asyncflow_operator.observed import JobState, Owner, Ref
 
 HOUR = 3600
@@ -199,7 +201,8 @@ def test_images_are_pinned_when_a_job_is_created():
 def test_the_secret_goes_with_the_driver_and_where_a_pod_misses_it():
     world = World(job_of())
     world.settle()
-    secret = ("Secret", "demo-keys")
+    name = secret_name(b"m" * 32, owner())
+    secret = ("Secret", name)
     assert secret not in applied(world.decide(JOB))
     world.vanish(world.with_role("rollout")[0])
     world.see_all()
@@ -209,9 +212,14 @@ def test_the_secret_goes_with_the_driver_and_where_a_pod_misses_it():
     assert secret in applied(world.decide(JOB))
     world.settle()
     pod = world.with_role("rollout")[0]
-    missing = pending("rollout", pod.index, waiting_message='MountVolume failed: secret "demo-keys" not found')
-    world.pods[pod.name] = world.seen_pods[pod.name] = replace(missing, uid=pod.uid)
-    assert applied(world.decide(JOB)) == [secret]
+    says = pending("rollout", pod.index, scheduled=True, waiting_message=f'secret "{name}" not found')
+    mounts = pending("rollout", pod.index, scheduled=True, waiting="ContainerCreating", created=world.now)
+    for missing, since in ((says, 0.0), (mounts, UNBEGUN_S)):
+        world.pods[pod.name] = world.seen_pods[pod.name] = replace(missing, uid=pod.uid)
+        if since:
+            assert applied(world.decide(JOB)) == []
+        world.now += since
+        assert applied(world.decide(JOB)) == [secret]
 
 
 def test_an_object_that_somebody_deleted_or_changed_is_written_again():
