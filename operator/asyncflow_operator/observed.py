@@ -137,7 +137,8 @@ class NodeFree:
 class JobState:
     """Everything that decides what happens to one RLJob.
 
-    job: None where the object is no legal job, and ``problem`` says why and what to do; status: as last written;
+    job: what counts: the spec, or the last that was accepted if ``problem`` says why the spec is not; None where none
+    ever was; status: as last written;
     queue: the status of the job's own TransferQueue as last written, None where there is none yet; pods: of all roles,
     those of the job's own TransferQueue too; objects: all else that carries the job's label; scaled_by: foreign field
     managers of spec.rollout.replicas; namespace_ending: nothing can be made there any more;
@@ -162,7 +163,10 @@ class JobState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueState:
-    """Everything that decides what happens to one TransferQueue. job: its owner, where it belongs to a job."""
+    """Everything that decides what happens to one TransferQueue.
+
+    queue: what counts, as of a job; job: its owner, where it belongs to a job.
+    """
 
     owner: Owner
     queue: TransferQueue | None

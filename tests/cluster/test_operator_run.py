@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted_driver import ScriptedDrivers
 
 import operator_rights
 from asyncflow.api.document import parse
@@ -220,6 +221,52 @@ def test_a_job_that_this_version_does_not_do_says_so(start: Start, world: World)
     assert (accepted["status"], accepted["reason"]) == ("False", "NotYet")
     assert "spec.rollout.engine.name" in accepted["message"]
     assert not world.pods()
+
+
+def test_a_running_job_that_is_edited_to_what_cannot_be_done_goes_on_as_it_was_accepted(
+    start: Start, world: World, drivers: ScriptedDrivers
+) -> None:
+    first = start(probe_url=drivers.url)
+    driver = drivers.of(world.namespace, "quickstart")
+    world.apply()
+    world.until_whole()
+    world.until(lambda: world.condition("Ready").get("status") == "True", "the job to be ready")
+    engine = world.job()["spec"]["rollout"]["engine"]
+    path = f"{OURS}/namespaces/{world.namespace}/rljobs/quickstart"
+
+    def edit(**spec: Any) -> None:
+        world.plane.api.patch(path, {"spec": spec})
+
+    edit(rollout={"engine": {"name": "vllm"}})
+    world.until(lambda: world.condition("Accepted")["reason"] == "NotYet", "the edit to be judged")
+    said = world.condition("Accepted")["message"]
+    assert said.startswith("Generation 1 runs on; of this one suspend: true and its scale are obeyed")
+    assert "spec.rollout.engine.name" in said
+    world.annotate("quickstart-trainer-0", exit="137")
+    world.until(lambda: attempts(world.pods("trainer")) == {"quickstart-trainer-0": "1"}, "the trainer's next attempt")
+    world.until_whole()
+
+    first.process.end()
+    start("another", probe_url=drivers.url)
+    for pod in ("storage-1", "rollout-0"):
+        world.annotate(f"quickstart-{pod}", exit="1")
+    edit(rollout={"replicas": 3})
+    world.until_whole(rollout=3)
+    world.until(lambda: attempts(world.pods("storage"))["quickstart-storage-1"] == "1", "the unit to come again")
+    assert world.condition("Accepted")["status"] == "False"
+
+    edit(suspend=True)
+    world.until(lambda: "/v1/suspend" in driver.asked_for(), "the driver to be told")
+    driver.say(phase="Suspended")
+    world.until(lambda: world.job()["status"]["phase"] == "Suspended" and not world.pods(), "the job to be suspended")
+    edit(suspend=False)
+    generation = world.job()["metadata"]["generation"]
+    world.until(lambda: world.job()["status"]["observedGeneration"] == generation, "a look at that")
+    assert world.job()["status"]["phase"] == "Suspended", "what is refused begins nothing"
+    driver.say(phase="Running")
+    edit(rollout={"engine": engine})
+    world.until_whole(rollout=3)
+    assert world.condition("Accepted")["status"] == "True"
 
 
 def test_a_job_that_another_controller_manages_is_left_alone(start: Start, world: World) -> None:

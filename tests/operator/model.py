@@ -76,6 +76,8 @@ class World(Cluster):
         return JobState(
             owner=known.owner,
             job=known.model,
+            problem=known.problem,
+            problem_reason=known.problem_reason,
             status=known.status,
             queue=queue.status if queue is not None else None,
             pods=tuple(sorted(self.seen_pods.values(), key=lambda pod: pod.name)),

@@ -33,11 +33,13 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Mine:
-    """An object of ours: its model, its status, and who it is."""
+    """An object of ours: its model, with a problem the last that was accepted; its status, and who it is."""
 
     owner: Owner
     model: Any
     status: Any
+    problem: str = ""
+    problem_reason: str = ""
 
 
 @dataclass

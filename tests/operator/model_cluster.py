@@ -157,7 +157,13 @@ class Cluster(ApiServer):
         model = RLJob.model_validate(
             known.model.model_dump(by_alias=True, mode="json", exclude_none=True) | {"spec": spec}
         )
-        self.mine[JOB] = Mine(owner, model, known.status)
+        self.mine[JOB] = replace(known, owner=owner, model=model)
+
+    def refuse(self, problem: str, reason: str) -> None:
+        """Change the job's spec to one that is refused, or with "" to one that is not."""
+        known = self.mine[JOB]
+        owner = replace(known.owner, generation=known.owner.generation + 1)
+        self.mine[JOB] = replace(known, owner=owner, problem=problem, problem_reason=reason)
 
     def scale_queue(self, units: int) -> None:
         """Change the job's own queue, as kubectl scale does: the number is not the operator's field any more."""

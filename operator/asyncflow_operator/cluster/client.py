@@ -129,9 +129,10 @@ class Api:
             what = f'{kind.plural} "{name}" already exists'
             raise Refusal(what, where=refused.where, status=refused.status, reason="AlreadyExists") from refused
 
-    async def find(self, kind: Kind, namespace: str, name: str) -> Json | None:
-        """Return the metadata of an object whose labels nobody knows, None where there is none: by a list of one."""
-        async for page in self.pages(kind, namespace=namespace, fields=f"metadata.name={name}", metadata_only=True):
+    async def find(self, kind: Kind, namespace: str, name: str, *, metadata_only: bool = True) -> Json | None:
+        """Return an object whatever its labels are, None where there is none: by a list of one."""
+        fields = f"metadata.name={name}"
+        async for page in self.pages(kind, namespace=namespace, fields=fields, metadata_only=metadata_only):
             for raw in page.get("items") or ():
                 return dict(raw)
         return None

@@ -8,7 +8,7 @@ and no write is repeated because a watch is late.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from asyncflow.api.names import LABEL_JOB, LABEL_QUEUE
@@ -96,6 +96,13 @@ class Store:
         self._groups.setdefault(group, {})[kind, name] = entry
         if before is None or not same or before.view != view or before.owner != owner:
             self._changed(group, kind, before.view if before is not None and same else None, view)
+
+    def revise(self, kind: str, namespace: str, name: str, view: Any) -> None:
+        """Take that more is known of an object than its newest version says."""
+        entry = self._kinds[kind][namespace, name]
+        revised = replace(entry, view=view)
+        self._kinds[kind][namespace, name] = self._groups[entry.group][kind, name] = revised
+        self._changed(entry.group, kind, entry.view, view)
 
     def remove(self, kind: str, namespace: str, name: str, uid: str) -> None:
         """Take that the object with this UID exists no more."""

@@ -20,7 +20,7 @@ from asyncflow.plan.roles import Role
 from asyncflow_operator.actions import Plan
 from asyncflow_operator.decide.admission import admitted, evicted
 from asyncflow_operator.decide.builders import DesiredJob, needs, put_back, upkeep
-from asyncflow_operator.decide.draft import Draft, refuse
+from asyncflow_operator.decide.draft import Draft, accept, refuse
 from asyncflow_operator.decide.elastic import Target, target
 from asyncflow_operator.decide.ending import after_the_end, driver_of, finish, left_as, overdue, resumed, suspend
 from asyncflow_operator.decide.failure import End, Verdict, end_of, take_stock
@@ -53,6 +53,7 @@ def decide_job(state: JobState, *, now: float, desired: DesiredJob) -> Plan:
         return refuse(draft, problem=state.problem, reason=state.problem_reason)
     if phase in FINISHED:
         return after_the_end(draft, state, job.spec)
+    accept(draft, problem=state.problem, reason=state.problem_reason)
     if phase == "Suspending" or job.spec.suspend or evicted(state.objects, gang=job.spec.scheduling.gang):
         return suspend(draft, state, job.spec)
     if phase == "Suspended":
@@ -89,7 +90,6 @@ class _Running:
 
     def plan(self) -> Plan:
         draft, spec = self._draft, self._job.spec
-        draft.board.say("Accepted", True, "Accepted")
         verdict = self._take_stock() or overdue(draft, spec)
         driver = driver_of(self._state)
         if driver is not None and end_of(driver) is End.DONE:
@@ -167,8 +167,10 @@ class _Running:
             draft.do_first(self._kept.write)
             draft.do_then(children.write)
             draft.do_then(self._kept.with_needs(pods))
+            refused = {denial.ref for denial in state.denied}
             for ref in self._kept.changed + children.changed:
-                draft.note("PutBack", put_back(ref, owner=f"RLJob {self._job.name}"), warning=True)
+                if ref not in refused:
+                    draft.note("PutBack", put_back(ref, owner=f"RLJob {self._job.name}"), warning=True)
 
     def _tell(self, wanted: Target, *, staying: int) -> None:
         """Say how far the job is."""

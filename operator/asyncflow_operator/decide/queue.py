@@ -21,7 +21,7 @@ from asyncflow.plan.roles import Role
 from asyncflow_operator.actions import Plan
 from asyncflow_operator.decide.admission import admitted
 from asyncflow_operator.decide.builders import DesiredQueue, Upkeep, needs, put_back, upkeep
-from asyncflow_operator.decide.draft import Draft, refuse
+from asyncflow_operator.decide.draft import Draft, accept, refuse
 from asyncflow_operator.decide.failure import Verdict, take_stock
 from asyncflow_operator.decide.pending import why_denied
 from asyncflow_operator.decide.phases import ACTIVE, lacking, may_start, ready_of
@@ -55,10 +55,10 @@ def decide_queue(state: QueueState, *, now: float, desired: DesiredQueue) -> Pla
     draft = Draft(owner=state.owner, before=state.status, now=now)
     if state.job is not None:
         setting = _of_job(state, state.job)
-        draft.board.say("Accepted", True, "Accepted", f"It follows RLJob {state.job.owner.name}: change that instead")
+        accept(draft, problem="", reason="", message=f"It follows RLJob {state.job.owner.name}: change that instead")
     elif state.queue is not None:
         setting = _alone(state, state.queue)
-        draft.board.say("Accepted", True, "Accepted")
+        accept(draft, problem=state.problem, reason=state.problem_reason)
     else:
         return refuse(draft, problem=state.problem, reason=state.problem_reason)
     verdict = _act(draft, state, setting, desired) if setting.active else None
@@ -126,7 +126,8 @@ def _act(draft: Draft[QueueStatus], state: QueueState, setting: _Setting, desire
     draft.do_first(moves.remove)
     if state.job is None:
         draft.do_first(kept.write)
-        for ref in kept.changed:
+        refused = {denial.ref for denial in state.denied}
+        for ref in (ref for ref in kept.changed if ref not in refused):
             draft.note("PutBack", put_back(ref, owner=f"TransferQueue {state.owner.name}"), warning=True)
     made = (desired.queue_pod(state, seat.role, seat.index, seat.attempt) for seat in moves.make)
     draft.do_then(kept.with_needs(made))

@@ -170,6 +170,8 @@ class JobStatus(Spec):
 
     observed_generation: Count = 0
     """Generation of the spec that this status speaks of."""
+    accepted_generation: Count | None = None
+    """Generation of the spec that counts: the newest that was accepted."""
     conditions: Conditions = ()
     """Accepted, Ready, Progressing, Stalled, WhyPending, Complete, Failed, Suspended, ElasticityActive."""
     phase: Phase = "Pending"
