@@ -154,11 +154,14 @@ async def test_what_has_lost_its_labels_is_the_jobs_all_the_same(cluster: Cluste
     assert entry is not None
     labels = dict.fromkeys(manifest["metadata"]["labels"])
     cluster.plane.api.patch(cluster.path(manifest), {"metadata": {"labels": labels}})
-    cluster.store._drop(kind, cluster.owner.namespace, manifest["metadata"]["name"], entry)
+    stripped = cluster.plane.api.get(cluster.path(manifest))["metadata"]
+    at = int(stripped["resourceVersion"])
+    cluster.store.remove(kind, cluster.owner.namespace, stripped["name"], entry.uid, version=at)
     assert not await cluster.apply(manifest)
     raw = cluster.plane.api.get(cluster.path(manifest))
     assert raw["metadata"]["labels"] == manifest["metadata"]["labels"]
     assert raw["metadata"]["uid"] == entry.uid
+    assert cluster.store.get(kind, cluster.owner.namespace, stripped["name"]) is not None
 
 
 async def test_a_pod_that_has_lost_its_labels_is_deleted_and_one_that_has_them_is_left(cluster: Cluster) -> None:
