@@ -32,6 +32,8 @@ _EDIT: Final = {"fieldManager": "kubectl-edit"}
 _EXPECTED: Final = frozenset((400, 403, 404, 409, 422))
 """What a person is told who comes too late, or asks for what cannot be, or meets the quota."""
 _LABELS: Final = "app.kubernetes.io/managed-by=asyncflow-operator"
+_ROLES: Final = ("driver", "controller", "storage", "rollout", "trainer")
+_BUDGET: Final = {"maxRestarts": 100_000, "windowSeconds": 100_000, "backoffSeconds": 0}
 _KINDS: Final = tuple(kind for kind in BY_NAME.values() if kind is not RLJOB and not kind.optional)
 _SECRET: Final = BY_NAME["Secret"]
 _CLAIM: Final = BY_NAME["PersistentVolumeClaim"]
@@ -45,10 +47,23 @@ _EDITS: Final[dict[str, Json]] = {
 }
 
 
+def jobs_of(manifest: Json, namespace: str) -> dict[str, Json]:
+    """Return two jobs like ``manifest`` by name: of few pods, which may fail often, and one of them with a claim."""
+    made = {}
+    for name in ("a", "b"):
+        made[name] = json.loads(json.dumps(manifest)) | {"metadata": {"name": name, "namespace": namespace}}
+        spec = made[name]["spec"]
+        spec["rollout"] |= {"replicas": 2, "minReplicas": 0, "maxReplicas": 6}
+        spec["failurePolicy"] = dict.fromkeys(_ROLES, _BUDGET)
+    made["b"]["spec"]["storage"] |= {"ledger": {"claim": {"size": "1Gi"}}}
+    return made
+
+
 class Storm:
     """One storm in a namespace of its own.
 
-    job: makes the manifest of a job of a name; events: what was done, in order; foreign: what is of others, by path.
+    jobs: manifests by name; queue: name of one that stands alone; events: what was done, in order; foreign: what is of
+    others, by path.
     """
 
     def __init__(

@@ -19,24 +19,10 @@ from scale import ROOT, job
 
 from driver_double import DriverDouble
 from kube.plane import ControlPlane
-from kubectl_storm import Storm
+from kubectl_storm import Storm, jobs_of
 from operator_process import OperatorProcess
 
 NODES = 20
-BUDGET = {"maxRestarts": 100_000, "windowSeconds": 100_000, "backoffSeconds": 0}
-ROLES = ("driver", "controller", "storage", "rollout", "trainer")
-CLAIM = {"claim": {"size": "1Gi"}}
-
-
-def manifest(namespace: str, name: str, **spec: Any) -> dict[str, Any]:
-    """Give a job of few pods, which may fail as often as it likes."""
-    made = job(0)
-    made["metadata"] = {"name": name, "namespace": namespace}
-    made["spec"]["rollout"] |= {"replicas": 2, "minReplicas": 0, "maxReplicas": 6}
-    made["spec"]["failurePolicy"] = dict.fromkeys(ROLES, BUDGET)
-    for part, change in spec.items():
-        made["spec"][part] |= change
-    return made
 
 
 def weather(plane: ControlPlane, drivers: DriverDouble, *, seed: int, events: int, logs: Path) -> dict[str, Any]:
@@ -48,7 +34,7 @@ def weather(plane: ControlPlane, drivers: DriverDouble, *, seed: int, events: in
     operator = OperatorProcess(plane, namespace, kubeconfig=user, **options)
     operator.start()
     operator.lead()
-    jobs = {"a": manifest(namespace, "a"), "b": manifest(namespace, "b", storage={"ledger": CLAIM})}
+    jobs = jobs_of(job(0), namespace)
     storm = Storm(plane, operator, drivers, namespace=namespace, jobs=jobs, queue="q", seed=seed)
     figures: dict[str, Any] = {"seed": seed}
     try:

@@ -18,7 +18,7 @@ from typing import Final, Never
 
 from pydantic import ValidationError
 
-from asyncflow.api.status import DriverStatus
+from asyncflow.api.status import MOST_ROLLOUTS, DriverStatus
 from asyncflow.errors import AsyncFlowError, ProtocolError, Refused
 from asyncflow_operator.exchange import HEAD_BYTES, exchange
 from asyncflow_operator.observed import Owner, Probe
@@ -35,7 +35,7 @@ MATTERS_S: Final = 15.0
 """A driver's progress is news after this time; its phase and its rollouts are at once."""
 ROLLOUT_BYTES: Final = 256
 STATUS_BYTES: Final = 2 * HEAD_BYTES
-"""Bytes of an answer: for each rollout in it, and for all the rest. 2.5 MiB at 10,000 rollouts, the most of any job."""
+"""Bytes of an answer: for each rollout in it, and for all the rest; 2.5 MiB at ``MOST_ROLLOUTS``."""
 SPARE_ROLLOUTS: Final = 64
 _ORDER_BYTES: Final = 2 * HEAD_BYTES
 _RETRY_S: Final = 2.0
@@ -221,7 +221,7 @@ class Drivers:
 
     async def _status(self, known: _Known, within_s: float) -> DriverStatus:
         """Return what the driver says. It knows rollouts that are gone for a moment longer than the API server."""
-        rollouts = 2 * known.rollouts + SPARE_ROLLOUTS
+        rollouts = min(2 * known.rollouts + SPARE_ROLLOUTS, MOST_ROLLOUTS)
         most = STATUS_BYTES + rollouts * ROLLOUT_BYTES
         answer = await exchange("GET", f"{self._base(known.driver)}/v1/status", most=most, within_s=within_s)
         if answer.status != 200:

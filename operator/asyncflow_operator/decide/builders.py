@@ -14,10 +14,10 @@ from typing import Final, Protocol
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import DIGEST, RoleName
-from asyncflow_operator.actions import Apply
+from asyncflow_operator.actions import Apply, Note
 from asyncflow_operator.decide.moments import Alarm
 from asyncflow_operator.decide.upkeep import intact
-from asyncflow_operator.observed import JobState, Manifest, ObjectView, PodView, QueueState, Ref
+from asyncflow_operator.observed import Denial, JobState, Manifest, ObjectView, PodView, QueueState, Ref
 
 UNBEGUN_S: Final = 20.0
 _PROJECTED: Final = {"configMap": "ConfigMap", "secret": "Secret"}
@@ -99,9 +99,12 @@ def upkeep(
     return Upkeep(write=tuple(write), absent=frozenset(absent), going=frozenset(going), changed=tuple(changed))
 
 
-def put_back(ref: Ref, *, owner: str) -> str:
-    """Say that somebody changed an object, and where the change belongs."""
-    return f"Somebody changed {ref.kind}/{ref.name}; it is put back, because it follows {owner}: change that instead"
+def put_back(changed: Iterable[Ref], denied: Collection[Denial], *, owner: str) -> Iterator[Note]:
+    """Tell of objects that somebody changed, but for those that cannot be put back, and where the change belongs."""
+    refused = {denial.ref for denial in denied}
+    for ref in (ref for ref in changed if ref not in refused):
+        words = f"Somebody changed {ref.kind}/{ref.name}; it is put back, because it follows {owner}"
+        yield Note(type="Warning", reason="PutBack", message=f"{words}: change that instead")
 
 
 def needs(pod: Manifest, objects: Collection[Ref]) -> frozenset[Ref]:

@@ -167,10 +167,8 @@ class _Running:
             draft.do_first(self._kept.write)
             draft.do_then(children.write)
             draft.do_then(self._kept.with_needs(pods))
-            refused = {denial.ref for denial in state.denied}
-            for ref in self._kept.changed + children.changed:
-                if ref not in refused:
-                    draft.note("PutBack", put_back(ref, owner=f"RLJob {self._job.name}"), warning=True)
+            changed = self._kept.changed + children.changed
+            draft.notes.extend(put_back(changed, state.denied, owner=f"RLJob {self._job.name}"))
 
     def _tell(self, wanted: Target, *, staying: int) -> None:
         """Say how far the job is."""

@@ -68,8 +68,8 @@ def why_pending(
 
 
 def why_denied(denied: Sequence[Denial]) -> Why:
-    """Say what the API server refuses: a pod if there is one, because what pods need is named by its own refusal."""
-    first, *others = sorted(denied, key=lambda denial: (denial.ref.kind == "Pod", denial.ref))
+    """Say what the API server refuses, what is missing because of that first, and of that pods."""
+    first, *others = sorted(denied, key=lambda denial: (not denial.missing, denial.ref.kind != "Pod", denial.ref))
     more = f" ({len(others)} more {'is' if len(others) == 1 else 'are'} refused)" if others else ""
     goes_on = "" if first.missing else ". What runs goes on as it is"
     return Why("Denied", f"The API server refused {_short(str(first))}{more}. {_remedy(first.why)}{goes_on}")

@@ -82,7 +82,7 @@ def _alone(state: QueueState, queue: TransferQueue) -> _Setting:
 
 
 def _of_job(state: QueueState, job: JobState) -> _Setting:
-    """The job's spec counts, and nothing that the queue's own says: the job puts that back."""
+    """Return the setting of a job's queue. Only the job's spec counts: what the queue's own says follows it."""
     planned = plan_of(job.job).roles if job.job is not None else ()
     roles = tuple(role for role in planned if role.name in QUEUE_ROLES)
     spec = job.job.spec if job.job is not None else None
@@ -126,9 +126,7 @@ def _act(draft: Draft[QueueStatus], state: QueueState, setting: _Setting, desire
     draft.do_first(moves.remove)
     if state.job is None:
         draft.do_first(kept.write)
-        refused = {denial.ref for denial in state.denied}
-        for ref in (ref for ref in kept.changed if ref not in refused):
-            draft.note("PutBack", put_back(ref, owner=f"TransferQueue {state.owner.name}"), warning=True)
+        draft.notes.extend(put_back(kept.changed, state.denied, owner=f"TransferQueue {state.owner.name}"))
     made = (desired.queue_pod(state, seat.role, seat.index, seat.attempt) for seat in moves.make)
     draft.do_then(kept.with_needs(made))
     return verdict
