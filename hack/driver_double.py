@@ -1,6 +1,7 @@
 """Answers for the drivers of many jobs whose pods do not really run, over real HTTP: what ``--probe-url`` points to.
 
-Invariant: every job is answered on its own, by the number of times that it was asked before.
+Invariant: every job is answered on its own, by the number of times that it was asked before; one that was asked to
+suspend says that it is suspended until it is told to ``resume``.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class DriverDouble:
         self._listens = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._asked: Counter[str] = Counter()
+        self._suspended: set[str] = set()
         self.url = ""
 
     def __enter__(self) -> Self:
@@ -50,9 +52,19 @@ class DriverDouble:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
 
+    def resume(self, namespace: str, name: str) -> None:
+        """Have a job's driver run as if it had begun anew."""
+        self._suspended.discard(f"/{namespace}/{name}/v1/status")
+
+    async def _suspend(self, request: web.Request) -> web.Response:
+        self._suspended.add(request.path.replace("/v1/suspend", "/v1/status"))
+        return web.json_response({"suspend": "asked for"}, status=202)
+
     async def _status(self, request: web.Request) -> web.Response:
         status = self._answer(self._asked[request.path])
         self._asked[request.path] += 1
+        if request.path in self._suspended:
+            status = status.model_copy(update={"phase": "Suspended"})
         return web.json_response(text=status.model_dump_json(by_alias=True))
 
     def _serve(self) -> None:
@@ -64,6 +76,7 @@ class DriverDouble:
     async def _listen(self) -> web.AppRunner:
         app = web.Application()
         app.router.add_get("/{namespace}/{name}/v1/status", self._status)
+        app.router.add_post("/{namespace}/{name}/v1/suspend", self._suspend)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

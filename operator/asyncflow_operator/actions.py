@@ -14,9 +14,18 @@ from asyncflow_operator.observed import Manifest, Ref
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Apply:
-    """Server-side apply of ``manifest`` with our field manager. It carries its digest as an annotation."""
+    """Make the object ``manifest``, or change the one that is the owner's. It carries its digest as an annotation.
+
+    needs: objects made by the same plan without which this one must not be made.
+    """
 
     manifest: Manifest
+    needs: frozenset[Ref] = frozenset()
+
+    @property
+    def ref(self) -> Ref:
+        """The object."""
+        return Ref(self.manifest["kind"], self.manifest["metadata"]["name"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +60,8 @@ Action: TypeAlias = Apply | Delete | Ask
 class Plan:
     """What to do now, in order: ``status`` (None: as it is), then the stages one after another, then the notes.
 
-    The actions of a stage are independent of each other. again_in_s: when to look again though nothing was seen to
-    change; None: only when something is.
+    The actions of a stage are independent of each other, and those of a later one need no more than they say.
+    again_in_s: when to look again though nothing was seen to change; None: only when something is.
     """
 
     status: Manifest | None = None

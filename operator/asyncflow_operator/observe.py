@@ -6,15 +6,17 @@ left behind is seen as ending: its seat is not free, and it is nobody's failure.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from asyncflow_operator.cluster.kinds import OURS, POD, QUEUE, RLJOB
 from asyncflow_operator.cluster.owners import Mine
 from asyncflow_operator.cluster.store import Entry, Group, Store
 from asyncflow_operator.observed import (
+    Denial,
     JobState,
     NodeFree,
     ObjectView,
@@ -25,6 +27,7 @@ from asyncflow_operator.observed import (
     Ref,
     SyncState,
 )
+from asyncflow_operator.worklist import backoff
 
 ENDING_S: Final = 30.0
 _OURS: Final = frozenset(kind.name for kind in OURS)
@@ -41,29 +44,70 @@ class Key(NamedTuple):
         return "/".join(self)
 
 
+@dataclass(slots=True)
+class _Denied:
+    """What was refused of an object of ours at one generation; until: when it is tried again, the ``times``-th time."""
+
+    generation: int
+    denials: dict[Ref, Denial]
+    times: int = 1
+    until: float = 0.0
+
+
 class Refused:
     """What the server refused: objects, and namespaces in which nothing can be made any more.
 
-    A namespace may be made again under its name, so that it ends is believed for ``ENDING_S`` only.
+    What was refused is left alone for a while, longer each time, and everything else goes on; when the spec changes it
+    is tried at once. A namespace may be made again under its name, so that it ends is believed for ``ENDING_S`` only.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._denied: dict[Key, str] = {}
+        self._rng = random.Random()
+        self._denied: dict[Key, _Denied] = {}
         self._ending: dict[str, float] = {}
 
-    def note(self, key: Key, *, denied: str, ends: bool) -> None:
-        """Take how the last plan for an object ended; ``denied`` is "" where nothing was refused."""
-        if denied:
-            self._denied[key] = denied
-        else:
-            self._denied.pop(key, None)
+    def note(
+        self, key: Key, generation: int, denials: Collection[Denial], *, tried: Collection[Ref], ends: bool
+    ) -> None:
+        """Take how a plan for an object ended that ``tried`` to write these objects."""
         if ends:
             self._ending[key.namespace] = self._clock() + ENDING_S
+        known = self._denied.get(key)
+        if known is None or known.generation != generation:
+            known = _Denied(generation, {})
+        elif denials and self._clock() >= known.until:
+            known.times += 1
+        kept = {ref: denial for ref, denial in known.denials.items() if ref not in tried}
+        known.denials = kept | {denial.ref: denial for denial in denials}
+        if denials and self._clock() >= known.until:
+            known.until = self._clock() + backoff(known.times, self._rng)
+        if known.denials:
+            self._denied[key] = known
+        else:
+            self._denied.pop(key, None)
 
-    def denied(self, key: Key) -> str:
-        """Give why an object's parts were last refused."""
-        return self._denied.get(key, "")
+    def keep(self, key: Key, wanted: Collection[Ref]) -> bool:
+        """Forget refusals of what is not ``wanted`` any more; say whether there were any."""
+        known = self._denied.get(key)
+        if known is None or known.denials.keys() <= set(wanted):
+            return False
+        known.denials = {ref: denial for ref, denial in known.denials.items() if ref in wanted}
+        if not known.denials:
+            del self._denied[key]
+        return True
+
+    def denied(self, key: Key) -> tuple[Denial, ...]:
+        """Return what is refused of an object."""
+        known = self._denied.get(key)
+        return tuple(known.denials.values()) if known is not None else ()
+
+    def resting(self, key: Key, generation: int) -> tuple[frozenset[Ref], float | None]:
+        """Return what is left alone now of an object, and the seconds until it is tried again."""
+        known = self._denied.get(key)
+        if known is None or known.generation != generation or self._clock() >= known.until:
+            return frozenset(), None
+        return frozenset(known.denials), known.until - self._clock()
 
     def ends(self, namespace: str) -> bool:
         """Say whether nothing can be made in a namespace."""
@@ -117,7 +161,7 @@ class Observer:
             probe=_of_driver(self._probe(owner.uid), pods),
             scaled_by=mine.scaled_by,
             namespace_ending=self._refused.ends(owner.namespace),
-            denied=next(filter(None, (self._refused.denied(_key(each)) for each in (mine, *queues.values()))), ""),
+            denied=tuple(denial for each in (mine, *queues.values()) for denial in self._refused.denied(_key(each))),
             nodes=self._nodes() if any(pod.unschedulable for pod in pods) else None,
         )
 
@@ -174,12 +218,15 @@ def _of_driver(probe: Probe, pods: Collection[PodView]) -> Probe:
 
 
 def _members(entries: Collection[Entry[Any]], owners: set[str]) -> tuple[tuple[PodView, ...], dict[Ref, ObjectView]]:
-    """Give the pods, by name, and the other objects that are made for ``owners``, or for an object that is no more."""
+    """Give the pods, by name, and the other objects that are made for ``owners``, or for an object that is no more.
+
+    What nobody of ours owns is somebody else's, whatever its labels say.
+    """
     others = {entry.uid for entry in entries if entry.kind in _OURS} - owners
     pods: list[PodView] = []
     objects: dict[Ref, ObjectView] = {}
     for entry in entries:
-        if entry.kind == RLJOB.name or entry.owner in others:
+        if entry.kind == RLJOB.name or not entry.owner or entry.owner in others:
             continue
         left_behind = entry.owner not in owners
         if entry.kind == POD.name:
@@ -194,4 +241,4 @@ def _members(entries: Collection[Entry[Any]], owners: set[str]) -> tuple[tuple[P
 def _as_object(mine: Mine) -> ObjectView:
     owner = mine.owner
     ref = Ref(owner.kind, owner.name)
-    return ObjectView(ref=ref, uid=owner.uid, digest=mine.digest, phase="", deleting=owner.deleting)
+    return ObjectView(ref=ref, uid=owner.uid, digest=mine.digest, held=mine.held, phase="", deleting=owner.deleting)

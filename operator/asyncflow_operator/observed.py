@@ -27,6 +27,18 @@ class Ref:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class Denial:
+    """What the API server refused, in its words. missing: whether the object does not exist because of that."""
+
+    ref: Ref
+    why: str
+    missing: bool
+
+    def __str__(self) -> str:
+        return f"{self.ref.kind}/{self.ref.name}: {self.why}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
     """The object of ours that something is made for."""
@@ -80,13 +92,15 @@ class PodView:
 class ObjectView:
     """Another object of ours: a Service, a claim, a PodGroup.
 
-    digest: as applied; phase: where the kind has one, and of a Workload the latest that happened to it; said: why a
-    Workload is where it is.
+    digest: as applied; held: the fields that are this operator's, as the API server records them, "" where nobody
+    looks; phase: where the kind has one, and of a Workload the latest that happened to it; said: why a Workload is
+    where it is.
     """
 
     ref: Ref
     uid: str
     digest: str = ""
+    held: str = ""
     phase: str = ""
     said: str = ""
     deleting: bool = False
@@ -123,12 +137,13 @@ class NodeFree:
 class JobState:
     """Everything that decides what happens to one RLJob.
 
-    job: None where the object is no legal job, and ``problem`` says why and what to do; status: as last written;
+    job: what counts: the spec, or the last that was accepted if ``problem`` says why the spec is not; None where none
+    ever was; status: as last written;
     queue: the status of the job's own TransferQueue as last written, None where there is none yet; pods: of all roles,
     those of the job's own TransferQueue too; objects: all else that carries the job's label; scaled_by: foreign field
     managers of spec.rollout.replicas; namespace_ending: nothing can be made there any more;
-    denied: why the API server last refused an object of this job (a quota ...), "" if it did not; nodes: None if nobody
-    has looked; images: by image name (``runtime-cpu`` ...), what the operator would use now.
+    denied: what the API server refuses of this job (a quota ...); nodes: None if nobody has looked; images: by image
+    name (``runtime-cpu`` ...), what the operator would use now.
     """
 
     owner: Owner
@@ -142,13 +157,16 @@ class JobState:
     probe: Probe = Probe()
     scaled_by: tuple[str, ...] = ()
     namespace_ending: bool = False
-    denied: str = ""
+    denied: tuple[Denial, ...] = ()
     nodes: tuple[NodeFree, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueState:
-    """Everything that decides what happens to one TransferQueue. job: its owner, where it belongs to a job."""
+    """Everything that decides what happens to one TransferQueue.
+
+    queue: what counts, as of a job; job: its owner, where it belongs to a job.
+    """
 
     owner: Owner
     queue: TransferQueue | None
@@ -159,7 +177,7 @@ class QueueState:
     pods: tuple[PodView, ...] = ()
     objects: Mapping[Ref, ObjectView] = field(default_factory=lambda: MappingProxyType({}))
     namespace_ending: bool = False
-    denied: str = ""
+    denied: tuple[Denial, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from asyncflow_operator.cluster.apply import Hands
 from asyncflow_operator.cluster.client import Api
 from asyncflow_operator.cluster.events import Recorder
 from asyncflow_operator.cluster.kinds import OURS, POD, RLJOB
-from asyncflow_operator.cluster.store import Group
+from asyncflow_operator.cluster.store import Entry, Group
 from asyncflow_operator.decide.job import decide_job
 from asyncflow_operator.decide.queue import decide_queue
 from asyncflow_operator.decide.weights import decide_sync
@@ -26,8 +27,8 @@ from asyncflow_operator.desired import Desired, DesiredSettings, Registry
 from asyncflow_operator.health import Http, Vitals
 from asyncflow_operator.leader import Leader
 from asyncflow_operator.observe import Key, Observer, Refused
-from asyncflow_operator.observed import Owner
-from asyncflow_operator.probe import Drivers
+from asyncflow_operator.observed import Owner, PodView
+from asyncflow_operator.probe import Drivers, RunningDriver
 from asyncflow_operator.reconcile import Outcome, Reconciler
 from asyncflow_operator.remember import Remembered
 from asyncflow_operator.settings import Settings
@@ -85,6 +86,7 @@ class Operator:
             running=self._running_drivers,
             news=self._mark_job,
             asked=metrics.probed,
+            ordered=lambda outcome: metrics.acted("ask", outcome),
         )
         self._capacity = Capacity(api, wanted=lambda: any(self._waiting()), news=self._mark_waiting)
         refused = Refused()
@@ -147,7 +149,6 @@ class Operator:
                 task.cancel()
             kopf_stop.set()
             await asyncio.wait(tasks | self._looks, timeout=_END_S)
-            await self._drivers.close()
             await http.close()
         for task in tasks:
             if task.done() and not task.cancelled():
@@ -192,7 +193,7 @@ class Operator:
         backoff = self._worklist.finish(key, again_in_s=outcome.again_in_s, failed=outcome.failed)
         if outcome.gone:
             self._worklist.forget(key)
-        word = "failed" if outcome.failed else "gone" if outcome.gone else "ok"
+        word = "failed" if outcome.failed or outcome.denied else "gone" if outcome.gone else "ok"
         self._metrics.reconciled(key.kind, word, time.perf_counter() - begun)
         if outcome.failed:
             _log.warning("reconcile put off", extra={"object": str(key), "backoff_s": round(backoff, 1)})
@@ -204,14 +205,22 @@ class Operator:
             await asyncio.wait(self._looks, timeout=FINISH_S)
         await self._leader.release()
 
-    def _running_drivers(self) -> Iterator[tuple[Owner, str]]:
-        """Give the jobs whose driver runs, with the UID of its pod."""
-        for namespace, _, entry in self._watch.store.all(POD.name):
-            pod, group = entry.view, entry.group
-            if pod.role == "driver" and pod.phase == "Running" and not pod.deleting and group.kind == RLJOB.name:
-                job = self._watch.store.get(RLJOB.name, namespace, group.name)
-                if job is not None and job.uid == entry.owner:
-                    yield job.view.owner, pod.uid
+    def _running_drivers(self) -> Iterator[RunningDriver]:
+        """Yield the drivers that run, each with the number of rollout pods that its job has."""
+        rollouts: Counter[Group] = Counter()
+        drivers: list[Entry[PodView]] = []
+        for _, _, entry in self._watch.store.all(POD.name):
+            pod: PodView = entry.view
+            if pod.role == "rollout":
+                rollouts[entry.group] += 1
+            elif pod.role == "driver" and pod.phase == "Running" and pod.ip and not pod.deleting:
+                drivers.append(entry)
+        for entry in drivers:
+            job = self._watch.store.get(RLJOB.name, entry.group.namespace, entry.group.name)
+            if entry.group.kind == RLJOB.name and job is not None and job.uid == entry.owner:
+                yield RunningDriver(
+                    owner=job.view.owner, pod=entry.uid, host=entry.view.ip, rollouts=rollouts[entry.group]
+                )
 
     def _mark_job(self, owner: Owner) -> None:
         group = Group(owner.namespace, owner.kind, owner.name)

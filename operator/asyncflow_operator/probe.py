@@ -1,49 +1,97 @@
 """What the jobs' drivers say, asked in the background; and what they are asked to do.
 
-Invariant: a reconcile never waits for a driver's status: it reads the last answer. At most ``AT_ONCE`` drivers are
-asked at a time, each for at most ``ANSWER_S``; a driver that does not answer is asked less often, and never given up.
+Invariant: a reconcile never waits for a driver, neither for its status nor for an order to it. A driver is code of a
+tenant: it is asked one thing at a time, its answer may be as large as a job with its rollouts needs and no larger, and
+drivers that answer slowly share slots of their own, so that they keep nobody waiting who answers at once. A driver that
+does not answer is asked less often, and never given up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, Never
 
-import aiohttp
 from pydantic import ValidationError
 
-from asyncflow.api.names import service
-from asyncflow.api.status import DriverStatus
-from asyncflow.errors import DeadlineExceeded, ProtocolError, Refused
+from asyncflow.api.status import MOST_ROLLOUTS, DriverStatus
+from asyncflow.errors import AsyncFlowError, ProtocolError, Refused
+from asyncflow_operator.exchange import HEAD_BYTES, exchange
 from asyncflow_operator.observed import Owner, Probe
 
-AT_ONCE: Final = 64
+AT_ONCE: Final = 32
+"""Exchanges under way at a time with drivers that answer at once, and as many with all others."""
+PROMPT_S: Final = 0.5
+"""A driver answers at once that has taken no longer for ``PROVEN_S`` seconds."""
+PROVEN_S: Final = 60.0
+PROMPT_ANSWER_S: Final = 1.0
 ANSWER_S: Final = 3.0
+"""Seconds for a whole exchange: with a driver that has answered at once until now, and with any other."""
 MATTERS_S: Final = 15.0
 """A driver's progress is news after this time; its phase and its rollouts are at once."""
+ROLLOUT_BYTES: Final = 256
+STATUS_BYTES: Final = 3 * HEAD_BYTES
+"""Bytes of an answer: for each rollout in it, and for all the rest; 2.5 MiB at ``MOST_ROLLOUTS``."""
+SPARE_ROLLOUTS: Final = 64
+_ORDER_BYTES: Final = 2 * HEAD_BYTES
+_RETRY_S: Final = 2.0
+_LONGEST_RETRY_S: Final = 60.0
+"""Seconds after which a job is looked at again whose driver did not take an order: twice as many each time."""
+_LOOK_S: Final = 1.0
+"""Seconds between two looks at which drivers run."""
 _SLOWEST_S: Final = 30.0
-_MAX_BYTES: Final = 4 << 20
+_REST: Final = 9.0
+"""A driver is left alone for so many times as long as it took to answer."""
+_MOST_DOUBLINGS: Final = 16
+_WORDS: Final = 200
 _NONE: Final = Probe()
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningDriver:
+    """A driver that runs. pod: UID of its pod; host: the pod's address; rollouts: pods of rollouts that its job has."""
+
+    owner: Owner
+    pod: str
+    host: str
+    rollouts: int
 
 
 @dataclass(slots=True)
-class _Asked:
-    pod: str
+class _Known:
+    """What is known of one driver.
+
+    due: when to ask it next; slow_at: when it last was slow, or was first seen; rollouts: the most that its job had at
+    a time; orders: paths to POST, in order, and ``ordered`` while there are any; declined: orders in a row that it did
+    not take.
+    """
+
+    driver: RunningDriver
     probe: Probe
     due: float
+    slow_at: float
+    rollouts: int = 0
+    orders: dict[str, None] = field(default_factory=dict)
+    ordered: asyncio.Event = field(default_factory=asyncio.Event)
+    declined: int = 0
     told: Probe = _NONE
     told_at: float = 0.0
+    following: asyncio.Task[Never] = field(init=False)
 
 
 class Drivers:
     """All drivers.
 
-    url: where a job's driver listens, with ``{service}``, ``{namespace}`` and ``{name}``; token: gives the bearer token
-    of an owner; running: gives the owners whose driver runs now, with the UID of its pod: another pod is another
-    driver, of which nothing is known yet; news: told the owners about which something is new.
+    url: where a job's driver listens, with ``{host}``, ``{namespace}`` and ``{name}``; token: gives the bearer token of
+    an owner; running: gives the drivers that run now: another pod is another driver, of which nothing is known yet;
+    news: told the owners about which something is new; asked: told how a question ended, and its seconds; ordered: told
+    how an order ended.
     """
 
     def __init__(
@@ -52,99 +100,149 @@ class Drivers:
         url: str,
         every_s: float,
         token: Callable[[Owner], str],
-        running: Callable[[], Iterable[tuple[Owner, str]]],
+        running: Callable[[], Iterable[RunningDriver]],
         news: Callable[[Owner], None],
         asked: Callable[[str, float], None] = lambda *_: None,
+        ordered: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._url = url
         self._every_s = every_s
         self._token = token
         self._running = running
         self._news = news
-        self._asked_metric = asked
-        self._known: dict[str, _Asked] = {}
-        self._slots = asyncio.Semaphore(AT_ONCE)
-        self._session: aiohttp.ClientSession | None = None
+        self._asked = asked
+        self._ordered = ordered
+        self._known: dict[str, _Known] = {}
+        self._prompt = asyncio.Semaphore(AT_ONCE)
+        self._slow = asyncio.Semaphore(AT_ONCE)
 
     def probe(self, uid: str) -> Probe:
-        """Give what the driver of the job with this UID last said."""
+        """Return what the driver of the job with this UID last said."""
         known = self._known.get(uid)
         return known.probe if known else _NONE
 
-    async def ask(self, owner: Owner, path: str) -> None:
-        """POST ``path`` to the driver. Raises DeadlineExceeded or Refused where it did not take it."""
-        where = f"POST {self._base(owner)}{path}"
-        headers = {"Authorization": f"Bearer {self._token(owner)}"}
-        try:
-            async with self._http().post(self._base(owner) + path, headers=headers) as response:
-                if response.status >= 300:
-                    raise Refused(f"HTTP {response.status}: {(await response.text())[:200]}", where=where)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise DeadlineExceeded(f"no answer: {_words(error)}", where=where) from error
+    def order(self, owner: Owner, path: str) -> None:
+        """Have ``path`` POSTed to the driver soon. If it does not take it, the owner is news again after a moment."""
+        known = self._known.get(owner.uid)
+        if known is None:
+            self._not_taken(owner, path, why="no driver is known to run", declined=0)
+            return
+        known.orders[path] = None
+        known.ordered.set()
 
     async def run(self) -> Never:
-        """Ask every running driver again and again, until cancelled."""
+        """Ask every running driver again and again, and hand over orders, until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
+                running = {driver.owner.uid: driver for driver in self._running()}
+                for uid, known in list(self._known.items()):
+                    if uid not in running or running[uid].pod != known.driver.pod:
+                        known.following.cancel()
+                        del self._known[uid]
+                for uid, driver in running.items():
+                    known = self._known.get(uid) or self._begin(driver, group)
+                    known.driver = driver
+                    known.rollouts = max(known.rollouts, driver.rollouts)
+                await asyncio.sleep(min(_LOOK_S, self._every_s))
+
+    def _begin(self, driver: RunningDriver, group: asyncio.TaskGroup) -> _Known:
+        known = _Known(driver, Probe(pod=driver.pod), due=0.0, slow_at=time.monotonic())
+        known.following = group.create_task(self._follow(known))
+        self._known[driver.owner.uid] = known
+        return known
+
+    async def _follow(self, known: _Known) -> Never:
+        """Ask one driver whenever it is due, and hand over its orders at once, as soon as there is a slot for it."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, known.due - time.monotonic())):
+                    await known.ordered.wait()
+            prompt = time.monotonic() - known.slow_at >= PROVEN_S
+            async with self._prompt if prompt else self._slow:
                 begun = time.monotonic()
-                running = {owner.uid: (owner, pod) for owner, pod in self._running()}
-                for uid in self._known.keys() - running.keys():
-                    del self._known[uid]
-                for uid, (owner, pod) in running.items():
-                    known = self._known.get(uid)
-                    if known is None or known.pod != pod:
-                        known = self._known[uid] = _Asked(pod, Probe(pod=pod), begun)
-                    if known.due <= begun:
-                        known.due = begun + self._every_s
-                        await self._slots.acquire()
-                        group.create_task(self._ask_status(owner, known))
-                await asyncio.sleep(min(1.0, self._every_s))
+                within_s = PROMPT_ANSWER_S if prompt else ANSWER_S
+                if known.orders:
+                    await self._hand_over(known, within_s)
+                else:
+                    await self._ask(known, within_s)
+                if time.monotonic() - begun > PROMPT_S:
+                    known.slow_at = time.monotonic()
 
-    async def close(self) -> None:
-        """Close all connections."""
-        if self._session is not None:
-            await self._session.close()
-
-    async def _ask_status(self, owner: Owner, known: _Asked) -> None:
-        begun = time.monotonic()
-        before = known.probe
-        outcome = "failed"
+    async def _hand_over(self, known: _Known, within_s: float) -> None:
+        """POST the first order. After one that is not taken the others are dropped: who still wants them asks again."""
+        owner, path = known.driver.owner, next(iter(known.orders))
         try:
-            known.probe = Probe(status=await self._status(owner), at=time.time(), pod=known.pod)
-            outcome = "ok"
-        except (aiohttp.ClientError, TimeoutError, OSError, ValidationError, ProtocolError) as error:
-            since = before.failing_since or time.time()
-            known.probe = replace(before, error=f"the driver does not answer: {_words(error)}", failing_since=since)
-            known.due = begun + min(_SLOWEST_S, self._every_s + (time.time() - since) / 2)
-        finally:
-            self._slots.release()
-        self._asked_metric(outcome, time.monotonic() - begun)
+            await self._post(known.driver, path, within_s)
+        except AsyncFlowError as error:
+            known.orders.clear()
+            self._not_taken(owner, path, why=str(error), declined=known.declined)
+            known.declined += 1
+        else:
+            del known.orders[path]
+            known.declined = 0
+            self._ordered("ok")
+            _log.info("order taken", extra={"object": _name(owner), "target": path})
+        if not known.orders:
+            known.ordered.clear()
+
+    async def _post(self, driver: RunningDriver, path: str, within_s: float) -> None:
+        headers = {"Authorization": f"Bearer {self._token(driver.owner)}"}
+        url = self._base(driver) + path
+        answer = await exchange("POST", url, most=_ORDER_BYTES, within_s=within_s, headers=headers)
+        if answer.status >= 300:
+            said = answer.body[:_WORDS].decode(errors="replace")
+            raise Refused(f"HTTP {answer.status}: {said}", where=f"POST {url}")
+
+    def _not_taken(self, owner: Owner, path: str, *, why: str, declined: int) -> None:
+        self._ordered("failed")
+        _log.warning("order not taken", extra={"object": _name(owner), "target": path, "why": why})
+        pause_s = min(_LONGEST_RETRY_S, _RETRY_S * 2.0 ** min(declined, _MOST_DOUBLINGS))
+        asyncio.get_running_loop().call_later(pause_s, self._news, owner)
+
+    async def _ask(self, known: _Known, within_s: float) -> None:
+        begun = time.monotonic()
+        try:
+            status = await self._status(known, within_s)
+        except AsyncFlowError as error:
+            since = known.probe.failing_since or time.time()
+            words = f"the driver does not answer: {error.what}"
+            known.probe = replace(known.probe, error=words, failing_since=since)
+            wait_s = min(_SLOWEST_S, self._every_s + (time.time() - since) / 2)
+        else:
+            known.probe = Probe(status=status, at=time.time(), pod=known.driver.pod)
+            wait_s = self._every_s
         now = time.monotonic()
+        known.due = max(begun + wait_s, now + min(_SLOWEST_S, _REST * (now - begun)))
+        self._asked("failed" if known.probe.error else "ok", now - begun)
         late = known.probe.status != known.told.status and now - known.told_at >= MATTERS_S
         if late or _urgent(known.told, known.probe):
             known.told, known.told_at = known.probe, now
-            self._news(owner)
+            self._news(known.driver.owner)
 
-    async def _status(self, owner: Owner) -> DriverStatus:
-        async with self._http().get(f"{self._base(owner)}/v1/status") as response:
-            if response.status != 200:
-                raise ProtocolError(f"HTTP {response.status}")
-            text = bytearray()
-            async for chunk in response.content.iter_any():
-                text += chunk
-                if len(text) > _MAX_BYTES:
-                    raise ProtocolError(f"more than {_MAX_BYTES} bytes")
-        return DriverStatus.model_validate_json(bytes(text))
+    async def _status(self, known: _Known, within_s: float) -> DriverStatus:
+        """Return what the driver says. It knows rollouts that are gone for a moment longer than the API server."""
+        rollouts = min(2 * known.rollouts + SPARE_ROLLOUTS, MOST_ROLLOUTS)
+        most = STATUS_BYTES + rollouts * ROLLOUT_BYTES
+        answer = await exchange("GET", f"{self._base(known.driver)}/v1/status", most=most, within_s=within_s)
+        if answer.status != 200:
+            raise ProtocolError(f"HTTP {answer.status}")
+        try:
+            status = DriverStatus.model_validate_json(answer.body)
+        except ValidationError as error:
+            wrong = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(map(str, wrong["loc"]))
+            raise ProtocolError(f"{place}: {wrong['msg']}"[:_WORDS]) from error
+        if len(status.rollouts) > rollouts:
+            raise ProtocolError(f"{len(status.rollouts)} rollouts, of a job that has had {known.rollouts}")
+        return status
 
-    def _base(self, owner: Owner) -> str:
-        return self._url.format(service=service(owner.name, "driver"), namespace=owner.namespace, name=owner.name)
+    def _base(self, driver: RunningDriver) -> str:
+        host = f"[{driver.host}]" if ":" in driver.host else driver.host
+        return self._url.format(host=host, namespace=driver.owner.namespace, name=driver.owner.name)
 
-    def _http(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=2 * AT_ONCE, ttl_dns_cache=30)
-            timeout = aiohttp.ClientTimeout(total=ANSWER_S)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
-        return self._session
+
+def _name(owner: Owner) -> str:
+    return f"{owner.kind}/{owner.namespace}/{owner.name}"
 
 
 def _urgent(told: Probe, probe: Probe) -> bool:
@@ -155,7 +253,3 @@ def _urgent(told: Probe, probe: Probe) -> bool:
     answers = bool(told.error) != bool(probe.error)
     states = [[(each.id, each.state) for each in status.rollouts] for status in (old, new)]
     return answers or (old.phase, old.attempt) != (new.phase, new.attempt) or states[0] != states[1]
-
-
-def _words(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

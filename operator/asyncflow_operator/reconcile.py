@@ -1,23 +1,23 @@
 """One look at one object: observe, decide, carry out.
 
 Invariant: nothing is remembered between two looks but what the server refused, and that while it is still wanted;
-whatever was missed, the next look sees everything. A state that has not changed, and whose time has not come, is not
-decided again.
+whatever was missed, the next look sees everything. What was refused is left alone for its time, everything else is
+done. A state that has not changed, and whose time has not come, is not decided again.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncflow_operator.actions import Plan
+from asyncflow_operator.actions import Action, Ask, Plan
 from asyncflow_operator.cluster.apply import Hands
 from asyncflow_operator.cluster.events import Recorder
 from asyncflow_operator.cluster.owners import Mine
 from asyncflow_operator.observe import Key, Observer, Refused
-from asyncflow_operator.observed import JobState, Owner, QueueState, SyncState
+from asyncflow_operator.observed import JobState, Owner, QueueState, Ref, SyncState
 from asyncflow_operator.telemetry import Metrics
 
 State = JobState | QueueState | SyncState
@@ -27,12 +27,14 @@ Decide = Callable[[Any, float], Plan]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a look ended. again_in_s: when to look again anyway; failed: whether something could not be done; gone:
-    whether there is no such object.
+    """How a look ended. again_in_s: when to look again anyway; failed: whether something could not be done, so that the
+    object is left alone for a while; denied: whether something was refused, which alone is left alone; gone: whether
+    there is no such object.
     """
 
     again_in_s: float | None = None
     failed: bool = False
+    denied: bool = False
     gone: bool = False
 
 
@@ -79,16 +81,18 @@ class Reconciler:
         if settled is not None and settled.state == state and (settled.due is None or now < settled.due):
             return Outcome(again_in_s=None if settled.due is None else settled.due - now)
         plan = self._decided(key, state, now)
-        if not plan.stages and self._refused.denied(key):
-            self._refused.forget(key)
+        if self._refused.keep(key, _targets(plan.stages)):
             state = self._observe(mine)
             plan = self._decided(key, state, now)
-        if plan.status is None and not plan.stages and not plan.notes:
-            due = None if plan.again_in_s is None else now + plan.again_in_s
+        resting, retry_in_s = self._refused.resting(key, mine.owner.generation)
+        stages = [[each for each in stage if isinstance(each, Ask) or each.ref not in resting] for stage in plan.stages]
+        again_in_s = min(filter(None, (plan.again_in_s, retry_in_s)), default=None)
+        if plan.status is None and not any(stages) and not plan.notes:
+            due = None if again_in_s is None else now + again_in_s
             self._settled[key] = _Settled(state, due)
-            return Outcome(again_in_s=plan.again_in_s)
+            return Outcome(again_in_s=again_in_s)
         self._settled.pop(key, None)
-        return await self._carry_out(key, mine.owner, plan)
+        return await self._carry_out(key, mine.owner, plan, stages, resting)
 
     def _decided(self, key: Key, state: State, now: float) -> Plan:
         begun = time.thread_time()
@@ -105,14 +109,21 @@ class Reconciler:
             case "WeightSync":
                 return self._observer.sync(mine)
 
-    async def _carry_out(self, key: Key, owner: Owner, plan: Plan) -> Outcome:
+    async def _carry_out(
+        self, key: Key, owner: Owner, plan: Plan, stages: Sequence[Sequence[Action]], resting: frozenset[Ref]
+    ) -> Outcome:
         if plan.status is not None:
             failures = await self._hands.write_status(owner, plan.status)
             if failures:
                 return Outcome(failed=not failures.gone, gone=failures.gone)
-        failures = await self._hands.carry_out(owner, plan.stages)
+        failures = await self._hands.carry_out(owner, stages, lacking=resting)
         for note in plan.notes:
             await self._recorder.say(owner, note)
-        if plan.stages:
-            self._refused.note(key, denied=failures.denied, ends=failures.ends)
-        return Outcome(again_in_s=plan.again_in_s, failed=bool(failures))
+        self._refused.note(key, owner.generation, failures.denied, tried=_targets(stages), ends=failures.ends)
+        retry_in_s = self._refused.resting(key, owner.generation)[1]
+        again_in_s = min(filter(None, (plan.again_in_s, retry_in_s)), default=None)
+        return Outcome(again_in_s=again_in_s, failed=bool(failures.errors), denied=bool(failures.denied))
+
+
+def _targets(stages: Sequence[Sequence[Action]]) -> set[Ref]:
+    return {action.ref for stage in stages for action in stage if not isinstance(action, Ask)}

@@ -56,8 +56,8 @@ class Settings(BaseModel):
     """Version of the images of new jobs; those of running jobs stay as they are."""
     key_file: Path
     """File with the master secret, from which every job's keys are derived."""
-    probe_url: str = "http://{service}.{namespace}.svc:9571"
-    """Where a job's driver is asked; {service}, {namespace} and {name} stand for the job's."""
+    probe_url: str = "http://{host}:9571"
+    """Where a job's driver is asked; {host} stands for its pod's address, {namespace} and {name} for the job's."""
     probe_seconds: Annotated[float, Field(gt=0, le=3600)] = 5.0
     """Seconds between two questions to one driver."""
     resync_seconds: Annotated[float, Field(ge=10, le=86_400)] = 600.0

@@ -16,11 +16,11 @@ from typing import Any, Final, Never
 from asyncflow.api.names import MANAGED
 from asyncflow_operator.cluster.client import Api
 from asyncflow_operator.cluster.informer import Informer
-from asyncflow_operator.cluster.kinds import MEMBERS, OURS, QUEUE, RLJOB, SYNC, Kind
-from asyncflow_operator.cluster.owners import mine
+from asyncflow_operator.cluster.kinds import CONFIG, MEMBERS, OURS, QUEUE, RLJOB, SYNC, Kind
+from asyncflow_operator.cluster.owners import begun, mine, recalled
 from asyncflow_operator.cluster.refusals import ApiError
 from asyncflow_operator.cluster.store import Group, Store
-from asyncflow_operator.cluster.views import object_view, pod_view
+from asyncflow_operator.cluster.views import controller_of, object_view, pod_view
 from asyncflow_operator.observe import Key
 
 Json = Mapping[str, Any]
@@ -108,10 +108,24 @@ class Watch:
             for raw in page.get("items") or ():
                 listed.add(raw["metadata"]["uid"])
                 self.store.put(kind.name, {"apiVersion": kind.api_version, "kind": kind.name} | raw)
+                await self._recall(kind, raw)
             await asyncio.sleep(0)
         self.store.retain(kind.name, namespace, listed, int(version))
         for where, name, _ in self.store.all(kind.name):
             self._mark(Key(kind.name, where, name))
+
+    async def _recall(self, kind: Kind, raw: Json) -> None:
+        """Find the spec that was accepted last of an object that has begun and whose newest spec is refused."""
+        meta = raw["metadata"]
+        entry = self.store.get(kind.name, meta["namespace"], meta["name"])
+        if entry is None or entry.view.model is not None or not begun(entry.view.status):
+            return
+        config = await self._api.find(CONFIG, meta["namespace"], meta["name"], metadata_only=False)
+        if config is None or controller_of(config)[2] != entry.uid:
+            return
+        known = self.store.get(kind.name, meta["namespace"], meta["name"])
+        if known is not None and known.version == entry.version:
+            self.store.revise(kind.name, meta["namespace"], meta["name"], recalled(entry.view, raw, config))
 
     def _changed(self, group: Group, kind: str, before: Any, after: Any) -> None:
         """Mark whatever may be decided otherwise after an object of ``kind`` in ``group`` has changed."""

@@ -22,6 +22,11 @@ COOLDOWN_S: Final = 0.1
 """Between the end of one reconcile and the start of the next of the same key, so that a burst of changes is one."""
 
 
+def backoff(failures: int, rng: random.Random) -> float:
+    """Return the seconds for which something is left alone that has failed so many times in a row."""
+    return min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(failures - 1, 16)) * rng.uniform(0.75, 1.0)
+
+
 class Worklist(Generic[K]):
     """Keys to work on. clock: seconds; wait: told how long a key that was due waited; rng: of the jitter."""
 
@@ -98,21 +103,19 @@ class Worklist(Generic[K]):
     def finish(self, key: K, *, again_in_s: float | None = None, failed: bool = False) -> float:
         """End the work on ``key``. Gives the seconds of backoff, 0 where it did not fail."""
         self._working.discard(key)
-        backoff = 0.0
+        pause_s = 0.0
         if failed:
             failures = self._failures[key] = self._failures.get(key, 0) + 1
-            longest = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(failures - 1, 16))
-            backoff = longest * self._rng.uniform(0.75, 1.0)
-            again_in_s = backoff
+            again_in_s = pause_s = backoff(failures, self._rng)
         else:
             self._failures.pop(key, None)
-        self._not_before[key] = self._clock() + max(self._cooldown_s, backoff)
+        self._not_before[key] = self._clock() + max(self._cooldown_s, pause_s)
         marked = self._due.pop(key, None)
         if marked is not None:
             self.mark(key, after_s=max(0.0, marked - self._clock()))
         if again_in_s is not None:
             self.mark(key, after_s=again_in_s)
-        return backoff
+        return pause_s
 
     def oldest_s(self) -> float:
         """Give for how many seconds the key that has been due longest waits."""

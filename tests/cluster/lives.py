@@ -45,7 +45,7 @@ class Drivers:
         phase: Any = "Suspended" if uid in self.suspended else "Running"
         return Probe(status=DriverStatus(phase=phase, step=3, steps=60), at=self._now())
 
-    async def ask(self, owner: Owner, path: str) -> None:
+    def order(self, owner: Owner, path: str) -> None:
         assert path == "/v1/suspend"
         self.suspended.add(owner.uid)
 
@@ -60,7 +60,6 @@ class Cluster:
         self.drivers = Drivers(lambda: self.now)
         self.deaths = 0
         configuration = Configuration(host=host.rstrip("/"))
-        configuration.client_session_kwargs = {"trust_env": False}
         self._api = Api(configuration)
         self._due: dict[Key, float] = {}
 

@@ -95,7 +95,9 @@ class MemoryServer(kmock.KubernetesScaffold):
         return datetime.fromtimestamp(self.now(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
     def _list(self, request: kmock.Request) -> Json:
-        items = [raw for (kind, _, _), raw in self.objects.items() if kind == request.resource.plural]
+        name = request.params.get("fieldSelector", "").removeprefix("metadata.name=")
+        plural = request.resource.plural
+        items = [raw for (kind, _, each), raw in self.objects.items() if kind == plural and name in ("", each)]
         return {"metadata": {"resourceVersion": str(next(self._versions))}, "items": items}
 
     def _create(self, request: kmock.Request) -> Json:
@@ -108,6 +110,9 @@ class MemoryServer(kmock.KubernetesScaffold):
         key = request.resource.plural, request.namespace or "", request.name or ""
         given, before = copied(request.data), self.objects.get(key)
         applies = "apply-patch" in request.headers["Content-Type"]
+        version = given.get("metadata", {}).pop("resourceVersion", "")
+        if before is not None and version not in ("", before["metadata"]["resourceVersion"]):
+            raise kmock.KubernetesError(status=409, reason="Conflict")
         if before is None and (request.subresource or not applies):
             raise kmock.KubernetesError(status=404, reason="NotFound")
         if (

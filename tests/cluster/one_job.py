@@ -90,7 +90,8 @@ class OneJob(World):
 
     def token(self) -> str:
         """Give the bearer token of the POST routes of its driver."""
-        secret = self.plane.api.get(f"/api/v1/namespaces/{self.namespace}/secrets/{self.name}-keys")
+        secrets = f"/api/v1/namespaces/{self.namespace}/secrets"
+        (secret,) = self.plane.api.get(secrets, labelSelector=f"asyncflow.dev/job={self.name}")["items"]
         return base64.b64decode(secret["data"]["token"]).decode()
 
 

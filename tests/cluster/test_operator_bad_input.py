@@ -17,6 +17,7 @@ from operator_process import OperatorProcess
 HELD = {"annotations": {"kwok.test/hold": "true"}}
 WINDOW_S = 9.0
 WINDOWS = 5
+SIZE, MODES = {"storage": "1Gi"}, ["ReadWriteOnce"]
 MOST_A_MINUTE = 10
 """Reconciles of one broken object."""
 
@@ -173,13 +174,59 @@ def test_each_runs_once_it_is_mended(
         job.until_says("WhyPending", "NothingPending")
 
 
+def make_volume(plane: ControlPlane, claim: str) -> None:
+    """Make a volume for a claim of this name."""
+    spec = {"capacity": SIZE, "accessModes": MODES, "hostPath": {"path": "/tmp"}}
+    spec["claimRef"] = {"namespace": "jobs", "name": claim}
+    plane.api.create("/api/v1/persistentvolumes", {"metadata": {"name": claim}, "spec": spec})
+
+
 def make_claim(plane: ControlPlane, name: str) -> None:
-    size, modes = {"storage": "1Gi"}, ["ReadWriteOnce"]
-    reference = {"namespace": "jobs", "name": name}
-    volume = {"capacity": size, "accessModes": modes, "hostPath": {"path": "/tmp"}, "claimRef": reference}
-    claim = {"resources": {"requests": size}, "accessModes": modes, "volumeName": name, "storageClassName": ""}
-    plane.api.create("/api/v1/persistentvolumes", {"metadata": {"name": name}, "spec": volume})
+    make_volume(plane, name)
+    claim = {"resources": {"requests": SIZE}, "accessModes": MODES, "volumeName": name, "storageClassName": ""}
     plane.api.create("/api/v1/namespaces/jobs/persistentvolumeclaims", {"metadata": {"name": name}, "spec": claim})
+
+
+def test_a_change_that_is_refused_stops_no_lost_pod_from_being_replaced(
+    kwok_plane: ControlPlane, shared_operator: OperatorProcess, drivers: ScriptedDrivers
+) -> None:
+    make_volume(kwok_plane, "shrunk-ledger")
+    claim = {"size": "1Gi"}
+    job = OneJob(kwok_plane, "jobs", "shrunk", drivers.of("jobs", "shrunk"), storage={"ledger": {"claim": claim}})
+    job.create()
+    job.until_says("Ready", "Ready")
+    job.edit(storage={"ledger": {"claim": claim | {"size": "1Mi"}}})
+    said = job.until_says("WhyPending", "Denied", "PersistentVolumeClaim/shrunk-ledger")
+    before = job.uids()
+    for pod in before:
+        job.annotate(pod, exit="1")
+
+    def replaced() -> bool:
+        after = job.uids()
+        return job.is_whole() and after.keys() == before.keys() and not set(after.values()) & set(before.values())
+
+    job.until(replaced, "every pod to be replaced")
+    events = kwok_plane.api.get("/api/v1/namespaces/jobs/events", fieldSelector="involvedObject.name=shrunk")["items"]
+    assert any(event["reason"] == "Denied" and event["message"] == said for event in events)
+    assert "What runs goes on as it is" in said
+    job.until_says("WhyPending", "Denied", "PersistentVolumeClaim/shrunk-ledger")
+    job.edit(storage={"ledger": {"claim": claim}})
+    job.until_says("WhyPending", "NothingPending")
+    job.delete()
+
+
+def test_a_secret_of_somebody_else_is_neither_taken_nor_deleted_with_the_job(
+    kwok_plane: ControlPlane, shared_operator: OperatorProcess, drivers: ScriptedDrivers
+) -> None:
+    secrets = "/api/v1/namespaces/jobs/secrets"
+    theirs = kwok_plane.api.create(secrets, {"metadata": {"name": "secretive-keys"}, "data": {"password": "aHVudGVy"}})
+    job = OneJob(kwok_plane, "jobs", "secretive", drivers.of("jobs", "secretive")).create()
+    job.until_says("Ready", "Ready")
+    assert kwok_plane.api.get(f"{secrets}/secretive-keys") == theirs
+    job.delete()
+    ours = {"labelSelector": "asyncflow.dev/job=secretive"}
+    job.until(lambda: not job.pods() and not kwok_plane.api.get(secrets, **ours)["items"], "all of the job to go")
+    assert kwok_plane.api.get(f"{secrets}/secretive-keys") == theirs
 
 
 def test_a_quota_that_runs_out_is_said_until_there_is_room_or_nobody_asks_any_more(

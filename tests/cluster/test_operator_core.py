@@ -26,7 +26,7 @@ LABELS = {"app.kubernetes.io/managed-by": "asyncflow-operator", "asyncflow.dev/j
 
 
 class NoDriver:
-    async def ask(self, owner: Owner, path: str) -> None:
+    def order(self, owner: Owner, path: str) -> None:
         raise AssertionError(f"{path} asked of {owner.name}")
 
 
@@ -152,16 +152,30 @@ async def test_a_plan_is_carried_out_and_known_at_once(api: Api, namespace: str)
     assert not await hands.carry_out(owner(namespace), [[ended]])
 
 
-async def test_no_stage_begins_after_one_that_failed(api: Api, namespace: str) -> None:
+async def test_what_is_refused_stops_only_what_needs_it(api: Api, namespace: str) -> None:
     known = store()
     wrong = Apply(manifest=config_map("Not A Name", namespace))
-    failures = await Hands(api, known, NoDriver()).carry_out(
-        owner(namespace),
-        [[wrong, Apply(manifest=config_map("beside", namespace))], [Apply(manifest=config_map("c", namespace))]],
-    )
-    assert failures.denied.startswith("ConfigMap/Not A Name: ")
-    assert known.get("ConfigMap", namespace, "beside")
-    assert known.get("ConfigMap", namespace, "c") is None
+    beside, later, other = (Apply(manifest=config_map(name, namespace)) for name in ("beside", "later", "other"))
+    needing = Apply(manifest=config_map("needing", namespace), needs=frozenset([wrong.ref, beside.ref]))
+    hands = Hands(api, known, NoDriver())
+    failures = await hands.carry_out(owner(namespace), [[wrong, beside], [later, needing]])
+    (denial,) = failures.denied
+    assert (denial.ref, denial.missing) == (wrong.ref, True)
+    assert [bool(known.get("ConfigMap", namespace, name)) for name in ("beside", "later", "needing")] == [
+        True,
+        True,
+        False,
+    ]
+    assert not await hands.carry_out(owner(namespace), [[other, needing]], lacking=[wrong.ref])
+    assert known.get("ConfigMap", namespace, "needing") is None
+
+
+async def test_no_stage_begins_after_one_in_which_the_server_was_silent(api: Api, namespace: str) -> None:
+    known = store()
+    first, then = ([Apply(manifest=config_map(name, namespace))] for name in ("first", "then"))
+    api.may_write = lambda: False
+    failures = await Hands(api, known, NoDriver()).carry_out(owner(namespace), [first, then])
+    assert len(failures.errors) == 1
 
 
 async def test_a_quota_is_told_as_a_denial(api: Api, plane: ControlPlane, namespace: str) -> None:
@@ -175,7 +189,8 @@ async def test_a_quota_is_told_as_a_denial(api: Api, plane: ControlPlane, namesp
     hands = Hands(api, store(), NoDriver())
 
     async def denied() -> str:
-        return (await hands.carry_out(owner(namespace), [[Apply(manifest=config_map("c", namespace))]])).denied
+        failures = await hands.carry_out(owner(namespace), [[Apply(manifest=config_map("c", namespace))]])
+        return "; ".join(map(str, failures.denied))
 
     for _ in range(50):
         if words := await denied():

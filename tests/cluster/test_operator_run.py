@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted_driver import ScriptedDrivers
 
 import operator_rights
 from asyncflow.api.document import parse
@@ -157,29 +158,34 @@ def _writes(operator: OperatorProcess) -> float:
     return sum(operator.total("asyncflow_operator_api_requests_total", verb=verb) for verb in verbs)
 
 
-def test_the_jobs_queue_follows_the_job_until_a_person_scales_it(start: Start, world: World) -> None:
+def test_the_units_of_a_jobs_queue_are_those_of_the_job_whoever_scales_the_queue(start: Start, world: World) -> None:
+    """Scaled below and above by a person, and then by the job's own spec; a driver that is lost comes back."""
     operator = start()
     world.apply()
     world.until_whole()
-
     ours = f"{OURS}/namespaces/{world.namespace}"
 
-    def units(count: int) -> None:
-        world.plane.api.patch(f"{ours}/rljobs/quickstart", {"spec": {"transferQueue": {"storageUnits": count}}})
+    def units() -> int:
+        return int(world.plane.api.get(f"{ours}/transferqueues/quickstart")["spec"]["storageUnits"])
 
-    def queue() -> dict[str, Any]:
-        return world.plane.api.get(f"{ours}/transferqueues/quickstart")
+    def storage() -> dict[str, str]:
+        return {name: pod["metadata"]["uid"] for name, pod in world.pods("storage").items()}
 
-    units(3)
-    world.until_whole(storage=3)
-    world.plane.kubectl("-n", world.namespace, "scale", "tq/quickstart", "--replicas=4")
-    world.until_whole(storage=4)
-    before = queue()["metadata"]["annotations"]
-    units(2)
-    world.until(lambda: queue()["metadata"]["annotations"] != before, "the operator to have written the queue")
-    world.plane.kubectl("-n", world.namespace, "scale", "rlj/quickstart", "--replicas=3")
-    world.until_whole(storage=4, rollout=3)
-    assert queue()["spec"]["storageUnits"] == 4
+    before = storage()
+    for count in (1, 4):
+        world.plane.kubectl("-n", world.namespace, "scale", "tq/quickstart", f"--replicas={count}")
+        world.until(lambda: units() == 2, "the queue to be put back")
+    world.annotate("quickstart-driver-0", exit="1")
+    world.until(lambda: attempts(world.pods("driver")) == {"quickstart-driver-0": "1"}, "another driver")
+    world.until(lambda: world.condition("Ready")["status"] == "True", "the job to be whole again")
+    assert storage() == before
+    events = world.plane.kubectl("-n", world.namespace, "describe", "rlj/quickstart")
+    assert "Somebody changed TransferQueue/quickstart; it is put back, because it follows RLJob quickstart" in events
+    for count in (3, 1):
+        change = {"spec": {"transferQueue": {"storageUnits": count}}}
+        world.plane.api.patch(f"{ours}/rljobs/quickstart", change)
+        world.until_whole(storage=count)
+        assert units() == count
     assert operator.total("asyncflow_operator_reconciles_total", outcome="failed") == 0
 
 
@@ -217,6 +223,52 @@ def test_a_job_that_this_version_does_not_do_says_so(start: Start, world: World)
     assert not world.pods()
 
 
+def test_a_running_job_that_is_edited_to_what_cannot_be_done_goes_on_as_it_was_accepted(
+    start: Start, world: World, drivers: ScriptedDrivers
+) -> None:
+    first = start(probe_url=drivers.url)
+    driver = drivers.of(world.namespace, "quickstart")
+    world.apply()
+    world.until_whole()
+    world.until(lambda: world.condition("Ready").get("status") == "True", "the job to be ready")
+    engine = world.job()["spec"]["rollout"]["engine"]
+    path = f"{OURS}/namespaces/{world.namespace}/rljobs/quickstart"
+
+    def edit(**spec: Any) -> None:
+        world.plane.api.patch(path, {"spec": spec})
+
+    edit(rollout={"engine": {"name": "vllm"}})
+    world.until(lambda: world.condition("Accepted")["reason"] == "NotYet", "the edit to be judged")
+    said = world.condition("Accepted")["message"]
+    assert said.startswith("Generation 1 runs on; of this one suspend: true and its scale are obeyed")
+    assert "spec.rollout.engine.name" in said
+    world.annotate("quickstart-trainer-0", exit="137")
+    world.until(lambda: attempts(world.pods("trainer")) == {"quickstart-trainer-0": "1"}, "the trainer's next attempt")
+    world.until_whole()
+
+    first.process.end()
+    start("another", probe_url=drivers.url)
+    for pod in ("storage-1", "rollout-0"):
+        world.annotate(f"quickstart-{pod}", exit="1")
+    edit(rollout={"replicas": 3})
+    world.until_whole(rollout=3)
+    world.until(lambda: attempts(world.pods("storage"))["quickstart-storage-1"] == "1", "the unit to come again")
+    assert world.condition("Accepted")["status"] == "False"
+
+    edit(suspend=True)
+    world.until(lambda: "/v1/suspend" in driver.asked_for(), "the driver to be told")
+    driver.say(phase="Suspended")
+    world.until(lambda: world.job()["status"]["phase"] == "Suspended" and not world.pods(), "the job to be suspended")
+    edit(suspend=False)
+    generation = world.job()["metadata"]["generation"]
+    world.until(lambda: world.job()["status"]["observedGeneration"] == generation, "a look at that")
+    assert world.job()["status"]["phase"] == "Suspended", "what is refused begins nothing"
+    driver.say(phase="Running")
+    edit(rollout={"engine": engine})
+    world.until_whole(rollout=3)
+    assert world.condition("Accepted")["status"] == "True"
+
+
 def test_a_job_that_another_controller_manages_is_left_alone(start: Start, world: World) -> None:
     operator = start()
     world.apply(lambda manifest: manifest["spec"].update(managedBy="example.org/mine"))
@@ -232,9 +284,10 @@ def test_the_log_has_one_line_of_json_for_every_action_and_no_secret(start: Star
     operator.stop()
     lines = [json.loads(line) for line in operator.log.splitlines()]
     done = Counter(line["target"] for line in lines if line["what"] == "apply")
-    assert {"Pod/quickstart-driver-0", "ConfigMap/quickstart", "Secret/quickstart-keys"} <= done.keys()
+    (secret,) = world.plane.api.get(f"/api/v1/namespaces/{world.namespace}/secrets")["items"]
+    made = {"Pod/quickstart-driver-0", "ConfigMap/quickstart", f"Secret/{secret['metadata']['name']}"}
+    assert made <= done.keys()
     assert max(done.values()) == 1
-    secret = world.plane.api.get(f"/api/v1/namespaces/{world.namespace}/secrets/quickstart-keys")
     assert not any(value in operator.log for value in secret["data"].values())
 
 

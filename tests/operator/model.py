@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from model_api import Mine, Refused
+from model_api import Mine, Refusal
 from model_cluster import Cluster
 from model_samples import DESIRED, JOB, QUEUE, SYNC
 
 from asyncflow_operator.actions import Action, Apply, Ask, Delete, Plan
 from asyncflow_operator.decide import decide_job, decide_queue, decide_sync
-from asyncflow_operator.observed import JobState, Probe, QueueState, Ref, SyncState
+from asyncflow_operator.observed import Denial, JobState, Probe, QueueState, Ref, SyncState
 
 
 class Killed(Exception):
@@ -28,7 +28,7 @@ class World(Cluster):
     """
 
     deaths: frozenset[int] = frozenset()
-    denied: dict[Ref, str] = field(default_factory=dict)
+    denied: dict[Ref, tuple[Denial, ...]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     # What the operator sees.
@@ -68,7 +68,7 @@ class World(Cluster):
             status=known.status,
             job=job,
             pods=tuple(pod for pod in job.pods if pod.role in ("controller", "storage")),
-            denied=self.denied.get(QUEUE, ""),
+            denied=self.denied.get(QUEUE, ()),
         )
 
     def _job_state(self, known: Mine) -> JobState:
@@ -76,12 +76,14 @@ class World(Cluster):
         return JobState(
             owner=known.owner,
             job=known.model,
+            problem=known.problem,
+            problem_reason=known.problem_reason,
             status=known.status,
             queue=queue.status if queue is not None else None,
             pods=tuple(sorted(self.seen_pods.values(), key=lambda pod: pod.name)),
             objects=dict(self.seen_objects),
             probe=self.probe,
-            denied=self.denied.get(JOB, ""),
+            denied=self.denied.get(JOB, ()) + self.denied.get(QUEUE, ()),
             nodes=self.nodes,
         )
 
@@ -116,29 +118,30 @@ class World(Cluster):
         if plan.status is not None:
             done()
             self.write_status(ref, plan.status)
-        failed = ""
+        denied: list[Denial] = []
         for stage in plan.stages:
+            absent = {denial.ref for denial in denied}
             for action in self.order.sample(stage, len(stage)):
+                if isinstance(action, Apply) and action.needs & absent:
+                    continue
                 done()
-                failed = self._do(action) or failed
-            if failed:
-                break
-        if plan.stages:
-            self.denied[ref] = failed if failed != "driver" else ""
+                denied.extend(self._do(action))
+        self.denied[ref] = tuple(denied)
         self.notes.extend(note.reason for note in plan.notes)
 
-    def _do(self, action: Action) -> str:
+    def _do(self, action: Action) -> list[Denial]:
         match action:
             case Apply(manifest=manifest):
+                there = action.ref in self.objects
                 try:
                     self.apply(manifest)
-                except Refused as refused:
-                    return str(refused)
+                except Refusal as refused:
+                    return [Denial(action.ref, str(refused), missing=not there)]
             case Delete(ref=ref, uid=uid):
                 self.delete(ref, uid)
             case Ask(path=path):
-                return self.ask(path)
-        return ""
+                self.ask(path)
+        return []
 
     # Time.
 

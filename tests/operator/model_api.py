@@ -27,22 +27,26 @@ MODELS: dict[str, tuple[Any, Any]] = {
 }
 
 
-class Refused(Exception):
+class Refusal(Exception):
     """The API server says no."""
 
 
 @dataclass(frozen=True)
 class Mine:
-    """An object of ours: its model, its status, and who it is."""
+    """An object of ours: its model, with a problem the last that was accepted; its status, and who it is."""
 
     owner: Owner
     model: Any
     status: Any
+    problem: str = ""
+    problem_reason: str = ""
 
 
 @dataclass
 class ApiServer:
-    """The objects of one job. order: shuffles what has no order; quota: whether no pod can be made."""
+    """The objects of one job. order: shuffles what has no order; quota: whether no pod can be made; refuses: kinds of
+    which no object can be made or changed.
+    """
 
     job: RLJob
     order: random.Random = field(default_factory=lambda: random.Random(0))
@@ -52,6 +56,7 @@ class ApiServer:
     objects: dict[Ref, ObjectView] = field(default_factory=dict)
     nodes: tuple[NodeFree, ...] | None = None
     quota: bool = False
+    refuses: set[str] = field(default_factory=set)
     writes: int = 0
 
     def __post_init__(self) -> None:
@@ -82,6 +87,8 @@ class ApiServer:
         self.writes += 1
         kind, meta = manifest["kind"], manifest["metadata"]
         ref = Ref(kind, meta["name"])
+        if kind in self.refuses:
+            raise Refusal(f"{kind} is refused")
         if kind == "Pod":
             self._make(meta)
         elif kind in MODELS:
@@ -133,7 +140,7 @@ class ApiServer:
         name, labels = meta["name"], meta["labels"]
         assert name not in self.pods, f"{name} is there already"
         if self.quota:
-            raise Refused(f"pods {name!r} is forbidden: exceeded quota: pods")
+            raise Refusal(f"pods {name!r} is forbidden: exceeded quota: pods")
         pod = PodView(
             name=name,
             uid=self._uid(),
@@ -211,7 +218,7 @@ class ApiServer:
         if self.status.phase not in ("Pending", "Starting", "Running"):
             return
         leaving = pod.uid in {each.uid for each in self.status.draining}
-        beyond = pod.role == "storage" and pod.index >= self.seen_mine[QUEUE].model.spec.storage_units
+        beyond = pod.role == "storage" and pod.index >= self.seen_mine[JOB].model.spec.transfer_queue.storage_units
         if pod.role == "trainer":
             assert pod.attempt < self.status.attempt
         elif not (leaving or beyond):

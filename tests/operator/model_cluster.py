@@ -10,7 +10,7 @@ from model_samples import JOB, QUEUE
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.status import DriverStatus, Phase, RolloutState
-from asyncflow_operator.observed import PodView, Probe
+from asyncflow_operator.observed import PodView, Probe, Ref
 
 
 @dataclass
@@ -85,18 +85,15 @@ class Cluster(ApiServer):
         """Whether the driver answers."""
         return any(pod.ready and pod.phase == "Running" for pod in self.with_role("driver"))
 
-    def ask(self, path: str) -> str:
-        """POST to the driver; gives "driver" where it does not take it."""
+    def ask(self, path: str) -> None:
+        """POST to the driver, which takes it if it can."""
         if not self.driver_up:
-            return "driver"
+            return
         if path == "/v1/suspend":
             self.suspending = True
-            return ""
+            return
         uid = path.removeprefix("/v1/rollouts/").removesuffix("/drain")
-        if uid not in {pod.uid for pod in self._registered()}:
-            return "driver"
-        self.drained.add(uid)
-        return ""
+        self.drained |= {uid} & {pod.uid for pod in self._registered()}
 
     def _registered(self) -> list[PodView]:
         return [pod for pod in self.with_role("rollout") if pod.phase == "Running" and pod.ready]
@@ -160,11 +157,22 @@ class Cluster(ApiServer):
         model = RLJob.model_validate(
             known.model.model_dump(by_alias=True, mode="json", exclude_none=True) | {"spec": spec}
         )
-        self.mine[JOB] = Mine(owner, model, known.status)
+        self.mine[JOB] = replace(known, owner=owner, model=model)
+
+    def refuse(self, problem: str, reason: str) -> None:
+        """Change the job's spec to one that is refused, or with "" to one that is not."""
+        known = self.mine[JOB]
+        owner = replace(known.owner, generation=known.owner.generation + 1)
+        self.mine[JOB] = replace(known, owner=owner, problem=problem, problem_reason=reason)
 
     def scale_queue(self, units: int) -> None:
-        """Change the child queue's units."""
+        """Change the job's own queue, as kubectl scale does: the number is not the operator's field any more."""
         known = self.mine[QUEUE]
         model = known.model.model_copy(update={"spec": known.model.spec.model_copy(update={"storage_units": units})})
         owner = replace(known.owner, generation=known.owner.generation + 1)
         self.mine[QUEUE] = Mine(owner, model, known.status)
+        self.meddle(QUEUE)
+
+    def meddle(self, ref: Ref) -> None:
+        """Change a field of an object that the operator has written."""
+        self.objects[ref] = replace(self.objects[ref], held='{"f:other":{}}')

@@ -1,25 +1,32 @@
 """Carries out a plan: the status, then stage after stage.
 
-Invariant: a stage begins only when all of the one before is done, so what was counted is on record before what it was
-counted from is gone; and what the server answers is in the store before the plan counts as carried out.
+Nothing that somebody else made is ever taken over: an object is created, or changed if it is controlled by the owner's
+UID and still has the UID that was seen; one of that name that is another's is refused, and named. A Secret is only ever
+created (``desired.keys`` says why that is enough).
+
+Invariant: a stage begins only when all of the one before has been tried and the server answers, so what was counted is
+on record before what it was counted from is gone; what the server refuses stops only what says that it needs it; and
+what the server answers is in the store before the plan counts as carried out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from asyncflow.api.base import API_VERSION
+from asyncflow.api.names import LABEL_ATTEMPT
 from asyncflow.errors import AsyncFlowError
 from asyncflow_operator.actions import Action, Apply, Ask, Delete
 from asyncflow_operator.cluster.client import Api, Json
-from asyncflow_operator.cluster.kinds import BY_NAME, OURS, QUEUE, Kind
+from asyncflow_operator.cluster.kinds import BY_NAME, POD, Kind
 from asyncflow_operator.cluster.refusals import ApiError, Refusal
 from asyncflow_operator.cluster.store import Store
-from asyncflow_operator.observed import Manifest, Owner
+from asyncflow_operator.cluster.views import controller_of
+from asyncflow_operator.observed import Denial, Manifest, Owner, Ref
 
 AT_ONCE: Final = 8
 """Actions of one object under way at a time."""
@@ -32,23 +39,23 @@ _log = logging.getLogger(__name__)
 class Driver(Protocol):
     """A job's driver, as far as a plan needs it."""
 
-    async def ask(self, owner: Owner, path: str) -> None:
-        """POST ``path`` with the job's token. Raises AsyncFlowError where the driver did not take it."""
+    def order(self, owner: Owner, path: str) -> None:
+        """Have ``path`` POSTed with the job's token, soon; whether the driver takes it is not waited for."""
 
 
 @dataclass(kw_only=True)
 class Failures:
-    """What went wrong. denied: why an object was refused, in the server's words; ends: the namespace is ending;
-    gone: the owner does not exist any more.
+    """What went wrong. errors: all but refusals; denied: what was refused, and is not expected to change by itself;
+    ends: the namespace is ending; gone: the owner does not exist any more.
     """
 
     errors: list[AsyncFlowError] = field(default_factory=list)
-    denied: str = ""
+    denied: list[Denial] = field(default_factory=list)
     ends: bool = False
     gone: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.errors)
+        return bool(self.errors or self.denied)
 
 
 class Hands:
@@ -69,7 +76,7 @@ class Hands:
         try:
             raw = await self._api.apply(kind, owner.namespace, body, subresource="status", force=True)
         except Refusal as refused:
-            failures.gone = refused.absent or refused.conflict
+            failures.gone = refused.absent or refused.replaced
             failures.ends = refused.namespace_ends
             if failures.gone:
                 self._store.remove(owner.kind, owner.namespace, owner.name, owner.uid)
@@ -78,87 +85,122 @@ class Hands:
             failures.errors.append(error)
         else:
             self._store.put(owner.kind, raw)
-        self._report(owner, "status", owner.name, failures.errors)
+        self._report(owner, "status", owner.name, *failures.errors)
         return failures
 
-    async def carry_out(self, owner: Owner, stages: Sequence[Sequence[Action]]) -> Failures:
-        """Do the stages in order, the actions of each at the same time; none after one in which something failed."""
+    async def carry_out(
+        self, owner: Owner, stages: Sequence[Sequence[Action]], *, lacking: Collection[Ref] = ()
+    ) -> Failures:
+        """Do the stages in order, the actions of each at the same time; none after one in which the server was silent.
+
+        lacking: objects that were refused before and are not tried again now.
+        """
         failures = Failures()
         slots = asyncio.Semaphore(AT_ONCE)
         for stage in stages:
-            await asyncio.gather(*(self._one(owner, action, failures, slots) for action in stage))
-            if failures:
+            absent = {*lacking, *(denial.ref for denial in failures.denied)}
+            ready = [action for action in stage if not (isinstance(action, Apply) and action.needs & absent)]
+            await asyncio.gather(*(self._one(owner, action, failures, slots) for action in ready))
+            if failures.errors:
                 break
         return failures
 
     async def _one(self, owner: Owner, action: Action, failures: Failures, slots: asyncio.Semaphore) -> None:
-        errors: list[AsyncFlowError] = []
+        if isinstance(action, Ask):
+            self._driver.order(owner, action.path)
+            return
         async with slots:
             try:
-                await self._do(owner, action)
+                await (self._apply(owner, action) if isinstance(action, Apply) else self._delete(owner, action))
             except Refusal as refused:
-                errors.append(refused)
                 failures.ends = failures.ends or refused.namespace_ends
-                if isinstance(action, Apply) and not refused.namespace_ends:
-                    failures.denied = f"{_name(action)}: {refused.what}"
-            except AsyncFlowError as error:
-                errors.append(error)
-        failures.errors.extend(errors)
-        self._report(owner, type(action).__name__.lower(), _name(action), errors)
+                if refused.namespace_ends or (refused.replaced and not refused.exists):
+                    failures.errors.append(refused)
+                else:
+                    failures.denied.append(Denial(action.ref, refused.what, missing=self._lacks(owner, action)))
+                error: AsyncFlowError = refused
+            except AsyncFlowError as failed:
+                failures.errors.append(failed)
+                error = failed
+            else:
+                self._report(owner, type(action).__name__.lower(), _name(action.ref))
+                return
+        self._report(owner, type(action).__name__.lower(), _name(action.ref), error)
 
-    async def _do(self, owner: Owner, action: Action) -> None:
-        match action:
-            case Apply(manifest=manifest):
-                await self._apply(owner, manifest)
-            case Delete(ref=ref, uid=uid, grace_s=grace_s):
-                await self._delete(owner.namespace, ref.kind, ref.name, uid, grace_s)
-            case Ask(path=path):
-                await self._driver.ask(owner, path)
+    def _lacks(self, owner: Owner, action: Apply | Delete) -> bool:
+        """Say whether the owner does not have what was to be made."""
+        known = self._store.get(action.ref.kind, owner.namespace, action.ref.name)
+        return isinstance(action, Apply) and (known is None or known.owner != owner.uid)
 
-    async def _apply(self, owner: Owner, manifest: Manifest) -> None:
-        """Make an object, or change the one that ``owner`` has. One of that name that is another's is left alone: it is
-        created and not applied, and of a Secret, which nobody reads, no field is taken from others. Of our own kinds
-        all are known, and what a person may scale is applied from the beginning: who creates a field by POST is a
-        manager beside the one who applies it, even under the same name, and the two conflict. What a person then has
-        scaled stays so; everything else follows.
-        """
-        kind, name = BY_NAME[manifest["kind"]], manifest["metadata"]["name"]
+    async def _apply(self, owner: Owner, action: Apply) -> None:
+        kind, name = BY_NAME[action.ref.kind], action.ref.name
         known = self._store.get(kind.name, owner.namespace, name)
-        new = known is None and (kind in OURS or kind.watched == "never")
-        if new or (known is not None and known.owner == owner.uid):
-            raw = await self._change(kind, owner.namespace, manifest)
+        if known is not None and known.owner == owner.uid and kind is not POD:
+            raw: Json | None = await self._change(kind, owner.namespace, action.manifest, uid=known.uid)
         else:
-            raw = await self._api.create(kind, owner.namespace, manifest)
-        if kind.watched != "never":
+            raw = await self._create(owner, kind, action.manifest)
+        if raw is not None and kind.watched != "never":
             self._store.put(kind.name, raw)
 
-    async def _change(self, kind: Kind, namespace: str, manifest: Manifest) -> Json:
-        force = kind not in OURS and kind.watched != "never"
+    async def _create(self, owner: Owner, kind: Kind, manifest: Manifest) -> Json | None:
+        """Create an object. Returns None where it is the owner's already, and the watch will tell."""
         try:
-            return await self._api.apply(kind, namespace, manifest, force=force)
+            if kind is POD or kind.watched == "never":
+                return await self._api.create(kind, owner.namespace, manifest)
+            return await self._api.make(kind, owner.namespace, manifest)
         except Refusal as refused:
-            if kind != QUEUE or refused.reason != "Conflict":
+            if not refused.exists:
                 raise
-        unscaled = {key: value for key, value in manifest["spec"].items() if key != "storageUnits"}
-        return await self._api.apply(kind, namespace, manifest | {"spec": unscaled}, force=False)
+            return None if kind.watched == "never" else await self._recover(owner, kind, manifest, refused)
 
-    async def _delete(self, namespace: str, kind_name: str, name: str, uid: str, grace_s: int | None) -> None:
+    async def _recover(self, owner: Owner, kind: Kind, manifest: Manifest, refused: Refusal) -> Json | None:
+        """Have an object that exists and that no watch tells of: the owner's own, if somebody took its labels away.
+
+        A pod without its labels is covered by no policy, so it is deleted. Raises ``refused`` for one of somebody else.
+        """
+        name = manifest["metadata"]["name"]
+        found = await self._api.find(kind, owner.namespace, name)
+        meta = found["metadata"] if found is not None else {}
+        if found is None or controller_of(found)[2] != owner.uid:
+            raise Refusal(
+                f"{refused.what}, and it is not this {owner.kind}'s",
+                where=refused.where,
+                status=refused.status,
+                reason=refused.reason,
+            )
+        if kind is not POD:
+            return await self._change(kind, owner.namespace, manifest, uid=meta["uid"])
+        wanted = {key: value for key, value in manifest["metadata"]["labels"].items() if key != LABEL_ATTEMPT}
+        if wanted.items() <= (meta.get("labels") or {}).items():
+            return None
+        await self._api.delete(kind, owner.namespace, name, uid=meta["uid"])
+        raise Refusal(
+            "somebody changed its labels, so it was deleted and is made again",
+            where=refused.where,
+            status=refused.status,
+        )
+
+    async def _change(self, kind: Kind, namespace: str, manifest: Manifest, *, uid: str) -> Json:
+        body = manifest | {"metadata": manifest["metadata"] | {"uid": uid}}
+        return await self._api.apply(kind, namespace, body, force=True)
+
+    async def _delete(self, owner: Owner, action: Delete) -> None:
         """Delete an object; that it is gone already, or that its name belongs to another one by now, is as good."""
-        kind = BY_NAME[kind_name]
+        kind, name, uid = BY_NAME[action.ref.kind], action.ref.name, action.uid
         try:
-            raw = await self._api.delete(kind, namespace, name, uid=uid, grace_s=grace_s)
+            raw = await self._api.delete(kind, owner.namespace, name, uid=uid, grace_s=action.grace_s)
         except Refusal as refused:
             if not (refused.absent or refused.conflict):
                 raise
-            self._store.remove(kind_name, namespace, name, uid)
+            self._store.remove(kind.name, owner.namespace, name, uid)
             return
         meta = raw["metadata"]
-        if raw.get("kind") == kind_name and (meta.get("deletionGracePeriodSeconds") or meta.get("finalizers")):
-            self._store.put(kind_name, raw)
+        if raw.get("kind") == kind.name and (meta.get("deletionGracePeriodSeconds") or meta.get("finalizers")):
+            self._store.put(kind.name, raw)
         else:
-            self._store.remove(kind_name, namespace, name, uid)
+            self._store.remove(kind.name, owner.namespace, name, uid)
 
-    def _report(self, owner: Owner, action: str, target: str, errors: Sequence[AsyncFlowError]) -> None:
+    def _report(self, owner: Owner, action: str, target: str, *errors: AsyncFlowError) -> None:
         about: dict[str, Any] = {"object": f"{owner.kind}/{owner.namespace}/{owner.name}", "target": target}
         self._acted(action, "failed" if errors else "ok")
         if errors:
@@ -167,11 +209,5 @@ class Hands:
             _log.info("%s", action, extra=about)
 
 
-def _name(action: Action) -> str:
-    match action:
-        case Apply(manifest=manifest):
-            return f"{manifest['kind']}/{manifest['metadata']['name']}"
-        case Delete(ref=ref):
-            return f"{ref.kind}/{ref.name}"
-        case Ask(path=path):
-            return path
+def _name(ref: Ref) -> str:
+    return f"{ref.kind}/{ref.name}"

@@ -1,7 +1,8 @@
 """Calls to the API server: JSON in, JSON out, one pool of connections.
 
 ``kubernetes.aio`` gives configuration, credentials and transport; its model classes are not used. Invariant: a call
-ends within its deadline, whatever the server does; what may be tried again is, and every answer is counted once.
+ends within its deadline and with at most ``ANSWER_BYTES``, whatever the server does; no redirect is followed and
+nothing is decompressed; what may be tried again is, and every answer is counted once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kubernetes.aio.client.configuration import Configuration
 from asyncflow.api.names import FIELD_MANAGER
 from asyncflow.errors import ManifestError
 from asyncflow_operator.cluster.kinds import LEASE, Kind
-from asyncflow_operator.cluster.refusals import NotLeading, Unreachable, refusal
+from asyncflow_operator.cluster.refusals import NotLeading, Refusal, TooLarge, Unreachable, refusal
 
 Json = dict[str, Any]
 Answered = Callable[[str, str, str, float], None]
@@ -36,10 +37,14 @@ APPLY: Final = "application/apply-patch+yaml"
 METADATA: Final = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 METADATA_LIST: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
+ANSWER_BYTES: Final = 16 << 20
+"""The largest answer, and the largest line of a watch; a page of a list that is larger is asked for in smaller ones."""
 CALL_S: Final = 15.0
 """Seconds of one attempt."""
 DEADLINE_S: Final = 30.0
 """Seconds of a call with all its attempts."""
+_NO_VERSION: Final = "1"
+"""A resource version that no object has: etcd counts from it."""
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
 _OWNED: Final = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
@@ -49,10 +54,25 @@ _BROKEN: Final = (aiohttp.ClientError, TimeoutError, OSError)
 _log = logging.getLogger(__name__)
 
 
+async def _refuse_redirects(
+    request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+) -> aiohttp.ClientResponse:
+    response = await handler(request)
+    if 300 <= response.status < 400:
+        response.close()
+        raise aiohttp.ClientError(f"a redirect (HTTP {response.status}), which is not followed")
+    return response
+
+
 class Api:
     """One server, as one user. may_write: asked before each attempt to write anything but a Lease."""
 
     def __init__(self, configuration: Configuration, *, answered: Answered = lambda *_: None) -> None:
+        configuration.client_session_kwargs = {
+            "trust_env": False,
+            "auto_decompress": False,
+            "middlewares": (_refuse_redirects,),
+        }
         self.configuration = configuration
         self.may_write: Callable[[], bool] = lambda: True
         self._client: Any = ApiClient(configuration)
@@ -66,7 +86,6 @@ class Api:
         """
         configuration = Configuration()
         configuration.connection_pool_maxsize = connections
-        configuration.client_session_kwargs = {"trust_env": False}
         load: Any = kubernetes_config
         try:
             if kubeconfig is None:
@@ -93,6 +112,30 @@ class Api:
         """Create an object; refused (``conflict``) where there is one of its name."""
         path = kind.path(namespace)
         return await self._call("create", "POST", kind, path, body=body, query=_OWNED, deadline_s=deadline_s)
+
+    async def make(self, kind: Kind, namespace: str, manifest: Json) -> Json:
+        """Create an object by server-side apply, so that a later apply can take back each of its fields.
+
+        Refused (``exists``) where there is one of its name: an apply that names a version is refused by an object of
+        any other, and no object has that version.
+        """
+        name = manifest["metadata"]["name"]
+        body = manifest | {"metadata": manifest["metadata"] | {"resourceVersion": _NO_VERSION}}
+        try:
+            return await self.apply(kind, namespace, body, force=False)
+        except Refusal as refused:
+            if refused.reason != "Conflict":
+                raise
+            what = f'{kind.plural} "{name}" already exists'
+            raise Refusal(what, where=refused.where, status=refused.status, reason="AlreadyExists") from refused
+
+    async def find(self, kind: Kind, namespace: str, name: str, *, metadata_only: bool = True) -> Json | None:
+        """Return an object whatever its labels are, None where there is none: by a list of one."""
+        fields = f"metadata.name={name}"
+        async for page in self.pages(kind, namespace=namespace, fields=fields, metadata_only=metadata_only):
+            for raw in page.get("items") or ():
+                return dict(raw)
+        return None
 
     async def replace(self, kind: Kind, namespace: str, name: str, body: Json, *, deadline_s: float) -> Json:
         """Write a whole object; refused (``conflict``) where it has another ``resourceVersion`` by now."""
@@ -126,12 +169,21 @@ class Api:
         metadata_only: bool = False,
         size: int = 500,
     ) -> AsyncIterator[Json]:
-        """Give a list page by page, so that no more than ``size`` objects are in memory. Raises Expired half-way."""
+        """Give a list page by page, so that no more than ``size`` objects are in memory. Raises Expired half-way.
+
+        Where such a page would be too large, it gives more and smaller ones.
+        """
         query = {"limit": str(size)}
         query |= {key: value for key, value in (("labelSelector", labels), ("fieldSelector", fields)) if value}
         accept = METADATA_LIST if metadata_only else JSON
         while True:
-            page = await self._call("list", "GET", kind, kind.path(namespace), query=query, accept=accept)
+            try:
+                page = await self._call("list", "GET", kind, kind.path(namespace), query=query, accept=accept)
+            except TooLarge:
+                if query["limit"] == "1":
+                    raise
+                query["limit"] = str(max(1, int(query["limit"]) // 8))
+                continue
             yield page
             following = page["metadata"].get("continue")
             if not following:
@@ -163,7 +215,7 @@ class Api:
                 response = await self._send("GET", path, query=query, accept=accept, timeout=timeout)
             self._answered("watch", kind.plural, str(response.status), time.monotonic() - begun)
             if response.status != 200:
-                raise refusal(response.status, _decoded(await response.read()), where=f"watch {path}")
+                raise refusal(response.status, _decoded(await _whole(response)), where=f"watch {path}")
             async for batch in _lines(response, idle_s):
                 yield [_changed(line, path) for line in batch]
         except _BROKEN as error:
@@ -195,7 +247,10 @@ class Api:
                 response = await self._send(
                     method, path, body=body, query=query, form=form, accept=accept, timeout=timeout
                 )
-                text = await response.read()
+                text = await _whole(response)
+            except TooLarge:
+                self._answered(verb, kind.plural, "TooLarge", time.monotonic() - begun)
+                raise
             except _BROKEN as error:
                 self._answered(verb, kind.plural, type(error).__name__, time.monotonic() - begun)
                 failure: Exception = Unreachable(_words(error), where=where)
@@ -225,7 +280,7 @@ class Api:
         form: str = JSON,
         accept: str = JSON,
     ) -> aiohttp.ClientResponse:
-        headers = {"Accept": accept, "Content-Type": form, "User-Agent": FIELD_MANAGER}
+        headers = {"Accept": accept, "Accept-Encoding": "identity", "Content-Type": form, "User-Agent": FIELD_MANAGER}
         await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
         url = f"{self.configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
         answer = await self._client.rest_client.request(
@@ -233,6 +288,16 @@ class Api:
         )
         response: aiohttp.ClientResponse = answer.response
         return response
+
+
+async def _whole(response: aiohttp.ClientResponse) -> bytes:
+    text = bytearray()
+    async with response:
+        async for chunk in response.content.iter_any():
+            text += chunk
+            if len(text) > ANSWER_BYTES:
+                raise TooLarge(f"more than {ANSWER_BYTES} bytes", where=str(response.url))
+    return bytes(text)
 
 
 async def _lines(response: aiohttp.ClientResponse, idle_s: float) -> AsyncIterator[list[bytes]]:
@@ -244,6 +309,8 @@ async def _lines(response: aiohttp.ClientResponse, idle_s: float) -> AsyncIterat
             if not chunk:
                 return
             *whole, rest = (rest + chunk).split(b"\n")
+            if len(rest) > ANSWER_BYTES:
+                raise TooLarge(f"a line of more than {ANSWER_BYTES} bytes", where=str(response.url))
             if whole:
                 yield whole
 

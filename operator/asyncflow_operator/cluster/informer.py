@@ -116,7 +116,8 @@ class Informer:
         raw = change["object"]
         meta = raw["metadata"]
         if change["type"] == "DELETED":
-            self._store.remove(self.kind.name, meta.get("namespace", ""), meta["name"], meta["uid"])
+            at = int(meta["resourceVersion"])
+            self._store.remove(self.kind.name, meta.get("namespace", ""), meta["name"], meta["uid"], version=at)
         elif change["type"] != "BOOKMARK":
             self._store.put(self.kind.name, raw)
         version: str = meta["resourceVersion"]

@@ -51,9 +51,11 @@ NODE: Final = Kind(name="Node", api_version="v1", plural="nodes", watched="never
 EVENT: Final = Kind(name="Event", api_version="v1", plural="events", watched="never")
 LEASE: Final = Kind(name="Lease", api_version="coordination.k8s.io/v1", plural="leases", watched="never")
 
+CONFIG: Final = Kind(name="ConfigMap", api_version="v1", plural="configmaps")
+
 _OWNED: Final = (
     POD,
-    Kind(name="ConfigMap", api_version="v1", plural="configmaps"),
+    CONFIG,
     Kind(name="Secret", api_version="v1", plural="secrets", watched="never"),
     Kind(name="Service", api_version="v1", plural="services"),
     Kind(name="ServiceAccount", api_version="v1", plural="serviceaccounts"),

@@ -1,5 +1,9 @@
 """Our three kinds as the API server sends them, checked by the contract.
 
+What has begun and is edited to a spec that the contract refuses goes on by the last that was accepted, with as much of
+the newest as can be obeyed all the same: ``suspend: true``, and the number that is scaled. An operator that did not see
+that spec finds it in the ConfigMap that the pods read (``recalled``).
+
 Invariant: an object is parsed once per generation and set of labels, however often its status changes; one that the
 contract refuses is kept with the reason and what to do, and never stops the operator. The API server knows the newest
 fields: one that is unknown here is a newer version's, and what runs under an older one goes on without it.
@@ -7,9 +11,10 @@ fields: one that is unknown here is a newer version's, and what runs under an ol
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -18,10 +23,11 @@ from asyncflow.api.base import COLLECT, Spec
 from asyncflow.api.check import inspect, legible
 from asyncflow.api.job import RLJob
 from asyncflow.api.later import planned
+from asyncflow.api.names import JOB_FILE
 from asyncflow.api.queue import QueueStatus, TransferQueue
 from asyncflow.api.status import JobStatus
 from asyncflow.api.weights import WeightsStatus, WeightSync
-from asyncflow_operator.cluster.views import controller_of, digest_of, scalers, seconds
+from asyncflow_operator.cluster.views import controller_of, digest_of, held_of, scalers, seconds
 from asyncflow_operator.observed import Owner
 
 Json = Mapping[str, Any]
@@ -44,8 +50,8 @@ _log = logging.getLogger(__name__)
 class Mine:
     """One object of ours.
 
-    model: None where the contract refuses it, and problem says why; written: the status as it is stored; controller:
-    kind and name of what owns it, "" where a person made it.
+    model: what counts, None where no spec was ever accepted; problem: why the contract refuses the newest spec;
+    written: the status as it is stored; controller: kind and name of what owns it, "" where a person made it.
     """
 
     owner: Owner
@@ -57,6 +63,7 @@ class Mine:
     scaled_by: tuple[str, ...]
     controller: tuple[str, str]
     digest: str
+    held: str
 
 
 def mine(kind: str, raw: Json, before: Mine | None) -> Mine:
@@ -70,6 +77,9 @@ def mine(kind: str, raw: Json, before: Mine | None) -> Mine:
         model, problem, reason = _parsed(kind, raw, labels)
     written = raw.get("status") or {}
     unchanged = before is not None and before.written == written
+    status = before.status if before is not None and unchanged else _status(kind, raw, written)
+    if model is None and before is not None and before.model is not None and begun(status):
+        model = _obeyed(before.model, raw, status)
     return Mine(
         owner=Owner(
             kind=kind,  # type: ignore[arg-type]
@@ -84,12 +94,51 @@ def mine(kind: str, raw: Json, before: Mine | None) -> Mine:
         model=model,
         problem=problem,
         problem_reason=reason,
-        status=before.status if before is not None and unchanged else _status(kind, raw, written),
+        status=status,
         written=written,
         scaled_by=scalers(raw, _REPLICAS) if kind == "RLJob" else (),
         controller=controller_of(raw)[:2],
         digest=digest_of(raw),
+        held=held_of(raw, kind=kind),
     )
+
+
+def begun(status: Any) -> bool:
+    """Say whether pods were made for an object of ours, by its status."""
+    match status:
+        case JobStatus():
+            return status.start_time is not None or status.phase != "Pending"
+        case QueueStatus():
+            return status.address is not None
+    return False
+
+
+def recalled(view: Mine, raw: Json, config: Json) -> Mine:
+    """Return ``view`` with the spec that was accepted last, as it is in the ConfigMap of the pods; unchanged if it is
+    not legible, or another object's.
+    """
+    try:
+        data = json.loads((config.get("data") or {})[JOB_FILE.rpartition("/")[2]])
+        uid, kind = data["metadata"]["uid"], _MODELS[view.owner.kind][0]
+    except (KeyError, TypeError, ValueError):
+        return view
+    model, problems = inspect(kind, legible(kind, data)) if uid == view.owner.uid else (None, [])
+    return view if model is None or problems else replace(view, model=_obeyed(model, raw, view.status))
+
+
+def _obeyed(accepted: Any, raw: Json, status: Any) -> Any:
+    """Return ``accepted`` with what is obeyed of a spec that is refused. It is never resumed by such a spec."""
+    spec, newest = accepted.spec, raw.get("spec") or {}
+    if isinstance(accepted, RLJob):
+        asked = (newest.get("rollout") or {}).get("replicas")
+        within = type(asked) is int and spec.rollout.min_replicas <= asked <= spec.rollout.max_replicas
+        rollout = spec.rollout.model_copy(update={"replicas": asked}) if within else spec.rollout
+        suspend = spec.suspend or newest.get("suspend") is True or status.phase in ("Suspending", "Suspended")
+        changed = {"rollout": rollout, "suspend": suspend}
+    else:
+        asked = newest.get("storageUnits")
+        changed = {"storage_units": asked} if type(asked) is int and asked >= 1 else {}
+    return accepted.model_copy(update={"spec": spec.model_copy(update=changed)})
 
 
 def _parsed(kind: str, raw: Json, labels: dict[str, str]) -> tuple[Any, str, str]:

@@ -25,6 +25,12 @@ class Unreachable(ApiError):
     code = "api_unreachable"
 
 
+class TooLarge(ApiError):
+    """An answer is larger than any that is read."""
+
+    code = "api_too_large"
+
+
 class NotLeading(ApiError):
     """Nothing was sent: another operator may write now."""
 
@@ -57,6 +63,16 @@ class Refusal(ApiError):
     def conflict(self) -> bool:
         """Whether someone else was faster, or owns a field that was not forced."""
         return self.status == 409
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is an object of that name already."""
+        return self.status == 409 and self.reason == "AlreadyExists"
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the object with the UID that was named is no more, or has changed since."""
+        return self.conflict or (self.status == 422 and "metadata.uid" in self.what)
 
     @property
     def namespace_ends(self) -> bool:

@@ -1,14 +1,15 @@
 """The newest version of every object that concerns us, as views, grouped by the job they belong to.
 
 It is fed by watches, lists and the answers to our own writes, in whatever order these arrive. Invariant: a version is
-never replaced by an older one, and what was deleted does not come back; so a reconcile that follows a write sees it,
-and no write is repeated because a watch is late.
+never replaced by an older one, and what was deleted does not come back by late news; so a reconcile that follows a
+write sees it, and no write is repeated because a watch is late.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from asyncflow.api.names import LABEL_JOB, LABEL_QUEUE
@@ -33,7 +34,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[View]):
-    """One object. version: its resource version; owner: UID of its controller, "" without one."""
+    """One object. version: its resource version; owner: UID of the object of ours that controls it, "" without one."""
 
     kind: str
     uid: str
@@ -57,7 +58,7 @@ class Store:
         self._changed = changed
         self._kinds: dict[str, dict[tuple[str, str], Entry[Any]]] = {}
         self._groups: dict[Group, dict[tuple[str, str], Entry[Any]]] = {}
-        self._gone: dict[str, None] = {}
+        self._gone: dict[str, float] = {}
 
     def get(self, kind: str, namespace: str, name: str) -> Entry[Any] | None:
         """Give an object, None where there is none."""
@@ -82,11 +83,12 @@ class Store:
         namespace, name, uid = meta.get("namespace", ""), meta["name"], meta.get("uid", "")
         version = int(meta["resourceVersion"])
         before = self.get(kind, namespace, name)
-        if uid in self._gone or (before is not None and version <= before.version):
+        if version <= self._gone.get(uid, -1.0) or (before is not None and version <= before.version):
             return
         same = before is not None and before.uid == uid
         view = self._project(kind, raw, before.view if before is not None and same else None)
-        owner = controller_of(raw)[2]
+        owner_kind, _, controller = controller_of(raw)
+        owner = controller if owner_kind in _OURS else ""
         group = group_of(kind, raw)
         if before is not None and before.group != group:
             self._drop(kind, namespace, name, before)
@@ -96,9 +98,20 @@ class Store:
         if before is None or not same or before.view != view or before.owner != owner:
             self._changed(group, kind, before.view if before is not None and same else None, view)
 
-    def remove(self, kind: str, namespace: str, name: str, uid: str) -> None:
-        """Take that the object with this UID exists no more."""
-        self._gone[uid] = None
+    def revise(self, kind: str, namespace: str, name: str, view: Any) -> None:
+        """Take that more is known of an object than its newest version says."""
+        entry = self._kinds[kind][namespace, name]
+        revised = replace(entry, view=view)
+        self._kinds[kind][namespace, name] = self._groups[entry.group][kind, name] = revised
+        self._changed(entry.group, kind, entry.view, view)
+
+    def remove(self, kind: str, namespace: str, name: str, uid: str, *, version: float = math.inf) -> None:
+        """Take that the object with this UID exists no more.
+
+        version: as of which a watch or a list says so. They say the same of one that has lost the labels by which it is
+        chosen, and that comes back with a later version when it has them again.
+        """
+        self._gone[uid] = max(version, self._gone.pop(uid, -1.0))
         if len(self._gone) > _REMEMBERED:
             del self._gone[next(iter(self._gone))]
         entry = self.get(kind, namespace, name)
@@ -114,7 +127,7 @@ class Store:
             if entry.uid not in listed and entry.version <= version and namespace in ("", where)
         ]
         for where, name, uid in lost:
-            self.remove(kind, where, name, uid)
+            self.remove(kind, where, name, uid, version=version)
 
     def _drop(self, kind: str, namespace: str, name: str, entry: Entry[Any]) -> None:
         del self._kinds[kind][namespace, name]

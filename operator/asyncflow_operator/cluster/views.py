@@ -6,12 +6,13 @@ the object is kept alive by its view.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any, Final
 
-from asyncflow.api.names import CONTAINER, DIGEST, LABEL_ATTEMPT, LABEL_INDEX, LABEL_ROLE
+from asyncflow.api.names import CONTAINER, DIGEST, FIELD_MANAGER, LABEL_ATTEMPT, LABEL_INDEX, LABEL_ROLE
 from asyncflow_operator.observed import ObjectView, PodView, Ref
 
 Json = Mapping[str, Any]
@@ -24,6 +25,12 @@ _NOBODYS_FAILURE: Final = frozenset(
 )
 """Reasons of a whole pod for which the cluster, and not the process in it, ended it or would not begin it."""
 _LAST_WORDS: Final = 1024
+_MOST_DIGITS: Final = 10
+"""A number of so many digits in a label was not written by an operator."""
+_KEPT: Final = frozenset(
+    ("ConfigMap", "Service", "ServiceAccount", "NetworkPolicy", "PodDisruptionBudget", "TransferQueue", "WeightSync")
+)
+"""Kinds whose objects are put back when somebody changes them: of all others a part belongs to somebody else."""
 _STAGES: Final = ("Finished", "Evicted", "Admitted")
 """Conditions of a Workload, the one that counts most first."""
 
@@ -74,6 +81,7 @@ def object_view(raw: Json, *, kind: str) -> ObjectView:
         ref=Ref(sys.intern(kind), meta["name"]),
         uid=meta.get("uid", ""),
         digest=digest_of(raw),
+        held=held_of(raw, kind=kind),
         phase=phase,
         said=said,
         deleting="deletionTimestamp" in meta,
@@ -92,6 +100,25 @@ def _stage_of(status: Json) -> tuple[str, str]:
 def digest_of(raw: Json) -> str:
     """Give the digest that an object carries, "" where it carries none."""
     return str((raw["metadata"].get("annotations") or {}).get(DIGEST, ""))
+
+
+def held_of(raw: Json, *, kind: str) -> str:
+    """Return the fields of an object that are this operator's, as JSON; "" for a kind that is not put back, and for an
+    object without a record of that. Objects of a kind share the text.
+    """
+    record = raw["metadata"].get("managedFields")
+    if kind not in _KEPT or not record:
+        return ""
+    held: dict[str, Any] = {}
+    for entry in record:
+        if entry.get("manager") == FIELD_MANAGER and not entry.get("subresource"):
+            _merge(held, entry.get("fieldsV1") or {})
+    return sys.intern(json.dumps(held, sort_keys=True, separators=(",", ":")))
+
+
+def _merge(into: dict[str, Any], fields: Json) -> None:
+    for key, inner in fields.items():
+        _merge(into.setdefault(key, {}), inner)
 
 
 def controller_of(raw: Json) -> tuple[str, str, str]:
@@ -130,4 +157,4 @@ def _waiting(status: Json) -> tuple[str, str]:
 
 
 def _number(label: object) -> int:
-    return int(label) if isinstance(label, str) and label.isdecimal() else 0
+    return int(label) if isinstance(label, str) and label.isdecimal() and len(label) < _MOST_DIGITS else 0

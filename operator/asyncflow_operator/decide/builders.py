@@ -1,18 +1,27 @@
-"""What a decision needs of the builders of objects; ``asyncflow_operator.desired`` is the real one.
+"""What a decision needs of the builders of objects, and which objects beside pods are to be written;
+``asyncflow_operator.desired`` is the real builder.
 
-Invariant: an object is written only where the digest that was observed differs from the digest that is wanted. A Secret
-is never read, so it goes along with the first pod that mounts it, and again when a pod says that it is missing.
+Invariant: an object is written where the digest that was observed differs from the digest that is wanted, or where
+somebody else has changed what was written (``upkeep``). A Secret is never read, so it goes along with the first pod
+that mounts it, and again when a pod that has a node does not begin for ``UNBEGUN_S`` seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import DIGEST, RoleName
-from asyncflow_operator.actions import Apply
-from asyncflow_operator.observed import JobState, Manifest, ObjectView, PodView, QueueState, Ref
+from asyncflow_operator.actions import Apply, Note
+from asyncflow_operator.decide.moments import Alarm
+from asyncflow_operator.decide.upkeep import intact
+from asyncflow_operator.observed import Denial, JobState, Manifest, ObjectView, PodView, QueueState, Ref
+
+UNBEGUN_S: Final = 20.0
+_PROJECTED: Final = {"configMap": "ConfigMap", "secret": "Secret"}
+_MOUNTING: Final = frozenset(("", "ContainerCreating", "PodInitializing"))
 
 
 class DesiredJob(Protocol):
@@ -34,6 +43,9 @@ class DesiredJob(Protocol):
 class DesiredQueue(Protocol):
     """Objects of a TransferQueue."""
 
+    def supporting(self, state: JobState) -> tuple[Manifest, ...]:
+        """Give everything but pods and children of a job, for the queue of one."""
+
     def queue_supporting(self, state: QueueState) -> tuple[Manifest, ...]:
         """Give everything but pods."""
 
@@ -41,21 +53,74 @@ class DesiredQueue(Protocol):
         """Give one pod."""
 
 
-def stale(
-    manifests: Sequence[Manifest], *, seen: Mapping[Ref, ObjectView], pods: Sequence[PodView], begins: bool
-) -> tuple[Apply, ...]:
-    """Give what must be written of ``manifests``. begins: whether the first pod that mounts the Secret is made now."""
-    return tuple(
-        Apply(manifest=manifest) for manifest in manifests if _differs(manifest, seen=seen, pods=pods, begins=begins)
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upkeep:
+    """What is to be done about objects beside pods.
+
+    write: those to be made or changed; absent: those that are not there; going: those of them that are still on their
+    way out; changed: those that somebody else has changed.
+    """
+
+    write: tuple[Apply, ...]
+    absent: frozenset[Ref]
+    going: frozenset[Ref]
+    changed: tuple[Ref, ...]
+
+    def with_needs(self, pods: Iterable[Manifest]) -> Iterator[Apply]:
+        """Return pods to be made, each with those of the absent objects that it needs."""
+        for pod in pods:
+            yield Apply(manifest=pod, needs=needs(pod, self.absent))
 
 
-def _differs(manifest: Manifest, *, seen: Mapping[Ref, ObjectView], pods: Sequence[PodView], begins: bool) -> bool:
-    kind, meta = manifest["kind"], manifest["metadata"]
-    view = seen.get(Ref(kind, meta["name"]))
-    if view is not None:
-        wanted: str = meta["annotations"][DIGEST]
-        return view.digest != wanted
-    if kind == "Secret":
-        return begins or any(meta["name"] in pod.waiting_message for pod in pods)
-    return True
+def upkeep(
+    manifests: Sequence[Manifest],
+    *,
+    seen: Mapping[Ref, ObjectView],
+    pods: Collection[PodView] = (),
+    begins: bool = False,
+    alarm: Alarm,
+) -> Upkeep:
+    """Compare what is wanted with what was seen. begins: whether the first pod that mounts the Secret is made now."""
+    write, absent, going, changed = [], set(), set(), []
+    for manifest in manifests:
+        action = Apply(manifest=manifest)
+        view = seen.get(action.ref)
+        if action.ref.kind == "Secret" and not (begins or _missed(action.ref.name, pods, alarm)):
+            continue
+        if view is None or view.deleting:
+            absent.add(action.ref)
+        if view is not None and view.deleting:
+            going.add(action.ref)
+        elif view is None or view.digest != manifest["metadata"]["annotations"][DIGEST]:
+            write.append(action)
+        elif not intact(view.held, manifest):
+            write.append(action)
+            changed.append(action.ref)
+    return Upkeep(write=tuple(write), absent=frozenset(absent), going=frozenset(going), changed=tuple(changed))
+
+
+def put_back(changed: Iterable[Ref], denied: Collection[Denial], *, owner: str) -> Iterator[Note]:
+    """Tell of objects that somebody changed, but for those that cannot be put back, and where the change belongs."""
+    refused = {denial.ref for denial in denied}
+    for ref in (ref for ref in changed if ref not in refused):
+        words = f"Somebody changed {ref.kind}/{ref.name}; it is put back, because it follows {owner}"
+        yield Note(type="Warning", reason="PutBack", message=f"{words}: change that instead")
+
+
+def needs(pod: Manifest, objects: Collection[Ref]) -> frozenset[Ref]:
+    """Return those of ``objects`` that ``pod`` refers to, and the policies, which must be there before it runs."""
+    spec = pod["spec"]
+    named = {Ref("ServiceAccount", spec.get("serviceAccountName", ""))}
+    for volume in spec.get("volumes", ()):
+        if "persistentVolumeClaim" in volume:
+            named.add(Ref("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]))
+        for source in volume.get("projected", {}).get("sources", ()):
+            named |= {Ref(kind, source[key]["name"]) for key, kind in _PROJECTED.items() if key in source}
+    return frozenset(ref for ref in objects if ref in named or ref.kind == "NetworkPolicy")
+
+
+def _missed(secret: str, pods: Iterable[PodView], alarm: Alarm) -> bool:
+    """Say whether a pod may be waiting for the Secret: a kubelet does not say so of what it cannot mount."""
+    waiting = [pod for pod in pods if pod.scheduled and pod.phase == "Pending" and not pod.deleting]
+    silent = [pod for pod in waiting if pod.waiting in _MOUNTING and not alarm.until(pod.created + UNBEGUN_S)]
+    return bool(silent) or any(secret in pod.waiting_message for pod in waiting)

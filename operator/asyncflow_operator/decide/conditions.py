@@ -51,6 +51,10 @@ class Board:
         """Take an aspect away that this object does not have any more."""
         self._shown.pop(kind, None)
 
+    def says(self, kind: str, message: str) -> bool:
+        """Say whether an aspect is stated with this message."""
+        return kind in self._shown and self._shown[kind].message == message[:_LONGEST]
+
     def has(self, kind: str) -> bool:
         """Say whether anything was ever stated about an aspect."""
         return kind in self._shown

@@ -63,6 +63,20 @@ class Draft(Generic[S]):
         return Plan(status=status, stages=stages, notes=tuple(self.notes), again_in_s=self.alarm.again_in_s)
 
 
+def accept(draft: Draft[JobStatus] | Draft[QueueStatus], *, problem: str, reason: str, message: str = "") -> None:
+    """Say whether the newest spec counts; where ``problem`` says why not, the last that was accepted does."""
+    if not problem:
+        draft.fields["accepted_generation"] = draft.owner.generation
+        draft.board.say("Accepted", True, "Accepted", message)
+        return
+    last = draft.before.accepted_generation
+    counts = f"Generation {last} runs on" if last is not None else "What runs goes on as it was accepted"
+    message = f"{counts}; of this one suspend: true and its scale are obeyed, and no more. {problem}"
+    if not draft.board.says("Accepted", message):
+        draft.note(reason, message, warning=True)
+    draft.board.say("Accepted", False, reason, message)
+
+
 def refuse(draft: Draft[Any], *, problem: str, reason: str) -> Plan:
     """Say of an object that the contract refuses why, and what to do; what runs is left as it is."""
     draft.board.say("Accepted", False, reason or "Invalid", problem)

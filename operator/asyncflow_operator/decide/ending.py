@@ -128,7 +128,6 @@ def _kept(state: JobState, *, keeps_failures: bool) -> set[str]:
 
 def _say_suspended(draft: Draft[JobStatus], *, done: bool) -> None:
     reason = "Suspended" if done else "Suspending"
-    draft.board.say("Accepted", True, "Accepted")
     draft.board.say("Suspended", done, reason)
     _quiet(draft, reason=reason, message="")
 

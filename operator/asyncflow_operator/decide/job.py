@@ -17,10 +17,10 @@ from asyncflow.api.names import QUEUE_ROLES, labels
 from asyncflow.api.status import JobStatus, RoleRecord
 from asyncflow.plan import plan as plan_of
 from asyncflow.plan.roles import Role
-from asyncflow_operator.actions import Apply, Plan
+from asyncflow_operator.actions import Plan
 from asyncflow_operator.decide.admission import admitted, evicted
-from asyncflow_operator.decide.builders import DesiredJob, stale
-from asyncflow_operator.decide.draft import Draft, refuse
+from asyncflow_operator.decide.builders import DesiredJob, needs, put_back, upkeep
+from asyncflow_operator.decide.draft import Draft, accept, refuse
 from asyncflow_operator.decide.elastic import Target, target
 from asyncflow_operator.decide.ending import after_the_end, driver_of, finish, left_as, overdue, resumed, suspend
 from asyncflow_operator.decide.failure import End, Verdict, end_of, take_stock
@@ -53,6 +53,7 @@ def decide_job(state: JobState, *, now: float, desired: DesiredJob) -> Plan:
         return refuse(draft, problem=state.problem, reason=state.problem_reason)
     if phase in FINISHED:
         return after_the_end(draft, state, job.spec)
+    accept(draft, problem=state.problem, reason=state.problem_reason)
     if phase == "Suspending" or job.spec.suspend or evicted(state.objects, gang=job.spec.scheduling.gang):
         return suspend(draft, state, job.spec)
     if phase == "Suspended":
@@ -75,10 +76,20 @@ class _Running:
         self._ready = ready_of(state.pods)
         self._leaving = still_leaving(state.status.draining, state.pods)
         self._records = dict(state.status.failures)
+        self._may_make = not state.namespace_ending and admitted(state.objects, gang=job.spec.scheduling.gang)
+        if not state.status.images:
+            draft.fields |= {"images": desired.images(job)}
+        self._pinned = replace(state, status=draft.after())
+        self._kept = upkeep(
+            desired.supporting(self._pinned),
+            seen=state.objects,
+            pods=state.pods,
+            begins=self._may_make and driver_of(state) is None,
+            alarm=draft.alarm,
+        )
 
     def plan(self) -> Plan:
         draft, spec = self._draft, self._job.spec
-        draft.board.say("Accepted", True, "Accepted")
         verdict = self._take_stock() or overdue(draft, spec)
         driver = driver_of(self._state)
         if driver is not None and end_of(driver) is End.DONE:
@@ -119,7 +130,7 @@ class _Running:
                     pods,
                     record,
                     open_=self._open(role),
-                    unmade=bool(self._state.denied) or self._just_written(),
+                    unmade=any(denial.missing for denial in self._state.denied) or self._just_written(),
                     alarm=self._draft.alarm,
                 )
                 self._draft.notes.extend(notes)
@@ -146,21 +157,18 @@ class _Running:
         return staying
 
     def _carry_out(self, moves: Moves) -> None:
-        draft, job, desired = self._draft, self._job, self._desired
-        if moves.make and self._state.status.start_time is None:
+        draft, state, desired = self._draft, self._pinned, self._desired
+        if moves.make and state.status.start_time is None:
             draft.fields |= {"start_time": written(draft.now)}
-        if not self._state.status.images:
-            draft.fields |= {"images": desired.images(job)}
-        state = replace(self._state, status=draft.after())
-        begins = any(seat.role == "driver" for seat in moves.make)
         draft.do_first(moves.remove + moves.ask)
         if not state.namespace_ending:
-            seen, pods = state.objects, state.pods
-            draft.do_first(stale(desired.supporting(state), seen=seen, pods=pods, begins=begins))
-            draft.do_then(stale(desired.children(state), seen=seen, pods=pods, begins=False))
-            draft.do_then(
-                Apply(manifest=desired.pod(state, seat.role, seat.index, seat.attempt)) for seat in moves.make
-            )
+            children = upkeep(desired.children(state), seen=state.objects, alarm=draft.alarm)
+            pods = (desired.pod(state, seat.role, seat.index, seat.attempt) for seat in moves.make)
+            draft.do_first(self._kept.write)
+            draft.do_then(children.write)
+            draft.do_then(self._kept.with_needs(pods))
+            changed = self._kept.changed + children.changed
+            draft.notes.extend(put_back(changed, state.denied, owner=f"RLJob {self._job.name}"))
 
     def _tell(self, wanted: Target, *, staying: int) -> None:
         """Say how far the job is."""
@@ -187,7 +195,9 @@ class _Running:
             gang=spec.scheduling.gang,
         )
         if why is None and lacks:
-            why = why_lacking(lacks, state.pods, ran=phase == "Running")
+            why = why_lacking(lacks, state.pods, going=self._kept.going, ran=phase == "Running")
+        if why is not None and why.reason == "Denied" and not board.says("WhyPending", why.message):
+            draft.note(why.reason, why.message, warning=True)
         board.say("WhyPending", why is not None, why.reason if why else "NothingPending", why.message if why else "")
         if phase == "Running":
             trainers = [pod for pod in state.pods if pod.role == "trainer"]
@@ -206,8 +216,10 @@ class _Running:
     def _open(self, role: Role) -> bool:
         """Say whether pods of ``role`` may be made now."""
         ran, gang = self._state.status.phase == "Running", self._job.spec.scheduling.gang
-        may = not self._state.namespace_ending and admitted(self._state.objects, gang=gang)
-        return may and may_start(role, self._roles, self._ready, ran=ran, gang=gang)
+        if not (self._may_make and may_start(role, self._roles, self._ready, ran=ran, gang=gang)):
+            return False
+        going = self._kept.going
+        return not (going and needs(self._desired.pod(self._pinned, role.name, 0, 0), going))
 
     def _pods(self, role: Role) -> list[PodView]:
         return [pod for pod in self._state.pods if pod.role == role.name]

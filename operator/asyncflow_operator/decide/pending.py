@@ -12,7 +12,7 @@ from typing import Final
 
 from asyncflow.plan.roles import Resources, Role
 from asyncflow_operator.decide.admission import admitted, waits_for
-from asyncflow_operator.observed import NodeFree, ObjectView, PodView, Ref
+from asyncflow_operator.observed import Denial, NodeFree, ObjectView, PodView, Ref
 
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
@@ -42,18 +42,18 @@ def why_pending(
     *,
     objects: Mapping[Ref, ObjectView],
     nodes: Sequence[NodeFree] | None,
-    denied: str,
+    denied: Sequence[Denial],
     ending: bool,
     gang: str,
 ) -> Why | None:
-    """Give the first obstacle on the way of ``roles``, None where there is none.
+    """Give the first obstacle on the way of ``roles``, None where there is none; a change that was refused is the last.
 
-    denied: why the API server refused an object; ending: whether the namespace is; gang: who places the gang, or none.
+    denied: what the API server refuses; ending: whether the namespace is; gang: who places the gang, or none.
     """
     if ending:
         return Why("NamespaceTerminating", "The namespace is being deleted, so nothing can be made in it")
-    if denied:
-        return Why("Denied", f"The API server refused {_short(denied)}. {_remedy(denied)}")
+    if missing := [denial for denial in denied if denial.missing]:
+        return why_denied(missing)
     if not admitted(objects, gang=gang):
         return Why("Gang", f"Kueue has not admitted the job's Workload: {_short(waits_for(objects))}")
     waiting = [pod for role in roles for pod in _of(role, pods) if _stands_still(pod)]
@@ -64,14 +64,26 @@ def why_pending(
             others = len(waiting) - 1
             more = f" ({others} more {'pod waits' if others == 1 else 'pods wait'})" if others else ""
             return Why(why.reason, why.message + more)
-    return None
+    return why_denied(denied) if denied else None
 
 
-def why_lacking(lacks: Sequence[str], pods: Collection[PodView], *, ran: bool) -> Why:
+def why_denied(denied: Sequence[Denial]) -> Why:
+    """Say what the API server refuses, what is missing because of that first, and of that pods."""
+    first, *others = sorted(denied, key=lambda denial: (not denial.missing, denial.ref.kind != "Pod", denial.ref))
+    more = f" ({len(others)} more {'is' if len(others) == 1 else 'are'} refused)" if others else ""
+    goes_on = "" if first.missing else ". What runs goes on as it is"
+    return Why("Denied", f"The API server refused {_short(str(first))}{more}. {_remedy(first.why)}{goes_on}")
+
+
+def why_lacking(lacks: Sequence[str], pods: Collection[PodView], *, going: Collection[Ref], ran: bool) -> Why:
     """Say what is the matter where nothing stands in the way and yet roles lack ready processes.
 
-    lacks: as ``phases.lacking`` says it; ran: whether the job ran already, so that it does not merely start.
+    lacks: as ``phases.lacking`` says it; going: objects that pods need and that are on their way out; ran: whether the
+    job ran already, so that it does not merely start.
     """
+    if going:
+        first = min(going)
+        return Why("Terminating", f"{first.kind}/{first.name} is being deleted; what needs it waits until it is gone")
     short = {words.partition(" ")[0] for words in lacks}
     affected = sorted((pod for pod in pods if pod.role in short and pod.node), key=lambda pod: pod.name)
     said = f"{', '.join(lacks)} ready"

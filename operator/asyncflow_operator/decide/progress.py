@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Any, Final
 
 from asyncflow.api.durability import LimitsSpec
-from asyncflow.api.status import DriverStatus, JobStatus
+from asyncflow.api.status import MOST_COUNTED, DriverStatus, JobStatus
 from asyncflow_operator.decide.conditions import Board
 from asyncflow_operator.decide.moments import Alarm, read, spoken
 from asyncflow_operator.observed import PodView, Probe
@@ -47,8 +47,8 @@ def figures(seen: DriverStatus | None, rollouts: Collection[PodView]) -> dict[st
         "eta": "" if seen.eta_seconds is None else spoken(seen.eta_seconds),
         "last_step_at": seen.last_step_at,
         "checkpoint_step": seen.checkpoint.step if seen.checkpoint is not None else None,
-        "failed_rewards": sum(seen.rewards.failed.values()),
-        "waiting_for": seen.waiting_for[:_LINE],
+        "failed_rewards": min(sum(seen.rewards.failed.values()), MOST_COUNTED),
+        "waiting_for": _shown(seen.waiting_for),
         "ready_rollouts": sum(each.state == "ready" for each in seen.rollouts),
     }
 
@@ -65,7 +65,7 @@ def judge(
         return
     seen = probe.status
     if seen.phase == "Paused":
-        board.say("Stalled", True, "Paused", seen.waiting_for)
+        board.say("Stalled", True, "Paused", _shown(seen.waiting_for))
         return
     usual = max(_STEPS * seen.step_p95, _LEAST_S) if seen.step_p95 is not None else limits.stall_seconds
     patience = min(limits.stall_seconds, usual)
@@ -74,6 +74,11 @@ def judge(
     if alarm.until(since + patience):
         board.say("Stalled", False, "Stepping")
         return
-    what = f"; it waits for {seen.waiting_for}" if seen.waiting_for else ""
+    what = f"; it waits for {_shown(seen.waiting_for)}" if seen.waiting_for else ""
     message = f"No step for more than {spoken(patience)}, after step {seen.step} of {seen.steps}{what}"
     board.say("Stalled", True, "NoStep", message)
+
+
+def _shown(words: str) -> str:
+    """Return a driver's words as one line that a terminal may show."""
+    return "".join(letter if letter.isprintable() else " " for letter in words)[:_LINE]

@@ -10,7 +10,7 @@ Invariant: units come and go in order, and only at the upper end: the units of a
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncflow.api.names import LABEL_JOB, LABEL_QUEUE, LABEL_ROLE, QUEUE_ROLES, RPC_PORT, RoleName, service
@@ -19,11 +19,12 @@ from asyncflow.api.status import RoleRecord
 from asyncflow.plan import plan as plan_of
 from asyncflow.plan.queue import queue_roles
 from asyncflow.plan.roles import Role
-from asyncflow_operator.actions import Apply, Plan
+from asyncflow_operator.actions import Plan
 from asyncflow_operator.decide.admission import admitted
-from asyncflow_operator.decide.builders import DesiredQueue, stale
-from asyncflow_operator.decide.draft import Draft, refuse
+from asyncflow_operator.decide.builders import DesiredQueue, Upkeep, needs, put_back, upkeep
+from asyncflow_operator.decide.draft import Draft, accept, refuse
 from asyncflow_operator.decide.failure import Verdict, take_stock
+from asyncflow_operator.decide.pending import why_denied
 from asyncflow_operator.decide.phases import ACTIVE, lacking, may_start, ready_of
 from asyncflow_operator.decide.seats import Moves, tend
 from asyncflow_operator.observed import JobState, PodView, QueueState
@@ -52,10 +53,14 @@ def decide_queue(state: QueueState, *, now: float, desired: DesiredQueue) -> Pla
     if state.owner.deleting:
         return Plan()
     draft = Draft(owner=state.owner, before=state.status, now=now)
-    if state.queue is None:
+    if state.job is not None:
+        setting = _of_job(state, state.job)
+        accept(draft, problem="", reason="", message=f"It follows RLJob {state.job.owner.name}: change that instead")
+    elif state.queue is not None:
+        setting = _alone(state, state.queue)
+        accept(draft, problem=state.problem, reason=state.problem_reason)
+    else:
         return refuse(draft, problem=state.problem, reason=state.problem_reason)
-    setting = _alone(state, state.queue) if state.job is None else _of_job(state, state.queue, state.job)
-    draft.board.say("Accepted", True, "Accepted")
     verdict = _act(draft, state, setting, desired) if setting.active else None
     _tell(draft, state, setting, verdict)
     return draft.plan(figures=FIGURES)
@@ -76,14 +81,10 @@ def _alone(state: QueueState, queue: TransferQueue) -> _Setting:
     )
 
 
-def _of_job(state: QueueState, queue: TransferQueue, job: JobState) -> _Setting:
+def _of_job(state: QueueState, job: JobState) -> _Setting:
+    """Return the setting of a job's queue. Only the job's spec counts: what the queue's own says follows it."""
     planned = plan_of(job.job).roles if job.job is not None else ()
-    units = queue.spec.storage_units
-    roles = tuple(
-        replace(role, replicas=units, core=units, most=units) if role.name in ("holder", "storage") else role
-        for role in planned
-        if role.name in QUEUE_ROLES
-    )
+    roles = tuple(role for role in planned if role.name in QUEUE_ROLES)
     spec = job.job.spec if job.job is not None else None
     gang = spec.scheduling.gang if spec is not None else "none"
     active = spec is not None and not spec.suspend and not job.owner.deleting and job.status.phase in ACTIVE
@@ -107,7 +108,7 @@ def _address(name: str, namespace: str, role: RoleName) -> str:
 def _act(draft: Draft[QueueStatus], state: QueueState, setting: _Setting, desired: DesiredQueue) -> Verdict | None:
     """Enter what ended, fill seats and empty them; give why the queue cannot go on."""
     ready, verdict, moves = ready_of(setting.pods), None, Moves()
-    records = dict(state.status.failures)
+    records, kept = dict(state.status.failures), _kept(draft, state, desired)
     for role in setting.roles:
         pods = [pod for pod in state.pods if pod.role == role.name and not _holds_for(pod, role, state.pods)]
         wanted = [pod for pod in pods if pod.index < role.replicas]
@@ -116,14 +117,28 @@ def _act(draft: Draft[QueueStatus], state: QueueState, setting: _Setting, desire
         draft.notes.extend(stock.notes)
         verdict = verdict or stock.verdict
         if stock.verdict is None:
-            may = may_start(role, setting.around, ready, ran=setting.ran, gang=setting.gang)
-            moves += tend(role, pods, stock.record, open_=may and setting.admitted, alarm=draft.alarm)
+            may = setting.admitted and may_start(role, setting.around, ready, ran=setting.ran, gang=setting.gang)
+            waits = kept.going if state.job is None else kept.absent
+            if may and waits:
+                may = not needs(desired.queue_pod(state, role.name, 0, 0), waits)
+            moves += tend(role, pods, stock.record, open_=may, alarm=draft.alarm)
     draft.fields["failures"] = records
-    begins = any(seat.role == "controller" for seat in moves.make)
     draft.do_first(moves.remove)
-    draft.do_first(stale(desired.queue_supporting(state), seen=state.objects, pods=state.pods, begins=begins))
-    draft.do_then(Apply(manifest=desired.queue_pod(state, seat.role, seat.index, seat.attempt)) for seat in moves.make)
+    if state.job is None:
+        draft.do_first(kept.write)
+        draft.notes.extend(put_back(kept.changed, state.denied, owner=f"TransferQueue {state.owner.name}"))
+    made = (desired.queue_pod(state, seat.role, seat.index, seat.attempt) for seat in moves.make)
+    draft.do_then(kept.with_needs(made))
     return verdict
+
+
+def _kept(draft: Draft[QueueStatus], state: QueueState, desired: DesiredQueue) -> Upkeep:
+    """Compare what the pods need: of a job's queue the job makes it, and it has to be there first."""
+    if state.job is not None:
+        return upkeep(desired.supporting(state.job), seen=state.job.objects, alarm=draft.alarm)
+    begins = not any(pod.role == "controller" for pod in state.pods)
+    supporting = desired.queue_supporting(state)
+    return upkeep(supporting, seen=state.objects, pods=state.pods, begins=begins, alarm=draft.alarm)
 
 
 def _holds_for(pod: PodView, role: Role, pods: Collection[PodView]) -> bool:
@@ -145,7 +160,10 @@ def _tell(draft: Draft[QueueStatus], state: QueueState, setting: _Setting, verdi
     lacks = lacking(setting.roles, ready)
     board.say("Ready", not lacks, "Waiting" if lacks else "Ready", f"Only {', '.join(lacks)} ready" if lacks else "")
     if state.denied:
-        board.say("Progressing", False, "Denied", f"The API server refused {state.denied}")
+        why = why_denied(state.denied)
+        if state.job is None and not board.says("Progressing", why.message):
+            draft.note(why.reason, why.message, warning=True)
+        board.say("Progressing", False, why.reason, why.message)
     else:
         board.say("Progressing", bool(lacks) and verdict is None, "Starting" if lacks else "Settled")
     if verdict is not None:

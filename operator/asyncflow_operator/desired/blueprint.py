@@ -34,14 +34,15 @@ _SHAPE: Final = {"accelerator", "threads", "resources", "template"}
 class Blueprint:
     """What distinguishes the pods of a role.
 
-    templates: the user's, the later wins; wish: what the user said of the role, as JSON values; leader: the address
-    that others dial, where process 0 of the role listens if ``leads``; world: ranks that meet, 1 for none; first_seat,
-    first_slot: number of process 0 among all of the family, and among those that have devices; store: one that others
-    run, which the role uses; reward: what its pods score by, None for nothing; grace_s: seconds from SIGTERM to
-    SIGKILL; readers: roles that read from this one.
+    keys: the Secret with key and token; templates: the user's, the later wins; wish: what the user said of the role, as
+    JSON values; leader: the address that others dial, where process 0 of the role listens if ``leads``; world: ranks
+    that meet, 1 for none; first_seat, first_slot: number of process 0 among all of the family, and among those that
+    have devices; store: one that others run, which the role uses; reward: what its pods score by, None for nothing;
+    grace_s: seconds from SIGTERM to SIGKILL; readers: roles that read from this one.
     """
 
     family: Family
+    keys: str
     role: Role
     templates: tuple[TemplateSpec, ...]
     wish: Mapping[str, object]
@@ -76,7 +77,7 @@ class Blueprint:
 
 
 def job_blueprint(
-    job: RLJob, name: RoleName, *, family: Family, pinned: Mapping[str, str], registry: Registry
+    job: RLJob, name: RoleName, *, family: Family, keys: str, pinned: Mapping[str, str], registry: Registry
 ) -> Blueprint:
     """Give the blueprint of a role of a job. pinned: images by role. Raises KeyError where the job has no such role."""
     spec = job.spec
@@ -87,6 +88,7 @@ def job_blueprint(
     grace_s["storage"] = LEAVE_S + _GRACE_S
     return Blueprint(
         family=family,
+        keys=keys,
         role=role,
         templates=used,
         wish=wish_of(job, name),
@@ -106,12 +108,15 @@ def job_blueprint(
     )
 
 
-def queue_blueprint(queue: TransferQueue, name: RoleName, *, family: Family, registry: Registry) -> Blueprint:
+def queue_blueprint(
+    queue: TransferQueue, name: RoleName, *, family: Family, keys: str, registry: Registry
+) -> Blueprint:
     """Give the blueprint of a role of a queue that stands alone. Raises KeyError where a queue has no such role."""
     spec = queue.spec
     role = queue_role(queue, name)
     return Blueprint(
         family=family,
+        keys=keys,
         role=role,
         templates=(spec.template,),
         wish=queue_wish(queue),

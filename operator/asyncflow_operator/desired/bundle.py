@@ -24,7 +24,7 @@ from asyncflow_operator.desired.children import make_children
 from asyncflow_operator.desired.config import make_config
 from asyncflow_operator.desired.gang import make_gang
 from asyncflow_operator.desired.images import Registry, image_of
-from asyncflow_operator.desired.keys import make_keys, token
+from asyncflow_operator.desired.keys import make_keys, secret_name, token
 from asyncflow_operator.desired.objects import job_family, queue_family
 from asyncflow_operator.desired.pods import make_pod
 from asyncflow_operator.desired.policy import make_account, make_budget, make_egress_policy, make_network_policy
@@ -100,8 +100,13 @@ class Desired:
         if state.job is not None:
             blueprint = self._of_job(state.job, role, owner=state.owner)
         else:
-            family = queue_family(state.owner)
-            blueprint = queue_blueprint(_queue(state), role, family=family, registry=self.settings.registry)
+            blueprint = queue_blueprint(
+                _queue(state),
+                role,
+                family=queue_family(state.owner),
+                keys=secret_name(self.settings.master, state.owner),
+                registry=self.settings.registry,
+            )
         return make_pod(blueprint, index=index, attempt=attempt)
 
     def images(self, job: RLJob) -> dict[str, str]:
@@ -121,6 +126,7 @@ class Desired:
             _job(state),
             role,
             family=job_family(state.owner).of(owner),
+            keys=secret_name(self.settings.master, state.owner),
             pinned=state.status.images,
             registry=self.settings.registry,
         )

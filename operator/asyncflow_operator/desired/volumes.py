@@ -19,7 +19,6 @@ from asyncflow.api.names import (
     STORE_PASSWORD_FILE,
     TOKEN_FILE,
     WORKDIR,
-    keys_secret,
 )
 from asyncflow.api.queue import SecretEntry
 from asyncflow_operator.desired.blueprint import Blueprint
@@ -84,7 +83,7 @@ def _config(blueprint: Blueprint) -> list[Manifest]:
     family, store = blueprint.family.name, blueprint.store
     return [
         {"configMap": {"name": family, "items": _items(JOB_FILE)}},
-        {"secret": {"name": keys_secret(family), "items": _items(KEY_FILE, TOKEN_FILE)}},
+        {"secret": {"name": blueprint.keys, "items": _items(KEY_FILE, TOKEN_FILE)}},
         *([_entry(store.password, STORE_PASSWORD_FILE)] if store is not None and store.password is not None else []),
     ]
 

@@ -95,9 +95,9 @@ def service(owner: str, role: RoleName) -> str:
     return f"{owner}-{role}"
 
 
-def keys_secret(owner: str) -> str:
-    """Give the name of the Secret with key and token, e.g. ``quickstart-keys``."""
-    return f"{owner}-keys"
+def keys_secret(owner: str, mark: str) -> str:
+    """Return the name of the Secret with key and token, e.g. ``quickstart-keys-4be5c0a1d2f39e87``."""
+    return f"{owner}-keys-{mark}"
 
 
 def claim(owner: str, volume: str) -> str:

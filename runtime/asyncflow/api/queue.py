@@ -121,6 +121,8 @@ class QueueStatus(Spec):
 
     observed_generation: Annotated[int, Field(ge=0)] = 0
     """Generation of the spec that this status speaks of."""
+    accepted_generation: Count | None = None
+    """Generation of the spec that counts: the newest that was accepted."""
     conditions: Conditions = ()
     """Accepted, Ready, Progressing, Degraded."""
     progress_time: Time | None = None

@@ -8,16 +8,24 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, StringConstraints
+from pydantic import ConfigDict, FailFast, Field, StringConstraints
 
 from asyncflow.api.base import Spec
 from asyncflow.api.conditions import Conditions, Time
 
 Phase = Literal["Pending", "Starting", "Running", "Paused", "Suspending", "Suspended", "Succeeded", "Failed"]
-Count = Annotated[int, Field(ge=0)]
+MOST_ROLLOUTS = 10_000
+MOST_COUNTED = 2**53 - 1
+Count = Annotated[int, Field(ge=0, le=MOST_COUNTED)]
+"""A number that every reader of JSON keeps exactly, the API server too."""
+Attempt = Annotated[int, Field(ge=0, le=1_000_000_000)]
+"""An attempt as a driver says it: whatever it says, there are more to come."""
+Span = Annotated[float, Field(ge=0, le=1e12)]
+"""A duration in seconds as a driver measures or expects it."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Line = Annotated[str, StringConstraints(max_length=1024)]
-WorkerId = Annotated[str, StringConstraints(max_length=128)]
+WorkerId = Annotated[str, StringConstraints(pattern=r"^[-.:_A-Za-z0-9]+$", max_length=128)]
+RoleKey = Annotated[str, StringConstraints(max_length=64)]
 ShortWord = Annotated[str, StringConstraints(max_length=32)]
 Uid = Annotated[str, StringConstraints(max_length=64)]
 
@@ -130,7 +138,7 @@ class StepProgress(Wire):
 class DriverStatus(Wire):
     """Answer of ``GET /v1/status``."""
 
-    attempt: Count = 0
+    attempt: Attempt = 0
     """The trainer's attempt."""
     phase: Phase = "Starting"
     """Where the job stands."""
@@ -150,11 +158,11 @@ class DriverStatus(Wire):
     """Mean reward of the last evaluation's samples, the greedy ones apart."""
     tokens_per_second: Annotated[float, Field(ge=0)] = 0.0
     """Tokens trained in a second, prompts and responses, over the last steps."""
-    eta_seconds: Annotated[float, Field(ge=0)] | None = None
+    eta_seconds: Span | None = None
     """Seconds to the end at this rate."""
     last_step_at: Time | None = None
     """When the last step was done."""
-    step_p95: Annotated[float, Field(ge=0)] | None = None
+    step_p95: Span | None = None
     """95th percentile of the seconds between steps."""
     staleness: Staleness = Field(default_factory=Staleness)
     """Staleness of the last step's samples."""
@@ -164,11 +172,11 @@ class DriverStatus(Wire):
     """The queue."""
     trainer_wait_share: Share = 0.0
     """Share of its time that the trainer waited for samples."""
-    idle_share: Annotated[dict[str, float], Field(max_length=16)] = Field(default_factory=dict)
+    idle_share: Annotated[dict[RoleKey, float], Field(max_length=16)] = Field(default_factory=dict)
     """By role: share of their time in which instances did nothing."""
     prompts_skipped: Count = 0
     """Training prompts left out because they are too long, see ``data.overlong``."""
-    rollouts: Annotated[tuple[RolloutState, ...], Field(max_length=10_000)] = ()
+    rollouts: Annotated[tuple[RolloutState, ...], Field(max_length=MOST_ROLLOUTS), FailFast()] = ()
     """The rollouts."""
     rewards: RewardState = Field(default_factory=RewardState)
     """Samples judged so far, and why some have no reward."""
@@ -180,7 +188,7 @@ class DriverStatus(Wire):
     """Rollouts that the built-in policy would have."""
     version_bytes: Count | None = None
     """Bytes of the newest published version."""
-    transfer_seconds: Annotated[float, Field(ge=0)] | None = None
+    transfer_seconds: Span | None = None
     """Median duration of the rollouts' last transfers of weights."""
 
     @property
@@ -227,6 +235,8 @@ class JobStatus(Spec):
 
     observed_generation: Count = 0
     """Generation of the spec that this status speaks of."""
+    accepted_generation: Count | None = None
+    """Generation of the spec that counts: the newest that was accepted."""
     conditions: Conditions = ()
     """Accepted, Ready, Progressing, Stalled, WhyPending, Complete, Failed, Suspended, ElasticityActive."""
     phase: Phase = "Pending"

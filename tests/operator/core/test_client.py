@@ -1,6 +1,7 @@
 """Faults that a real server does not produce at will: answers that are slow, busy, broken or too old."""
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -13,7 +14,7 @@ from asyncflow_operator.cluster import client, informer
 from asyncflow_operator.cluster.client import Api
 from asyncflow_operator.cluster.informer import Informer
 from asyncflow_operator.cluster.kinds import BY_NAME, LEASE
-from asyncflow_operator.cluster.refusals import Expired, NotLeading, Refusal, Unreachable
+from asyncflow_operator.cluster.refusals import Expired, NotLeading, Refusal, TooLarge, Unreachable
 from asyncflow_operator.cluster.store import Store
 
 CONFIG_MAP = BY_NAME["ConfigMap"]
@@ -191,3 +192,45 @@ async def test_who_may_lead_no_more_sends_no_write_not_even_the_second_attempt_o
     await api.get(CONFIG_MAP, "ns", "c")
     await api.replace(LEASE, "ns", "l", config_map("l", 1), deadline_s=1.0)
     assert seen == ["PATCH", "GET", "PUT"]
+
+
+async def test_a_redirect_is_not_followed_and_nothing_is_decompressed(serve: Serve) -> None:
+    seen: list[tuple[str, str]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append((request.path, request.headers["Accept-Encoding"]))
+        if "/moved/" in request.path:
+            raise web.HTTPTemporaryRedirect("/elsewhere")
+        return web.Response(body=gzip.compress(b"{}"), headers={"Content-Encoding": "gzip"}, status=400)
+
+    api = await serve(answer)
+    with pytest.raises(Unreachable, match=r"a redirect \(HTTP 307\), which is not followed"):
+        await api.create(CONFIG_MAP, "moved", {}, deadline_s=0.3)
+    with pytest.raises(Refusal):
+        await api.get(CONFIG_MAP, "ns", "zipped")
+    assert "/elsewhere" not in dict(seen)
+    assert {encoding for _, encoding in seen} == {"identity"}
+
+
+async def test_an_answer_that_is_too_large_is_an_error_and_a_page_is_asked_for_in_smaller_ones(
+    serve: Serve, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(client, "ANSWER_BYTES", 10_000)
+    limits: list[int] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        if "limit" not in request.query:
+            return web.json_response({"kind": "ConfigMap", "data": {"a": "x" * 20_000}})
+        limits.append(int(request.query["limit"]))
+        start = int(request.query.get("continue", 0))
+        names = range(start, min(start + limits[-1], 100))
+        items = [config_map(f"{name}" + "x" * 500, 1) for name in names]
+        more = {"continue": str(names.stop)} if names.stop < 100 else {}
+        return web.json_response({"metadata": {"resourceVersion": "1"} | more, "items": items})
+
+    api = await serve(answer)
+    with pytest.raises(TooLarge):
+        await api.get(CONFIG_MAP, "ns", "c")
+    seen = [item["metadata"]["name"] async for page in api.pages(CONFIG_MAP, size=64) for item in page["items"]]
+    assert limits[:3] == [64, 8, 8]
+    assert len(seen) == len(set(seen)) == 100

@@ -1,17 +1,32 @@
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from asyncflow.api.status import DriverStatus, RolloutState
-from asyncflow.errors import DeadlineExceeded, Refused
+from asyncflow.api.status import (
+    MOST_ROLLOUTS,
+    CheckpointState,
+    DriverStatus,
+    QueueDepth,
+    RewardState,
+    RolloutState,
+    Staleness,
+    StepProgress,
+)
 from asyncflow_operator import probe
 from asyncflow_operator.observed import Owner
-from asyncflow_operator.probe import Drivers
+from asyncflow_operator.probe import ROLLOUT_BYTES, STATUS_BYTES, Drivers, RunningDriver
 
 OWNER = Owner(kind="RLJob", namespace="ns", name="j", uid="u")
+LARGEST = 2**53 - 1
+
+
+def driver_of(name: str = "j", *, pod: str = "pod-1", rollouts: int = 0) -> RunningDriver:
+    owner = Owner(kind="RLJob", namespace="ns", name=name, uid="u" if name == "j" else f"u-{name}")
+    return RunningDriver(owner=owner, pod=pod, host="127.0.0.1", rollouts=rollouts)
 
 
 class World:
@@ -21,9 +36,10 @@ class World:
         self.status = DriverStatus(phase="Running", step=1, steps=9)
         self.answer: Callable[[web.Request], Awaitable[web.Response]] = self.tell
         self.asked = 0
-        self.running = [(OWNER, "pod-1")]
+        self.running = [driver_of()]
         self.news: list[Owner] = []
         self.posted: list[tuple[str, str]] = []
+        self.ordered: list[str] = []
 
     async def start(self) -> None:
         app = web.Application()
@@ -38,13 +54,13 @@ class World:
             token=lambda owner: f"token of {owner.uid}",
             running=lambda: self.running,
             news=self.news.append,
+            ordered=self.ordered.append,
         )
         self.task = asyncio.create_task(self.drivers.run())
 
     async def end(self) -> None:
         self.task.cancel()
         await asyncio.wait([self.task])
-        await self.drivers.close()
         await self.runner.cleanup()
 
     async def tell(self, _: web.Request) -> web.Response:
@@ -61,7 +77,7 @@ class World:
 
     async def _post(self, request: web.Request) -> web.Response:
         self.posted.append((request.match_info["path"], request.headers["Authorization"]))
-        return web.Response(status=202 if "suspend" in request.match_info["path"] else 409, text="no")
+        return web.json_response({}, status=202 if "suspend" in request.match_info["path"] else 409)
 
 
 @pytest.fixture
@@ -118,7 +134,7 @@ async def test_a_driver_that_fails_keeps_its_last_answer_and_says_why_and_since_
 @pytest.mark.parametrize("text", ["{", '{"phase": "Dancing"}', "x" * (5 << 20)])
 async def test_an_answer_that_is_none_is_an_error_and_no_crash(world: World, text: str) -> None:
     async def nonsense(_: web.Request) -> web.Response:
-        return web.Response(text=text)
+        return web.json_response(text=text)
 
     world.answer = nonsense
     await world.until(lambda: world.drivers.probe("u").error)
@@ -138,7 +154,7 @@ async def test_another_pod_is_another_driver_of_which_nothing_is_known(world: Wo
     await world.until(lambda: world.drivers.probe("u").status)
     assert world.drivers.probe("u").pod == "pod-1"
     world.answer = never
-    world.running = [(OWNER, "pod-2")]
+    world.running = [driver_of(pod="pod-2")]
     await world.until(lambda: world.drivers.probe("u").pod == "pod-2")
     assert not world.drivers.probe("u").asked
 
@@ -148,11 +164,134 @@ async def never(_: web.Request) -> web.Response:
     return web.Response()
 
 
-async def test_what_is_asked_of_a_driver_carries_its_token(world: World) -> None:
-    await world.drivers.ask(OWNER, "/v1/suspend")
+async def test_an_order_carries_the_token_and_one_that_is_not_taken_is_news(world: World, monkeypatch: Any) -> None:
+    monkeypatch.setattr(probe, "_RETRY_S", 0.05)
+    await world.until(lambda: world.news)
+    world.drivers.order(OWNER, "/v1/suspend")
+    await world.until(lambda: world.ordered == ["ok"])
     assert world.posted == [("v1/suspend", "Bearer token of u")]
-    with pytest.raises(Refused, match="HTTP 409: no"):
-        await world.drivers.ask(OWNER, "/v1/rollouts/r0/drain")
-    await world.runner.cleanup()
-    with pytest.raises(DeadlineExceeded, match="POST http"):
-        await world.drivers.ask(OWNER, "/v1/suspend")
+    assert world.news == [OWNER]
+    world.drivers.order(OWNER, "/v1/rollouts/r0/drain")
+    world.drivers.order(OWNER, "/v1/rollouts/r1/drain")
+    await world.until(lambda: len(world.news) == 2)
+    assert world.ordered == ["ok", "failed"]
+    assert len(world.posted) == 2
+
+
+async def test_an_order_to_a_driver_that_does_not_run_is_news_later(world: World, monkeypatch: Any) -> None:
+    monkeypatch.setattr(probe, "_RETRY_S", 0.05)
+    stranger = driver_of("k").owner
+    world.drivers.order(stranger, "/v1/suspend")
+    await world.until(lambda: stranger in world.news)
+    assert world.posted == []
+
+
+async def test_a_driver_is_asked_one_thing_at_a_time(world: World) -> None:
+    world.answer = never
+    await world.until(lambda: world.asked == 1)
+    await asyncio.sleep(0.1)
+    assert world.asked == 1
+
+
+async def test_drivers_that_keep_one_waiting_have_slots_of_their_own(world: World, monkeypatch: Any) -> None:
+    monkeypatch.setattr(probe, "AT_ONCE", 1)
+    monkeypatch.setattr(probe, "PROVEN_S", 0.1)
+    monkeypatch.setattr(probe, "ANSWER_S", 60.0)
+    await world.end()
+    await world.start()
+    asked: Counter[str] = Counter()
+
+    async def answer(request: web.Request) -> web.Response:
+        asked[request.match_info["name"]] += 1
+        return await (never if "slow" in request.path else world.tell)(request)
+
+    world.answer = answer
+    await asyncio.sleep(0.2)
+    world.running += [driver_of("slow-1"), driver_of("slow-2")]
+    await world.until(lambda: asked["slow-1"])
+    before = asked["j"]
+    await world.until(lambda: asked["j"] >= before + 20)
+    assert asked["slow-1"] + asked["slow-2"] == 1
+
+
+def largest(rollouts: int) -> DriverStatus:
+    """Give the longest status that is legal."""
+    state = RolloutState(id="r" * 128, index=LARGEST, state="starting", version=LARGEST, inflight=LARGEST)
+    longest, line = -1.2345678901234567e-300, "\x00" * 1024
+    depth = QueueDepth(ready=LARGEST, leased=LARGEST, staged=LARGEST, bytes=LARGEST, limit=LARGEST)
+    failed = {f"{number:02}" + "\x00" * 30: LARGEST for number in range(16)}
+    rewards = RewardState(scored=LARGEST, failed=failed, first_failure="\x00" * 2048)
+    counts = dict.fromkeys(("step", "samples", "generated", "filtered", "trained", "running", "publishing"), LARGEST)
+    progress = StepProgress(**counts, tokens_per_second=-longest, saving=False)
+    return DriverStatus(
+        attempt=1_000_000_000,
+        phase="Suspending",
+        step=LARGEST,
+        steps=LARGEST,
+        reward=longest,
+        eval=longest,
+        eval_greedy=longest,
+        eval_reward=longest,
+        tokens_per_second=-longest,
+        eta_seconds=-longest,
+        last_step_at="\x00" * 35,
+        step_p95=-longest,
+        staleness=Staleness(start=longest, end=longest, mean=longest),
+        version=LARGEST,
+        queue=depth,
+        trainer_wait_share=-longest,
+        idle_share={f"{number:02}" + "\x00" * 62: longest for number in range(16)},
+        rollouts=(state,) * rollouts,
+        checkpoint=CheckpointState(step=LARGEST, at="\x00" * 35),
+        prompts_skipped=LARGEST,
+        rewards=rewards,
+        step_progress=progress,
+        waiting_for=line,
+        desired_rollouts=LARGEST,
+        version_bytes=LARGEST,
+        transfer_seconds=-longest,
+    )
+
+
+@pytest.mark.parametrize("rollouts", [0, 1, 100, MOST_ROLLOUTS])
+def test_the_longest_legal_status_of_a_job_with_so_many_rollouts_fits(rollouts: int) -> None:
+    status = largest(rollouts)
+    assert set(DriverStatus.model_fields) == status.model_fields_set
+    text = status.model_dump_json(by_alias=True).encode()
+    assert len(text) + probe.HEAD_BYTES <= STATUS_BYTES + rollouts * ROLLOUT_BYTES
+
+
+async def test_a_status_of_more_rollouts_than_there_can_be_is_refused(world: World) -> None:
+    world.running = [driver_of(rollouts=10)]
+    many = tuple(RolloutState(id=f"r{number}") for number in range(2 * 10 + probe.SPARE_ROLLOUTS))
+    world.status = world.status.model_copy(update={"rollouts": many})
+    await world.until(lambda: world.drivers.probe("u").status == world.status)
+    world.status = world.status.model_copy(update={"rollouts": (*many, RolloutState(id="one"))})
+    await world.until(lambda: "85 rollouts, of a job that has had 10" in world.drivers.probe("u").error)
+    world.running = [driver_of(rollouts=11)]
+    await world.until(lambda: not world.drivers.probe("u").error)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        '{"step": 1e30}',
+        '{"step": 9007199254740992}',
+        '{"attempt": 1000000001}',
+        '{"etaSeconds": 1e300}',
+        '{"etaSeconds": NaN}',
+        '{"rollouts": [{"id": "../../x?"}]}',
+        '{"rollouts": [{"id": ""}]}',
+        '{"waitingFor": "\\ud800"}',
+        '{"waitingFor": "' + "x" * 1025 + '"}',
+        '{"idleShare": {"' + "x" * 65 + '": 1}}',
+    ],
+)
+async def test_what_no_driver_can_mean_is_refused(world: World, lie: str) -> None:
+    async def lying(_: web.Request) -> web.Response:
+        return web.json_response(text=lie)
+
+    world.answer = lying
+    await world.until(lambda: world.drivers.probe("u").error)
+    assert world.drivers.probe("u").status is None
+    assert len(world.drivers.probe("u").error) < 300

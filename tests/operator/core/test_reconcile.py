@@ -15,7 +15,7 @@ from asyncflow_operator.cluster.events import Recorder
 from asyncflow_operator.cluster.store import Store
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
 from asyncflow_operator.observe import ENDING_S, Key, Observer, Refused
-from asyncflow_operator.observed import Owner, Probe
+from asyncflow_operator.observed import Denial, Owner, Probe, Ref
 from asyncflow_operator.reconcile import Reconciler
 from asyncflow_operator.remember import Remembered
 from asyncflow_operator.telemetry import Metrics
@@ -26,7 +26,7 @@ CHILD = {"kind": "RLJob", "name": "quickstart", "uid": "uj", "controller": True}
 
 
 class NoDriver:
-    async def ask(self, owner: Owner, path: str) -> None:
+    def order(self, owner: Owner, path: str) -> None:
         raise AssertionError(path)
 
 
@@ -133,14 +133,15 @@ def test_what_an_earlier_job_of_the_name_left_behind_is_seen_as_ending(world: Wo
 def test_a_queue_that_was_denied_something_denies_its_job(world: World) -> None:
     world.put_job()
     world.put("TransferQueue", "quickstart", uid="uq", version=2, owner=CHILD, spec={"storageUnits": 2})
-    world.refused.note(Key("TransferQueue", "ns", "quickstart"), denied="exceeded quota", ends=False)
+    denial = Denial(Ref("Pod", "quickstart-storage-0"), "exceeded quota", missing=True)
+    world.refused.note(Key("TransferQueue", "ns", "quickstart"), 1, [denial], tried=[denial.ref], ends=False)
     job = world.observer.mine(JOB)
     assert job is not None
-    assert world.observer.job(job).denied == "exceeded quota"
+    assert world.observer.job(job).denied == (denial,)
 
 
 def test_that_a_namespace_ends_is_believed_for_a_while(world: World) -> None:
-    world.refused.note(JOB, denied="", ends=True)
+    world.refused.note(JOB, 1, [], tried=[], ends=True)
     assert world.refused.ends("ns")
     world.now += ENDING_S
     assert not world.refused.ends("ns")

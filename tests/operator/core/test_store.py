@@ -52,6 +52,20 @@ def test_what_was_deleted_does_not_come_back_by_late_news() -> None:
     assert noted.view("a") == "another"
 
 
+def test_what_has_left_the_watch_comes_back_when_it_has_its_labels_again() -> None:
+    noted = Noted()
+    noted.store.put("Pod", raw("a", version=1, value="mine"))
+    noted.store.remove("Pod", "ns", "a", "u1", version=3)
+    noted.store.put("Pod", raw("a", version=2, value="late"))
+    assert noted.view("a") is None
+    noted.store.put("Pod", raw("a", version=4, value="labelled again"))
+    assert noted.view("a") == "labelled again"
+    noted.store.remove("Pod", "ns", "a", "u1")
+    noted.store.remove("Pod", "ns", "a", "u1", version=5)
+    noted.store.put("Pod", raw("a", version=6, value="deleted"))
+    assert noted.view("a") is None
+
+
 def test_the_end_of_an_older_object_does_not_remove_its_successor() -> None:
     noted = Noted()
     noted.store.put("Pod", raw("a", version=9, uid="u2"))

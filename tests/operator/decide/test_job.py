@@ -9,7 +9,9 @@ from model_samples import DESIRED, JOB, QUEUE, START, job_of, names, pending, po
 from asyncflow.api.status import JobStatus
 from asyncflow_operator.actions import Apply, Delete, Plan
 from asyncflow_operator.decide import decide_job
-from asyncflow_operator.observed import JobState, Owner, Ref
+from asyncflow_operator.decide.builders import UNBEGUN_S
+from asyncflow_operator.desired.keys import secret_name
+from asyncflow_operator.observed import JobState, ObjectView, Owner, Ref
 
 HOUR = 3600
 ALL = ["controller-0", "driver-0", "rollout-0", "rollout-1", "storage-0", "storage-1", "trainer-0"]
@@ -199,7 +201,8 @@ def test_images_are_pinned_when_a_job_is_created():
 def test_the_secret_goes_with_the_driver_and_where_a_pod_misses_it():
     world = World(job_of())
     world.settle()
-    secret = ("Secret", "demo-keys")
+    name = secret_name(b"m" * 32, owner())
+    secret = ("Secret", name)
     assert secret not in applied(world.decide(JOB))
     world.vanish(world.with_role("rollout")[0])
     world.see_all()
@@ -209,9 +212,14 @@ def test_the_secret_goes_with_the_driver_and_where_a_pod_misses_it():
     assert secret in applied(world.decide(JOB))
     world.settle()
     pod = world.with_role("rollout")[0]
-    missing = pending("rollout", pod.index, waiting_message='MountVolume failed: secret "demo-keys" not found')
-    world.pods[pod.name] = world.seen_pods[pod.name] = replace(missing, uid=pod.uid)
-    assert applied(world.decide(JOB)) == [secret]
+    says = pending("rollout", pod.index, scheduled=True, waiting_message=f'secret "{name}" not found')
+    mounts = pending("rollout", pod.index, scheduled=True, waiting="ContainerCreating", created=world.now)
+    for missing, since in ((says, 0.0), (mounts, UNBEGUN_S)):
+        world.pods[pod.name] = world.seen_pods[pod.name] = replace(missing, uid=pod.uid)
+        if since:
+            assert applied(world.decide(JOB)) == []
+        world.now += since
+        assert applied(world.decide(JOB)) == [secret]
 
 
 def test_an_object_that_somebody_deleted_or_changed_is_written_again():
@@ -268,3 +276,77 @@ def test_an_operator_that_comes_back_late_does_not_guess_whether_a_pod_has_run()
     world.restart_operator()
     world.settle()
     assert world.status.attempt == 1
+
+
+def test_a_job_whose_newest_spec_is_refused_goes_on_and_says_so():
+    world = World(job_of())
+    world.settle()
+    assert world.status.accepted_generation == 1
+    world.refuse("spec.rollout.engine.name: not yet", "NotYet")
+    world.settle()
+    accepted = condition(world, "Accepted")
+    assert (accepted.status, accepted.reason, accepted.observed_generation) == ("False", "NotYet", 2)
+    assert accepted.message.startswith("Generation 1 runs on; of this one suspend: true and its scale are obeyed")
+    assert world.notes.count("NotYet") == 1
+    for role in ("trainer", "storage", "rollout", "driver"):
+        world.end(world.with_role(role)[0], code=1)
+    world.settle()
+    assert names(world.pods.values()) == ALL
+    assert world.status.attempt == 1
+    world.edit(suspend=True)
+    world.settle()
+    assert world.status.phase == "Suspended"
+    assert condition(world, "Accepted").status == "False"
+    world.edit(suspend=False)
+    world.settle(healthy=lambda: world.status.phase == "Running")
+    world.refuse("", "")
+    world.settle()
+    assert condition(world, "Accepted").status == "True"
+    assert world.status.accepted_generation == world.status.observed_generation
+
+
+def test_what_is_refused_stops_only_what_needs_it():
+    world = World(job_of(storage={"ledger": {"claim": {"size": "1Gi"}}}))
+    world.settle()
+    world.refuses = {"PersistentVolumeClaim", "PodDisruptionBudget", "Service"}
+    for ref in list(world.objects):
+        if ref.kind in world.refuses:
+            world.meddle(ref)
+    for pod in list(world.pods.values()):
+        world.vanish(pod)
+    world.calm(40)
+    assert names(world.pods.values()) == ALL
+    denied = condition(world, "WhyPending")
+    assert (denied.status, denied.reason) == ("True", "Denied")
+    assert "2 more are refused" in denied.message
+    assert "What runs goes on as it is" in denied.message
+    assert world.notes.count("Denied") == 1
+
+
+@pytest.mark.parametrize("kind", ["ConfigMap", "Secret", "ServiceAccount", "NetworkPolicy", "PersistentVolumeClaim"])
+def test_no_pod_is_made_without_what_it_needs(kind: str):
+    world = World(job_of(storage={"ledger": {"claim": {"size": "1Gi"}}}))
+    world.refuses = {kind}
+    world.calm(30)
+    made = ["driver-0"] if kind == "PersistentVolumeClaim" else []
+    assert names(pod for pod in world.pods.values() if pod.role != "storage") == made
+    assert condition(world, "WhyPending").reason == "Denied"
+    world.refuses.clear()
+    world.settle()
+    assert names(world.pods.values()) == ALL
+
+
+def test_pods_wait_for_what_an_earlier_job_has_left_behind():
+    world = World(job_of(scheduling={"gang": "volcano"}))
+    config = Ref("ConfigMap", "demo")
+    world.objects[config] = ObjectView(ref=config, uid="older", deleting=True)
+    world.calm(60)
+    assert world.pods == {}
+    assert world.status.attempt == 0
+    why = condition(world, "WhyPending")
+    assert why.reason == "Terminating"
+    assert "ConfigMap/demo is being deleted" in why.message
+    del world.objects[config]
+    world.settle()
+    assert names(world.pods.values()) == ALL
+    assert world.status.attempt == 0

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from model import World
+from model_api import MODELS
 from model_samples import JOB, QUEUE, SYNC, job_of, names
 
 KEYS = st.sampled_from([JOB, QUEUE, SYNC])
@@ -34,7 +35,6 @@ class ClusterMachine(RuleBasedStateMachine):
         rollout = {"replicas": rollouts, "minReplicas": 0, "maxReplicas": 16}
         job = job_of(trainer={"replicas": self.ranks}, rollout=rollout, transferQueue={"storageUnits": units})
         self.world = World(job, order=random.Random(seed))
-        self.units = units
         if runs:
             self.world.settle()
 
@@ -126,10 +126,25 @@ class ClusterMachine(RuleBasedStateMachine):
         self.world.edit(rollout={"replicas": rollouts})
 
     @precondition(lambda self: QUEUE in self.world.mine)
-    @rule(more=st.integers(0, 3))
-    def a_person_scales_the_queue(self, more):
-        self.units = self.world.spec.transfer_queue.storage_units + more
-        self.world.scale_queue(self.units)
+    @rule(units=st.integers(1, 6))
+    def a_person_scales_the_queue(self, units):
+        self.world.scale_queue(units)
+
+    @rule(units=st.integers(1, 4))
+    def a_person_changes_the_units_of_the_job(self, units):
+        self.world.edit(transferQueue={"storageUnits": units})
+
+    @rule(which=WHICH, deletes=st.booleans())
+    def a_person_deletes_or_changes_an_object(self, which, deletes):
+        refs = sorted(ref for ref in self.world.objects if ref.kind not in MODELS)
+        if refs and deletes:
+            del self.world.objects[refs[which % len(refs)]]
+        elif refs:
+            self.world.meddle(refs[which % len(refs)])
+
+    @rule(kind=st.sampled_from(["Service", "PodDisruptionBudget", "ConfigMap", "Secret", "NetworkPolicy"]))
+    def the_server_refuses_a_kind_or_no_more(self, kind):
+        self.world.refuses ^= {kind}
 
     @rule()
     def a_person_suspends_or_resumes(self):
@@ -163,6 +178,7 @@ class ClusterMachine(RuleBasedStateMachine):
             return
         world = self.world
         world.quota = False
+        world.refuses.clear()
         if world.spec.suspend:
             world.settle()
             assert world.status.phase == "Suspended"
@@ -175,11 +191,12 @@ class ClusterMachine(RuleBasedStateMachine):
             [
                 "controller-0",
                 "driver-0",
-                *(f"storage-{index}" for index in range(self.units)),
+                *(f"storage-{index}" for index in range(world.spec.transfer_queue.storage_units)),
                 *(f"trainer-{index}" for index in range(self.ranks)),
             ]
         )
         assert all(pod.ready and not pod.deleting for pod in world.pods.values())
+        assert world.mine[QUEUE].model.spec.storage_units == world.spec.transfer_queue.storage_units
         assert {pod.attempt for pod in world.with_role("trainer")} == {world.status.attempt}
         assert world.status.replicas == len(rollouts)
         assert world.status.draining == ()

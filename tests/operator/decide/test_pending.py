@@ -7,7 +7,7 @@ from model_samples import job_of, pending, pod_view
 
 from asyncflow.plan import plan
 from asyncflow_operator.decide.pending import why_pending
-from asyncflow_operator.observed import NodeFree, ObjectView, Ref
+from asyncflow_operator.observed import Denial, NodeFree, ObjectView, Ref
 
 NPU = "huawei.com/Ascend910"
 SCHEDULER = "0/3 nodes are available: 3 Insufficient huawei.com/Ascend910."
@@ -17,7 +17,7 @@ NODES = (
 )
 
 
-def why(*pods, nodes=NODES, objects=None, denied="", ending=False, gang="none", **spec):
+def why(*pods, nodes=NODES, objects=None, denied=(), ending=False, gang="none", **spec):
     roles = plan(job_of(**({"trainer": {"accelerator": {"profile": "ascend-a3", "count": 16}}} | spec))).roles
     return why_pending(roles, pods, objects=objects or {}, nodes=nodes, denied=denied, ending=ending, gang=gang)
 
@@ -109,10 +109,12 @@ def test_gangs_name_who_places_them():
 
 def test_what_stops_everything_comes_first():
     waiting = pending("trainer", unschedulable=SCHEDULER)
-    denied = why(waiting, denied="Pod/demo-rollout-1: exceeded quota: pods=10")
+    denied = why(waiting, denied=[Denial(Ref("Pod", "demo-rollout-1"), "exceeded quota: pods=10", missing=True)])
     assert denied.reason == "Denied"
     assert "exceeded quota: pods=10. Raise the quota" in denied.message
-    assert why(waiting, denied="x", ending=True).reason == "NamespaceTerminating"
+    assert (
+        why(waiting, denied=[Denial(Ref("Pod", "x"), "x", missing=True)], ending=True).reason == "NamespaceTerminating"
+    )
 
 
 def test_words_of_others_are_cut():

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from model import World
 from model_samples import DESIRED, JOB, QUEUE, START, dead, job_of, names, pending, pod_view
 
@@ -9,7 +10,7 @@ from asyncflow.api.queue import QueueStatus, TransferQueue
 from asyncflow.api.status import DriverStatus, QueueDepth
 from asyncflow_operator.actions import Apply, Plan
 from asyncflow_operator.decide import decide_queue
-from asyncflow_operator.observed import ObjectView, Owner, Probe, QueueState, Ref
+from asyncflow_operator.observed import Denial, ObjectView, Owner, Probe, QueueState, Ref
 
 OWNER = Owner(kind="TransferQueue", namespace="team", name="demo", uid="uid-queue", generation=2)
 
@@ -131,16 +132,29 @@ def test_a_jobs_queue_shows_what_the_driver_says():
     assert status.selector == "asyncflow.dev/job=demo,asyncflow.dev/role=storage"
 
 
-def test_a_jobs_queue_is_scaled_on_its_own():
+@pytest.mark.parametrize("units", [1, 4])
+def test_a_jobs_queue_that_somebody_scales_is_put_back_and_no_unit_notices(units: int):
     world = World(job_of())
     world.settle()
-    world.scale_queue(4)
+    before = [pod.uid for pod in world.with_role("storage")]
+    world.scale_queue(units)
+    world.see_all()
+    assert world.decide(QUEUE).stages == ()
     world.settle()
-    assert [pod.index for pod in world.with_role("storage")] == [0, 1, 2, 3]
+    assert [pod.uid for pod in world.with_role("storage")] == before
+    assert world.mine[QUEUE].model.spec.storage_units == 2
+    assert world.notes.count("PutBack") == 1
+
+
+def test_a_jobs_queue_has_as_many_units_as_the_job_says():
+    world = World(job_of())
+    world.settle()
+    for units in (4, 1, 3):
+        world.edit(transferQueue={"storageUnits": units})
+        world.settle()
+        assert [pod.index for pod in world.with_role("storage")] == list(range(units))
+        assert world.mine[QUEUE].model.spec.storage_units == units
     assert world.status.attempt == 0
-    world.scale_queue(2)
-    world.settle()
-    assert [pod.index for pod in world.with_role("storage")] == [0, 1]
     assert world.mine[QUEUE].status.failures["storage"].restarts == 0
 
 
@@ -176,4 +190,5 @@ def test_a_queue_that_is_being_deleted_is_left_alone():
 
 def test_a_driver_says_nothing_of_a_queue_that_stands_alone():
     assert DriverStatus().queue.ready == 0
-    assert decide(alone(denied="Pod/demo-controller-0: exceeded quota")).status["conditions"][2]["reason"] == "Denied"
+    denied = (Denial(Ref("Pod", "demo-controller-0"), "exceeded quota", missing=True),)
+    assert condition(decide(alone(denied=denied)), "Progressing") == ("False", "Denied")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from asyncflow.api.names import DIGEST
 from asyncflow.api.status import JobStatus
 from asyncflow_operator.desired import Desired
+from asyncflow_operator.desired.keys import secret_name
 from asyncflow_operator.observed import JobState, Manifest, Owner, QueueState
 
 JobStates = Callable[..., JobState]
@@ -54,7 +55,8 @@ def test_units_of_a_job_see_the_password_of_its_store(desired: Desired, job_stat
         ]
         for role in ROLES
     }
-    assert secrets == {role: ["math-keys"] for role in ROLES} | {"storage": ["math-keys", "r"]}
+    keys = secret_name(b"m" * 32, state.owner)
+    assert secrets == {role: [keys] for role in ROLES} | {"storage": [keys, "r"]}
     pods = [desired.pod(asked, "storage", 0, 0) for asked in (state, job_state())]
     assert pods[0]["metadata"]["annotations"][DIGEST] != pods[1]["metadata"]["annotations"][DIGEST]
 

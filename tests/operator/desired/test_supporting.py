@@ -12,6 +12,7 @@ from asyncflow.api.names import DIGEST
 from asyncflow.api.queue import TransferQueue
 from asyncflow.api.weights import WeightSync
 from asyncflow_operator.desired import Desired, digest
+from asyncflow_operator.desired.keys import secret_name
 from asyncflow_operator.observed import JobState, Manifest
 
 JobStates = Callable[..., JobState]
@@ -25,7 +26,7 @@ def test_what_a_small_job_needs_and_no_more(desired: Desired, job_state: JobStat
     assert list(by_name(desired.supporting(job_state()))) == [
         "ServiceAccount/math",
         "ConfigMap/math",
-        "Secret/math-keys",
+        f"Secret/{secret_name(b'm' * 32, job_state().owner)}",
         "NetworkPolicy/math",
         "NetworkPolicy/math-rewards",
         "Service/math-driver",

@@ -1,0 +1,107 @@
+"""Our objects as the API server sends them: what counts of one whose newest spec is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncflow.api.document import parse
+from asyncflow_operator.cluster.owners import Mine, mine, recalled
+from asyncflow_operator.desired import Desired, DesiredSettings, Registry
+from asyncflow_operator.observed import JobState
+
+QUICKSTART = Path(__file__).parents[3] / "examples/quickstart.yaml"
+DESIRED = Desired(DesiredSettings(registry=Registry(prefix="a", tag="1"), master=b"m" * 32))
+RUNNING = {"phase": "Running", "startTime": "2026-11-23T00:00:00Z"}
+VLLM = {"engine": {"name": "vllm"}}
+
+
+def raw(*, generation: int = 1, status: Any = None, uid: str = "u", **spec: Any) -> dict[str, Any]:
+    usual = parse(QUICKSTART.read_text(), source="q").data["spec"]
+    for part, value in spec.items():
+        usual[part] = usual[part] | value if isinstance(value, dict) else value
+    meta = {"name": "q", "namespace": "ns", "uid": uid, "generation": generation}
+    return {
+        "apiVersion": "asyncflow.dev/v1alpha1",
+        "kind": "RLJob",
+        "metadata": meta,
+        "spec": usual,
+        "status": RUNNING if status is None else status,
+    }
+
+
+def seen(*raws: dict[str, Any]) -> Mine:
+    """Give the view after these versions."""
+    view = None
+    for each in raws:
+        view = mine("RLJob", each, view)
+    assert view is not None
+    return view
+
+
+def test_what_has_begun_goes_on_by_the_last_spec_that_was_accepted() -> None:
+    view = seen(raw(), raw(generation=2, rollout=VLLM | {"replicas": 4}), raw(generation=3, rollout=VLLM, suspend=True))
+    assert view.problem_reason == "NotYet"
+    assert view.model.spec.rollout.engine.name == "transformers"
+    assert view.model.spec.rollout.replicas == 2
+    assert view.model.spec.suspend
+    again = seen(raw(), raw(generation=2, rollout=VLLM), raw(generation=3, rollout={"replicas": 3}))
+    assert (again.problem, again.model.spec.rollout.replicas) == ("", 3)
+
+
+@pytest.mark.parametrize("replicas", [-1, 0, 5, 10_000, "3", True, None, {}])
+def test_a_scale_that_is_out_of_bounds_is_not_obeyed(replicas: Any) -> None:
+    assert seen(raw(), raw(generation=2, rollout=VLLM | {"replicas": replicas})).model.spec.rollout.replicas == 2
+
+
+def test_what_has_not_begun_is_refused() -> None:
+    pending = {"phase": "Pending"}
+    assert seen(raw(status=pending), raw(generation=2, status=pending, rollout=VLLM)).model is None
+    assert seen(raw(rollout=VLLM)).model is None
+
+
+@pytest.mark.parametrize("phase", ["Suspending", "Suspended"])
+def test_nothing_is_resumed_by_a_spec_that_is_refused(phase: str) -> None:
+    status = {"phase": phase}
+    view = seen(raw(status=status, suspend=True), raw(generation=2, status=status, suspend=False, rollout=VLLM))
+    assert view.model.spec.suspend
+    assert recalled(
+        seen(raw(status=status, rollout=VLLM)), raw(status=status, rollout=VLLM), config()
+    ).model.spec.suspend
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    view = seen(raw(rollout={"replicas": 3}))
+    made = DESIRED.supporting(JobState(owner=view.owner, job=view.model))
+    manifest: dict[str, Any] = next(each for each in made if each["kind"] == "ConfigMap")
+    return manifest | changes
+
+
+def test_an_operator_that_did_not_see_it_finds_the_spec_in_the_config_of_the_pods() -> None:
+    newest = raw(generation=7, rollout=VLLM | {"replicas": 4})
+    view = seen(newest)
+    assert view.model is None
+    known = recalled(view, newest, config())
+    assert known.model.spec.rollout.engine.name == "transformers"
+    assert known.model.spec.rollout.replicas == 4
+    assert not known.model.spec.suspend
+    assert known.problem == view.problem
+    later = mine("RLJob", raw(generation=8, rollout=VLLM | {"replicas": 1}), known)
+    assert later.model.spec.rollout.replicas == 1
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        {},
+        {"job.yaml": "["},
+        {"job.yaml": "[]"},
+        {"job.yaml": json.dumps({"metadata": {"uid": "u"}, "spec": {"model": 1}})},
+        {"job.yaml": config()["data"]["job.yaml"].replace('"uid": "u"', '"uid": "another"')},
+    ],
+)
+def test_a_config_that_is_not_the_jobs_or_not_legible_is_no_spec(data: Any) -> None:
+    view = seen(raw(rollout=VLLM))
+    assert recalled(view, raw(rollout=VLLM), config(data=data)) == view
