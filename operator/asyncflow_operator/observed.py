@@ -45,7 +45,11 @@ class Owner:
 class PodView:
     """One pod of ours.
 
-    digest: of the pod as it was applied; scheduled: whether it has a node; unschedulable: the scheduler's words;
+    digest: of the pod as it was applied; phase: that of our container once it has ended, whatever else runs beside it;
+    leftover: whether something does; scheduled: whether it has a node; unschedulable: the scheduler's words;
+    unreachable: whether its node does not answer; ends_by: when the grace period of its deletion ends (unix seconds);
+    forced: whether it was deleted without one, so that only finalizers keep it; claims: names of the
+    PersistentVolumeClaims that it mounts;
     waiting: the kubelet's reason why the container does not start (ImagePullBackOff ...); waiting_message: its words;
     exit_code, exit_reason, last_words: how the container ended, None and "" while it has not; started: when it ran;
     disrupted: whether the cluster took it away (eviction, preemption, a lost node), which is nobody's failure.
@@ -60,12 +64,17 @@ class PodView:
     phase: PodPhase = "Pending"
     ready: bool = False
     deleting: bool = False
+    ends_by: float | None = None
+    forced: bool = False
+    unreachable: bool = False
+    leftover: bool = False
     created: float = 0.0
     started: float | None = None
     finished: float | None = None
     node: str = ""
     ip: str = ""
     scheduled: bool = False
+    claims: tuple[str, ...] = ()
     gated: bool = False
     unschedulable: str = ""
     waiting: str = ""

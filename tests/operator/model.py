@@ -134,8 +134,8 @@ class World(Cluster):
                     self.apply(manifest)
                 except Refused as refused:
                     return str(refused)
-            case Delete(ref=ref, uid=uid):
-                self.delete(ref, uid)
+            case Delete(ref=ref, uid=uid, grace_s=grace_s):
+                self.delete(ref, uid, grace_s)
             case Ask(path=path):
                 return self.ask(path)
         return ""

@@ -36,6 +36,9 @@ def pod_view(raw: Json) -> PodView:
     main: Json = next((each for each in status.get("containerStatuses") or () if each.get("name") == CONTAINER), {})
     state = main.get("state") or {}
     running, ended = state.get("running") or {}, state.get("terminated") or {}
+    phase = status.get("phase", "Pending")
+    if leftover := bool(ended) and phase == "Running":
+        phase = "Failed" if ended.get("exitCode") else "Succeeded"
     waiting, waiting_message = _waiting(status)
     scheduled = conditions.get("PodScheduled") or {}
     reason = str(status.get("reason", ""))
@@ -46,15 +49,20 @@ def pod_view(raw: Json) -> PodView:
         index=_number(labels.get(LABEL_INDEX)),
         attempt=_number(labels.get(LABEL_ATTEMPT)),
         digest=digest_of(raw),
-        phase=status.get("phase", "Pending"),
-        ready=(conditions.get("Ready") or {}).get("status") == "True",
+        phase=phase,
+        ready=_holds(conditions, "Ready"),
         deleting="deletionTimestamp" in meta,
+        ends_by=seconds(meta.get("deletionTimestamp")),
+        forced=meta.get("deletionGracePeriodSeconds") == 0,
+        unreachable=_unreachable(spec, conditions) and phase == "Running",
+        leftover=leftover,
         created=seconds(meta.get("creationTimestamp")) or 0.0,
         started=seconds(running.get("startedAt") or ended.get("startedAt")),
         finished=seconds(ended.get("finishedAt")),
         node=sys.intern(str(spec.get("nodeName", ""))),
         ip=status.get("podIP", ""),
         scheduled=bool(spec.get("nodeName")),
+        claims=_claims(spec),
         gated=scheduled.get("reason") == "SchedulingGated",
         unschedulable=str(scheduled.get("message", "")) if scheduled.get("reason") == "Unschedulable" else "",
         waiting=waiting,
@@ -62,7 +70,7 @@ def pod_view(raw: Json) -> PodView:
         exit_code=ended.get("exitCode"),
         exit_reason=str(ended.get("reason") or reason),
         last_words=str(ended.get("message") or status.get("message") or "")[-_LAST_WORDS:],
-        disrupted=(conditions.get("DisruptionTarget") or {}).get("status") == "True" or reason in _NOBODYS_FAILURE,
+        disrupted=_holds(conditions, "DisruptionTarget") or reason in _NOBODYS_FAILURE,
     )
 
 
@@ -118,6 +126,22 @@ def scalers(raw: Json, path: Iterable[str]) -> tuple[str, ...]:
 def seconds(time: str | None) -> float | None:
     """Give an RFC 3339 time as unix seconds."""
     return datetime.fromisoformat(time).timestamp() if time else None
+
+
+def _holds(conditions: Mapping[str, Json], kind: str) -> bool:
+    return (conditions.get(kind) or {}).get("status") == "True"
+
+
+def _unreachable(spec: Json, conditions: Mapping[str, Json]) -> bool:
+    """Return whether the node controller has marked a pod because its node does not answer: it takes ``Ready`` away and
+    leaves ``ContainersReady``, where a kubelet says the same of both (readiness gates aside).
+    """
+    return not _holds(conditions, "Ready") and _holds(conditions, "ContainersReady") and not spec.get("readinessGates")
+
+
+def _claims(spec: Json) -> tuple[str, ...]:
+    volumes = (volume.get("persistentVolumeClaim") for volume in spec.get("volumes") or ())
+    return tuple(sys.intern(str(claim["claimName"])) for claim in volumes if claim)
 
 
 def _waiting(status: Json) -> tuple[str, str]:

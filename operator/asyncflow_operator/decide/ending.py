@@ -56,7 +56,7 @@ def finish(draft: Draft[JobStatus], state: JobState, verdict: Verdict | None) ->
 def after_the_end(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
     """Take away what a finished job does not need, and the job itself when its time to live is over."""
     kept = _kept(state, keeps_failures=spec.limits.keep_on_failure)
-    draft.do_first(removed(pod for pod in state.pods if pod.uid not in kept))
+    draft.take_away(removed((pod for pod in state.pods if pod.uid not in kept), draft.alarm))
     draft.do_first(given_back(state.objects))
     ttl, finished = spec.limits.ttl_seconds_after_finished, read(state.status.completion_time)
     if ttl is not None and finished is not None and not draft.alarm.until(finished + ttl):
@@ -82,7 +82,7 @@ def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
         draft.do_first([Ask(path="/v1/suspend")] if seen is None or seen.phase == "Running" else [])
         _say_suspended(draft, done=False)
         return draft.plan(figures=FIGURES)
-    draft.do_first(removed(state.pods))
+    draft.take_away(removed(state.pods, draft.alarm))
     done = not state.pods
     if done:
         draft.do_first(given_back(state.objects))
@@ -118,12 +118,15 @@ def _may_save(state: JobState) -> bool:
 
 
 def _kept(state: JobState, *, keeps_failures: bool) -> set[str]:
-    """Give the pods that stay: the driver's, and of a failed job those that failed, unless nothing is kept."""
+    """Return the UIDs of the pods that stay for their logs: the driver's, and of a failed job those that failed, unless
+    nothing is kept. Of a pod that a sidecar keeps running nothing stays: it would hold its node's resources.
+    """
     failed = state.status.phase == "Failed"
     if failed and not keeps_failures:
         return set()
-    ended = {pod.uid for pod in state.pods if end_of(pod) in (End.FAILED, End.REFUSED)} if failed else set()
-    return ended | {pod.uid for pod in state.pods if pod.role == "driver"}
+    over = [pod for pod in state.pods if not pod.leftover]
+    ended = {pod.uid for pod in over if end_of(pod) in (End.FAILED, End.REFUSED)} if failed else set()
+    return ended | {pod.uid for pod in over if pod.role == "driver"}
 
 
 def _say_suspended(draft: Draft[JobStatus], *, done: bool) -> None:

@@ -153,7 +153,8 @@ class _Running:
             draft.fields |= {"images": desired.images(job)}
         state = replace(self._state, status=draft.after())
         begins = any(seat.role == "driver" for seat in moves.make)
-        draft.do_first(moves.remove + moves.ask)
+        draft.take_away(moves.remove)
+        draft.do_first(moves.ask)
         if not state.namespace_ending:
             seen, pods = state.objects, state.pods
             draft.do_first(stale(desired.supporting(state), seen=seen, pods=pods, begins=begins))
@@ -187,7 +188,7 @@ class _Running:
             gang=spec.scheduling.gang,
         )
         if why is None and lacks:
-            why = why_lacking(lacks, state.pods, ran=phase == "Running")
+            why = why_lacking(lacks, state.pods, ran=phase == "Running", alarm=draft.alarm)
         board.say("WhyPending", why is not None, why.reason if why else "NothingPending", why.message if why else "")
         if phase == "Running":
             trainers = [pod for pod in state.pods if pod.role == "trainer"]

@@ -12,12 +12,17 @@ from typing import Final
 
 from asyncflow.plan.roles import Resources, Role
 from asyncflow_operator.decide.admission import admitted, waits_for
+from asyncflow_operator.decide.moments import Alarm, spoken
+from asyncflow_operator.decide.seats import OVERDUE_S
 from asyncflow_operator.observed import NodeFree, ObjectView, PodView, Ref
 
+ATTACH_S: Final = 60.0
+"""Seconds after which a pod that has a node and mounts a claim is said to wait for its volume."""
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
 _WORDS: Final = 400
 _IMAGE: Final = frozenset(("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"))
+_CREATING: Final = frozenset(("ContainerCreating", "PodInitializing"))
 _CONFIG: Final = frozenset(("CreateContainerConfigError", "CreateContainerError", "RunContainerError"))
 
 _REMEDIES: Final = {
@@ -67,22 +72,38 @@ def why_pending(
     return None
 
 
-def why_lacking(lacks: Sequence[str], pods: Collection[PodView], *, ran: bool) -> Why:
-    """Say what is the matter where nothing stands in the way and yet roles lack ready processes.
+def why_lacking(lacks: Sequence[str], pods: Collection[PodView], *, ran: bool, alarm: Alarm) -> Why:
+    """Return why roles lack ready processes though nothing stands in the way.
 
     lacks: as ``phases.lacking`` says it; ran: whether the job ran already, so that it does not merely start.
     """
     short = {words.partition(" ")[0] for words in lacks}
     affected = sorted((pod for pod in pods if pod.role in short and pod.node), key=lambda pod: pod.name)
     said = f"{', '.join(lacks)} ready"
+    if lost := [pod for pod in affected if pod.unreachable]:
+        pod = lost[0]
+        then = f"{pod.name} is made again elsewhere: a rollout at once, others after limits.nodeLostSeconds"
+        return Why("NodeLost", f"{said}: {pod.node} does not answer. {then}")
     if leaving := [pod for pod in affected if pod.deleting]:
         pod = leaving[0]
-        remedy = f"If that node is gone for good, delete the Node, or the pod: kubectl delete pod {pod.name} --force"
-        return Why("Terminating", f"{said}: {pod.name} has yet to go from {pod.node} and then comes again. {remedy}")
+        then = f"at the latest {spoken(OVERDUE_S)} after its grace period"
+        return Why("Terminating", f"{said}: {pod.name} has yet to go from {pod.node} and then comes again, {then}")
+    if attaching := [pod for pod in affected if _attaches(pod, alarm)]:
+        pod = attaching[0]
+        what = f"{pod.name} on {pod.node} waits for the volume of {', '.join(pod.claims)}"
+        rule = "A ReadWriteOnce volume stays attached to a lost node for 6 minutes"
+        remedy = "To have it now: kubectl taint node LOST-NODE node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
+        return Why("VolumeAttach", f"{said}: {what}. {rule}. {remedy}")
     if ran and (unready := [pod for pod in affected if pod.phase == "Running" and not pod.ready]):
         pod = unready[0]
         return Why("NotReady", f"{said}: {pod.name} on {pod.node} is not. See its log, and whether that node is Ready")
     return Why("Starting", f"{said}; {'it is being replaced' if ran else 'the rest starts after them'}")
+
+
+def _attaches(pod: PodView, alarm: Alarm) -> bool:
+    """Return whether a pod has had its node for ``ATTACH_S`` and nothing of it has begun, and it mounts a claim."""
+    begins = pod.phase == "Pending" and pod.waiting in _CREATING and bool(pod.claims)
+    return begins and not alarm.until(pod.created + ATTACH_S)
 
 
 def _remedy(denied: str) -> str:

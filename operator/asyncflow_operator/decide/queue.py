@@ -120,7 +120,7 @@ def _act(draft: Draft[QueueStatus], state: QueueState, setting: _Setting, desire
             moves += tend(role, pods, stock.record, open_=may and setting.admitted, alarm=draft.alarm)
     draft.fields["failures"] = records
     begins = any(seat.role == "controller" for seat in moves.make)
-    draft.do_first(moves.remove)
+    draft.take_away(moves.remove)
     draft.do_first(stale(desired.queue_supporting(state), seen=state.objects, pods=state.pods, begins=begins))
     draft.do_then(Apply(manifest=desired.queue_pod(state, seat.role, seat.index, seat.attempt)) for seat in moves.make)
     return verdict

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from asyncflow.api.accelerators import PROFILES
 from asyncflow.api.base import Spec
+from asyncflow.api.durability import LimitsSpec
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import LABEL_QUEUE, QUEUE_ROLES, RPC_PORT, RoleName, service
 from asyncflow.api.placement import SchedulingSpec, TemplateSpec
@@ -36,7 +37,8 @@ class Blueprint:
     templates: the user's, the later wins; wish: what the user said of the role, as JSON values; leader: the address
     that others dial, where process 0 of the role listens if ``leads``; world: ranks that meet, 1 for none; first_seat,
     first_slot: number of process 0 among all of the family, and among those that have devices; store: one that others
-    run, which the role uses; grace_s: seconds from SIGTERM to SIGKILL; readers: roles that read from this one.
+    run, which the role uses; grace_s: seconds from SIGTERM to SIGKILL; node_lost_s: for which its node may not answer;
+    readers: roles that read from this one.
     """
 
     family: Family
@@ -51,6 +53,7 @@ class Blueprint:
     scheduling: SchedulingSpec
     store: StoreSpec | None = None
     grace_s: float = _GRACE_S
+    node_lost_s: int = LimitsSpec().node_lost_seconds
     world: int = 1
     first_seat: int = 0
     first_slot: int = 0
@@ -93,6 +96,7 @@ def job_blueprint(
         labels={LABEL_QUEUE: family.name} if name in QUEUE_ROLES else {},
         mounts=job_mounts(job, role),
         grace_s=grace_s.get(name, _GRACE_S),
+        node_lost_s=spec.limits.node_lost_seconds,
         world=role.replicas if role.gang else 1,
         first_seat=_before(role, planned.roles),
         first_slot=_before(role, [other for other in planned.roles if other.resources.accelerators]),

@@ -35,7 +35,7 @@ from asyncflow_operator.desired.environment import make_environment
 from asyncflow_operator.desired.gang import Membership, membership
 from asyncflow_operator.desired.merge import merge
 from asyncflow_operator.desired.objects import make_object, stamped
-from asyncflow_operator.desired.placement import make_placement
+from asyncflow_operator.desired.placement import lost_nodes, make_placement
 from asyncflow_operator.desired.volumes import make_volumes
 from asyncflow_operator.observed import Manifest
 
@@ -102,6 +102,9 @@ def _spec(blueprint: Blueprint, member: Membership, *, index: int, attempt: int)
         ours["dnsPolicy"] = "ClusterFirstWithHostNet"
     patches: list[Mapping[str, object]] = [template.pod_spec for template in blueprint.templates]
     spec = reduce(merge, patches, ours)
+    tolerations = spec.get("tolerations", [])
+    if isinstance(tolerations, list):
+        spec["tolerations"] = tolerations + lost_nodes(blueprint, tolerations)
     if not spec.get("runtimeClassName"):
         spec.pop("runtimeClassName", None)
     return spec

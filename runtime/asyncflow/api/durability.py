@@ -121,6 +121,9 @@ class LimitsSpec(Spec):
     """Seconds without a step after which the job counts as stalled, and says what it waits for."""
     stop_seconds: Annotated[float, Field(gt=0, le=3600)] = 8.0
     """Seconds that roles have to end in order before they are killed."""
+    node_lost_seconds: Annotated[int, Field(ge=0, le=86_400)] = 120
+    """Seconds for which the node of a process may not answer before the process is started elsewhere. A rollout is
+    started elsewhere at once."""
     keep_on_failure: bool = True
     """Whether the pods of a failed job stay until its TTL, so that their logs can be read."""
 
