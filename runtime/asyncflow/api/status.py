@@ -137,6 +137,8 @@ class RoleRecord(Spec):
     """Of a gang: whether all of this attempt have existed."""
     restarts: Count = 0
     """Failures within the window."""
+    disruptions: Count = 0
+    """Ends within the window because another process took along what was worked on."""
     window_start: Time | None = None
     """When the window began."""
     in_a_row: Count = 0

@@ -25,7 +25,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from asyncflow.errors import ProtocolError, StaleHandle
+from asyncflow.errors import ProtocolError, RowsLost, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.net.roster import Directives
 from asyncflow.net.rpc import persist
@@ -108,7 +108,7 @@ class Trainer:
     async def run(self) -> int:
         """Train; give the last completed step. Raises Fenced when a newer attempt of the trainer has begun.
 
-        Raises StaleHandle where samples of a slot were lost with a storage unit: they can be made again only for a step
+        Raises RowsLost where samples of a slot were lost with a storage unit: they can be made again only for a step
         that begins anew. What is complete is in a checkpoint then, so that no other step does.
         """
         try:
@@ -117,9 +117,10 @@ class Trainer:
         except Left:
             log.info("leaving after step %d", self.step)
             await self._save_completed()
-        except StaleHandle:
+        except StaleHandle as error:
             await self._save_completed()
-            raise
+            hint = f"Step {self.step + 1} begins again"
+            raise RowsLost(error.what, where=error.where, hint=hint) from error
         finally:
             self._thread.shutdown(wait=False, cancel_futures=True)
         return self.step
