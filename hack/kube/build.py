@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -44,8 +44,8 @@ class Target:
     """Something to build: packages of one module.
 
     module: its folder under ``gomod``; pin: the required module whose version names the build;
-    sources: files of ours that are compiled in; links: further names of the binary; stamps: Go variables that must
-    hold the version, without which Kubernetes calls itself v0.0.0-master.
+    sources: files of ours that are compiled in; links: further names of the binary; tags: build tags; stamps: Go
+    variables that must hold the version, without which Kubernetes calls itself v0.0.0-master.
     """
 
     module: str
@@ -53,6 +53,7 @@ class Target:
     package: str
     sources: tuple[str, ...] = ()
     links: tuple[str, ...] = ()
+    tags: tuple[str, ...] = field(default=(), repr=False)
     stamps: tuple[str, ...] = ()
 
 
@@ -74,6 +75,12 @@ TARGETS: Final = {
     ),
     "kwok": Target(module="kwok", pin="sigs.k8s.io/kwok", package="sigs.k8s.io/kwok/cmd/kwok"),
     "helm": Target(module="helm", pin="helm.sh/helm/v3", package="helm.sh/helm/v3/cmd/helm"),
+    "promtool": Target(
+        module="prometheus",
+        pin="github.com/prometheus/prometheus",
+        package="github.com/prometheus/prometheus/cmd/promtool",
+        tags=("remove_all_sd",),
+    ),
     "coredns": Target(module="coredns", pin="github.com/coredns/coredns", package="github.com/coredns/coredns"),
 }
 _HOME_OF: Final = {name: target for target, what in TARGETS.items() for name in (target, *what.links)}
@@ -129,6 +136,7 @@ def version(name: str) -> str:
 def _home(name: str) -> Path:
     target = TARGETS[name]
     made_from = hashlib.sha256(f"{target} {platform.system()} {platform.machine()}".encode())
+    made_from.update(",".join(target.tags).encode())
     for source in ("go.mod", "go.sum", *target.sources):
         made_from.update((_MODULES / target.module / source).read_bytes())
     return cache() / f"{name}-{version(name)}-{made_from.hexdigest()[:12]}"
@@ -156,7 +164,8 @@ def _compile(target: Target, release: str, output: Path, log: Path) -> None:
     major, minor, _ = release.removeprefix("v").split(".", 2)
     values = {"gitVersion": release, "gitMajor": major, "gitMinor": minor, "gitTreeState": "clean"}
     stamps = (f"-X {package}.{key}={value}" for package in target.stamps for key, value in values.items())
-    go = ["nice", "-n", "19", "go", "build", "-trimpath", "-buildvcs=false", "-ldflags", " ".join(("-s -w", *stamps))]
+    go = ["nice", "-n", "19", "go", "build", "-trimpath", "-buildvcs=false", "-tags", ",".join(target.tags)]
+    go += ["-ldflags", " ".join(("-s -w", *stamps))]
     with log.open("wb") as out:
         ended = subprocess.run(
             [*go, "-o", str(output), target.package],

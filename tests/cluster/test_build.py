@@ -53,6 +53,11 @@ def test_the_binary_knows_its_version_and_its_names(calls: Path) -> None:
     assert folder.parent.name.startswith(f"kube-{build.version('kube')}-")
 
 
+def test_prometheus_is_built_without_what_finds_targets_in_clouds(calls: Path) -> None:
+    build.build("promtool")
+    assert "-tags remove_all_sd" in calls.read_text()
+
+
 def test_a_change_of_the_pins_is_another_build(calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = build.build("kwok")
     pins = tmp_path / "gomod" / "kwok"

@@ -43,7 +43,7 @@ def finish(draft: Draft[JobStatus], state: JobState, verdict: Verdict | None) ->
     phase: Phase = "Succeeded" if verdict is None else "Failed"
     draft.fields |= figures(state.probe.status, ())
     draft.fields |= {"phase": phase, "completion_time": written(draft.now), "eta": "", "waiting_for": ""}
-    draft.fields |= {"draining": (), "ready_rollouts": 0, "replicas": 0, "wish": None, "wish_time": None}
+    draft.fields |= {"draining": (), "ready_rollouts": 0, "replicas": 0, "elasticity": None}
     if verdict is None:
         draft.board.say("Complete", True, "Succeeded", "The driver has ended the run")
         draft.note("Succeeded", "The run is complete")
@@ -88,7 +88,7 @@ def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
         draft.do_first(given_back(state.objects))
     if done and status.phase != "Suspended":
         draft.fields |= {"phase": "Suspended", "start_time": None, "replicas": 0, "ready_rollouts": 0, "draining": ()}
-        draft.fields |= {"eta": "", "waiting_for": "", "wish": None, "wish_time": None}
+        draft.fields |= {"eta": "", "waiting_for": "", "elasticity": None}
         draft.note("Suspended", "All pods are released; suspend: false resumes from the checkpoint")
     _say_suspended(draft, done=done or status.phase == "Suspended")
     return draft.plan(figures=FIGURES)

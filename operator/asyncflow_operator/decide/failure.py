@@ -3,6 +3,8 @@
 Every end is entered into the role's record once: a pod of a gang by its attempt, which the entry leaves behind, any
 other by its UID. The record is on disk before the pod is deleted, so a crash in between enters nothing twice.
 
+Failures are forgotten when the window is over, so that a record says at any time what of the budget is used.
+
 Invariants: attempts only grow; no end of a pod that the cluster or a person took away uses budget, nor one that another
 process has caused; a window counts a failure once.
 """
@@ -83,6 +85,7 @@ def take_stock(role: Role, pods: Iterable[PodView], record: RoleRecord, alarm: A
     """
     pods = sorted(pods, key=lambda pod: (pod.index, pod.uid))
     there = {pod.uid for pod in pods}
+    record = _forgetful(role.restart, record, alarm)
     verdict: Verdict | None = None
     notes: list[Note] = []
     ends = sorted(_new_ends(role, pods, record, alarm), key=lambda each: each[1] is not End.DISRUPTED)
@@ -94,7 +97,7 @@ def take_stock(role: Role, pods: Iterable[PodView], record: RoleRecord, alarm: A
             if len(counted) < COUNTED:
                 record = _enter(role, record.model_copy(update={"counted": counted}), pod, end, alarm.now)
                 notes.append(_told(role, pod, end))
-    return Stock(record, verdict or _exceeded(role, pods, record, alarm), tuple(notes))
+    return Stock(record, verdict or _exceeded(role, pods, record), tuple(notes))
 
 
 def delay(policy: RestartPolicy, ends: int) -> float:
@@ -115,6 +118,14 @@ def cleared(policy: RestartPolicy, record: RoleRecord, pod: PodView, alarm: Alar
     return not alarm.until(min(ended, pod.finished or ended) + delay(policy, record.in_a_row))
 
 
+def _forgetful(policy: RestartPolicy, record: RoleRecord, alarm: Alarm) -> RoleRecord:
+    """Return the record without the failures of a window that is over."""
+    since = read(record.window_start)
+    if since is None or alarm.until(since + policy.window_s):
+        return record
+    return record.model_copy(update={"restarts": 0, "disruptions": 0, "window_start": None})
+
+
 def _new_ends(role: Role, pods: Iterable[PodView], record: RoleRecord, alarm: Alarm) -> Iterator[tuple[PodView, End]]:
     for pod in pods:
         end = end_of(pod)
@@ -131,11 +142,9 @@ def _enter(role: Role, record: RoleRecord, pod: PodView, end: End, now: float) -
     if end is not End.DELETED:
         entered |= {"in_a_row": _row(record, pod, now), "last_failure": written(now)}
     if end in (End.FAILED, End.DISRUPTED):
-        since = read(record.window_start)
-        fresh = since is None or now - since >= role.restart.window_s
-        restarts, disruptions = (0, 0) if fresh else (record.restarts, record.disruptions)
-        entered |= {"restarts": restarts + (end is End.FAILED), "disruptions": disruptions + (end is End.DISRUPTED)}
-        entered |= {"window_start": written(now)} if fresh else {}
+        entered |= {"restarts": record.restarts + (end is End.FAILED)}
+        entered |= {"disruptions": record.disruptions + (end is End.DISRUPTED)}
+        entered |= {"window_start": record.window_start or written(now)}
     return record.model_copy(update=entered)
 
 
@@ -148,11 +157,10 @@ def _row(record: RoleRecord, pod: PodView, now: float) -> int:
     return record.in_a_row + 1 if pod.attempt >= record.attempt else max(record.in_a_row, 1)
 
 
-def _exceeded(role: Role, pods: list[PodView], record: RoleRecord, alarm: Alarm) -> Verdict | None:
+def _exceeded(role: Role, pods: list[PodView], record: RoleRecord) -> Verdict | None:
     policy = role.restart
     disrupted = record.disruptions > MOST_DISRUPTIONS
-    over = disrupted or record.restarts > policy.max_restarts
-    if not over or not alarm.until((read(record.window_start) or 0.0) + policy.window_s):
+    if not disrupted and record.restarts <= policy.max_restarts:
         return None
     failed = [pod for pod in pods if end_of(pod) in (End.FAILED, End.DISRUPTED)]
     last = max(failed, key=lambda pod: (pod.finished or 0.0, pod.name), default=None)

@@ -77,6 +77,17 @@ class CheckpointState(Wire):
     """When it was complete."""
 
 
+class RecentFigures(Wire):
+    """What the elastic policy goes by: figures of the last steps, taken over laps of some seconds each."""
+
+    since: Count = 0
+    """The step after which the first lap begins."""
+    wait_share: Share = 0.0
+    """Share of its time that the trainer waited for samples, in the lap in which it waited least."""
+    busy_share: Share = 1.0
+    """Share of their time in which the rollouts had work, in the lap in which they had most."""
+
+
 class DriverStatus(Wire):
     """Answer of ``GET /v1/status``."""
 
@@ -109,7 +120,9 @@ class DriverStatus(Wire):
     queue: QueueDepth = Field(default_factory=QueueDepth)
     """The queue."""
     trainer_wait_share: Share = 0.0
-    """Share of its time that the trainer waited for samples."""
+    """Share of its time that the trainer waited for samples, over the last steps."""
+    recent: RecentFigures | None = None
+    """What the elastic policy goes by. Absent until there were enough steps."""
     idle_share: Annotated[dict[str, float], Field(max_length=16)] = Field(default_factory=dict)
     """By role: share of their time in which instances did nothing."""
     rollouts: Annotated[tuple[RolloutState, ...], Field(max_length=10_000)] = ()
@@ -147,6 +160,19 @@ class RoleRecord(Spec):
     """When the last end was counted."""
     counted: Annotated[tuple[Uid, ...], Field(max_length=256)] = ()
     """UIDs of pods whose end is counted and that may still exist."""
+
+
+class ElasticityRecord(Spec):
+    """What the elastic policy remembers."""
+
+    replicas: Count = 0
+    """Rollouts that are wanted."""
+    step: Count = 0
+    """Optimizer step from which on they were there."""
+    wish: Literal["more", "fewer"] | None = None
+    """What the policy would change, once it has wished it for long enough."""
+    wish_time: Time | None = None
+    """Since when it wishes so."""
 
 
 class Leaving(Spec):
@@ -211,10 +237,8 @@ class JobStatus(Spec):
     """Rollouts that have caught up."""
     desired_replicas: Count | None = None
     """Rollouts that the built-in policy wants."""
-    wish: Literal["more", "fewer"] | None = None
-    """What the built-in policy would change, once it has wished it for long enough."""
-    wish_time: Time | None = None
-    """Since when it wishes so."""
+    elasticity: ElasticityRecord | None = None
+    """What the built-in policy remembers."""
     draining: Annotated[tuple[Leaving, ...], Field(max_length=256)] = ()
     """Rollouts on their way out."""
     selector: Annotated[str, StringConstraints(max_length=512)] = ""

@@ -27,7 +27,7 @@ from asyncflow.driver.ending import Ending
 from asyncflow.driver.evaluation import Evaluation, EvaluationResult
 from asyncflow.driver.gauges import count_step, show
 from asyncflow.driver.groups import GroupPolicy, Groups
-from asyncflow.driver.lives import Lives
+from asyncflow.driver.lives import Laps, Lives
 from asyncflow.driver.members import Members
 from asyncflow.driver.progress import Progress, line_of
 from asyncflow.driver.prompts import PromptColumns
@@ -82,6 +82,7 @@ class Driver:
         self.lives = Lives(
             opened=self.progress.at("first dispatch"), closed=self.progress.last_step_at if done else None
         )
+        self._laps = Laps(self.lives)
         self.members = Members(
             directory,
             queue=queue,
@@ -187,6 +188,7 @@ class Driver:
             stats=self._stats,
             checkpoint=self._ending.checkpoint,
             idle_share=self.lives.idle_shares(time.time()),
+            recent=self._laps.recent(),
             waiting_for=waiting_for(
                 self.progress,
                 spec=self.job.spec,
@@ -291,6 +293,7 @@ class Driver:
             self._evaluation.begin_anew()
         count_step(self.metrics, line)
         self.members.observe(time.time())
+        self._laps.step(line)
         self.lives.closed = time.time() if report.step >= self.schedule.steps else None
         self.wake.tell()
         return Reported()

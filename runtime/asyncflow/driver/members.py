@@ -131,6 +131,7 @@ class Members:
                 started=float(member.info.get("started", now)),
                 now=now - (self._directory.silent_s(member.incarnation) or 0.0),
                 busy_s=float(status["busy_s"]) if "busy_s" in status else None,
+                held_s=float(status["held_s"]) if int(status.get("version", -1)) >= 0 else None,
                 tokens=int(status.get("tokens_generated", 0)),
             )
 

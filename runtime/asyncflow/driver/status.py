@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from asyncflow.api.job import RLJobSpec
-from asyncflow.api.status import CheckpointState, DriverStatus, Lag, Phase, QueueDepth, RolloutState
+from asyncflow.api.status import CheckpointState, DriverStatus, Lag, Phase, QueueDepth, RecentFigures, RolloutState
 from asyncflow.driver.progress import Progress
 from asyncflow.identity import Version
 from asyncflow.net.roster import Member, Status
@@ -57,12 +57,13 @@ def build_status(
     stats: QueueStats | None,
     checkpoint: tuple[int, float] | None,
     idle_share: Mapping[str, float],
+    recent: RecentFigures | None,
     waiting_for: str,
 ) -> DriverStatus:
     """Put together what is known now.
 
     newest: step of the newest version; version_bytes: its size; transfer_seconds: what its transfers take; checkpoint:
-    step and unix seconds.
+    step and unix seconds; recent: what the elastic policy goes by.
     """
     last: dict[str, Any] = progress.lines[-1] if progress.lines else {}
     evaluation = progress.evaluations[max(progress.evaluations)] if progress.evaluations else None
@@ -84,6 +85,7 @@ def build_status(
         transfer_seconds=transfer_seconds,
         queue=_depth(stats),
         trainer_wait_share=progress.wait_share(),
+        recent=recent,
         idle_share=dict(idle_share),
         rollouts=tuple(rollouts),
         checkpoint=CheckpointState(step=checkpoint[0], at=timestamp(checkpoint[1])) if checkpoint else None,

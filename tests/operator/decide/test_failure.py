@@ -134,7 +134,13 @@ def test_the_budget_is_one_of_a_window():
     assert last.verdict.reason == "BudgetExceeded"
     assert "demo-rollout-0 ended with exit code 1" in last.verdict.message
     assert "3 restarts of rollout within 1m are used up" in last.verdict.message
-    assert stock([], record, now=START + 100).verdict is None
+    alarm = Alarm(START + 40)
+    assert take_stock(role(), [], record, alarm).record == record
+    assert alarm.again_in_s == 60, "when the window is over"
+    forgotten = stock([], record, now=START + 100)
+    assert forgotten.verdict is None
+    assert (forgotten.record.restarts, forgotten.record.window_start) == (0, None)
+    assert forgotten.record.attempt == record.attempt
     later = stock([dead("rollout", attempt=4, at=START + 120)], record, now=START + 120)
     assert (later.record.restarts, later.verdict) == (1, None)
     assert read(later.record.window_start) == START + 120
