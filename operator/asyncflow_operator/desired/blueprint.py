@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from asyncflow.api.accelerators import PROFILES
 from asyncflow.api.base import Spec
 from asyncflow.api.durability import LimitsSpec
 from asyncflow.api.job import RLJob
@@ -70,9 +69,11 @@ class Blueprint:
         return bool(self.said("hostNetwork", otherwise=False))
 
     @property
-    def runtime_class(self) -> str:
-        """The container runtime that brings what the devices need; "" where none does, or a template says ``""``."""
-        return str(self.said("runtimeClassName", otherwise=PROFILES[self.role.resources.profile].runtime_class) or "")
+    def vendor_runtime(self) -> bool:
+        """Whether the container runtime brings what the devices need: a node's usual one, or the class that a template
+        names. It does not where a template says ``runtimeClassName: ""``.
+        """
+        return bool(self.said("runtimeClassName", otherwise=True))
 
 
 def job_blueprint(

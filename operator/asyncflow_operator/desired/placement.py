@@ -25,8 +25,6 @@ def make_placement(blueprint: Blueprint) -> Manifest:
     resources = blueprint.role.resources
     facts = PROFILES[resources.profile]
     placement: Manifest = {}
-    if blueprint.runtime_class:
-        placement["runtimeClassName"] = blueprint.runtime_class
     if facts.node_labels:
         placement["nodeSelector"] = dict(facts.node_labels)
     if facts.resource:

@@ -128,6 +128,19 @@ def test_only_what_no_runtime_brings_is_mounted_from_the_host(profile, runtime, 
     assert host_paths(PROFILES[profile], runtime=runtime, gang=gang) == expected
 
 
+@pytest.mark.parametrize("profile", ["nvidia", *ASCEND])
+@pytest.mark.parametrize("asked", [{}, {"runtimeClassName": "vendor"}])
+def test_a_runtime_class_is_set_only_where_it_is_asked_for(desired: Desired, job_state: JobStates, profile, asked):
+    """Most nodes have the vendor's runtime as their usual one; a class that a cluster has not would stop every pod."""
+    accelerator = {"profile": profile, "count": 8}
+    spec = desired.pod(job_state(trainer={"accelerator": accelerator}, template={"podSpec": asked}), "trainer", 0, 0)[
+        "spec"
+    ]
+    assert spec.get("runtimeClassName") == asked.get("runtimeClassName")
+    paths = [volume["hostPath"]["path"] for volume in spec["volumes"] if "hostPath" in volume]
+    assert paths == (["/usr/local/Ascend/driver"] if profile == "ascend-a5" else [])
+
+
 @pytest.mark.parametrize("nothing", ["", None])
 def test_without_the_vendors_runtime_the_host_gives_everything(desired: Desired, job_state: JobStates, nothing):
     state = job_state(trainer={"accelerator": A3, "replicas": 2}, template={"podSpec": {"runtimeClassName": nothing}})
