@@ -13,8 +13,8 @@ from kube.build import BuildError, binary
 TOGETHER = "tests/cluster/"
 """Tests that one worker runs, which then has the one control plane of each kind."""
 BINARIES = {
-    "plane": ("etcd", "kube-apiserver", "kubectl"),
-    "kwok_plane": ("kube-controller-manager", "kwok"),
+    "plane": ("etcd", "kube-apiserver", "kubectl", "controller-gen"),
+    "kwok_plane": ("kube-controller-manager", "kwok", "controller-gen"),
     "render": ("helm",),
     "scraped": ("promtool",),
 }

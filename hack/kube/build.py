@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-_MODULES: Final = Path(__file__).parent / "gomod"
+MODULES: Final = Path(__file__).parent / "gomod"
 _BUILD_DEADLINE_S: Final = 3600.0
 _LEAST_GO: Final = "1.26"
 _ENVTEST: Final = frozenset(("etcd", "kube-apiserver", "kubectl"))
@@ -81,6 +81,11 @@ TARGETS: Final = {
         package="github.com/prometheus/prometheus/cmd/promtool",
         tags=("remove_all_sd",),
     ),
+    "controller-gen": Target(
+        module="definitions",
+        pin="sigs.k8s.io/controller-tools",
+        package="sigs.k8s.io/controller-tools/cmd/controller-gen",
+    ),
     "coredns": Target(module="coredns", pin="github.com/coredns/coredns", package="github.com/coredns/coredns"),
 }
 _HOME_OF: Final = {name: target for target, what in TARGETS.items() for name in (target, *what.links)}
@@ -126,10 +131,10 @@ def build(name: str, *, say: Say = _silent) -> Path:
 def version(name: str) -> str:
     """Give the version that a target is pinned to, such as ``v1.34.4``."""
     target = TARGETS[name]
-    text = (_MODULES / target.module / "go.mod").read_text()
+    text = (MODULES / target.module / "go.mod").read_text()
     found = re.search(rf"^(?:require)?\s+{re.escape(target.pin)} (v\S+)", text, flags=re.MULTILINE)
     if found is None:
-        raise BuildError(f"{_MODULES / target.module}/go.mod does not require {target.pin}")
+        raise BuildError(f"{MODULES / target.module}/go.mod does not require {target.pin}")
     return found.group(1)
 
 
@@ -138,7 +143,7 @@ def _home(name: str) -> Path:
     made_from = hashlib.sha256(f"{target} {platform.system()} {platform.machine()}".encode())
     made_from.update(",".join(target.tags).encode())
     for source in ("go.mod", "go.sum", *target.sources):
-        made_from.update((_MODULES / target.module / source).read_bytes())
+        made_from.update((MODULES / target.module / source).read_bytes())
     return cache() / f"{name}-{version(name)}-{made_from.hexdigest()[:12]}"
 
 
@@ -169,7 +174,7 @@ def _compile(target: Target, release: str, output: Path, log: Path) -> None:
     with log.open("wb") as out:
         ended = subprocess.run(
             [*go, "-o", str(output), target.package],
-            cwd=_MODULES / target.module,
+            cwd=MODULES / target.module,
             env=os.environ | {"CGO_ENABLED": "0"},
             stdin=subprocess.DEVNULL,
             stdout=out,

@@ -7,14 +7,16 @@ left behind is seen as ending: its seat is not free, and it is nobody's failure.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from asyncflow_operator.cluster.kinds import OURS, POD, QUEUE, RLJOB
 from asyncflow_operator.cluster.owners import Mine
 from asyncflow_operator.cluster.store import Entry, Group, Store
+from asyncflow_operator.desired.gang import refers_to
 from asyncflow_operator.observed import (
+    Found,
     JobState,
     NodeFree,
     ObjectView,
@@ -79,7 +81,11 @@ class Refused:
 
 
 class Observer:
-    """Reads the store. probe: gives a driver's last answer by the job's UID; nodes: what the nodes have left."""
+    """Reads the store.
+
+    probe: gives a driver's last answer by the job's UID; nodes: what the nodes have left; find: gives what was read of
+    an object of the cluster that a job refers to, None where it has yet to be.
+    """
 
     def __init__(
         self,
@@ -88,11 +94,13 @@ class Observer:
         probe: Callable[[str], Probe],
         nodes: Callable[[], tuple[NodeFree, ...] | None],
         refused: Refused,
+        find: Callable[[Ref, Key], Found | None] = lambda *_: None,
     ) -> None:
         self._store = store
         self._probe = probe
         self._nodes = nodes
         self._refused = refused
+        self._find = find
 
     def mine(self, key: Key) -> Mine | None:
         """Give an object of ours, None where there is none."""
@@ -119,6 +127,7 @@ class Observer:
             namespace_ending=self._refused.ends(owner.namespace),
             denied=next(filter(None, (self._refused.denied(_key(each)) for each in (mine, *queues.values()))), ""),
             nodes=self._nodes() if any(pod.unschedulable for pod in pods) else None,
+            found=self._found(mine, objects),
         )
 
     def queue(self, mine: Mine) -> QueueState:
@@ -150,6 +159,12 @@ class Observer:
             status=mine.status,
             job=job,
         )
+
+    def _found(self, mine: Mine, objects: Mapping[Ref, ObjectView]) -> dict[Ref, Found]:
+        """Return what has been read of the cluster's objects that a job refers to."""
+        refs = refers_to(mine.model, mine.owner, objects) if mine.model is not None else ()
+        read = {ref: self._find(ref, _key(mine)) for ref in refs}
+        return {ref: found for ref, found in read.items() if found is not None}
 
     def _standing(self, mine: Mine) -> tuple[Owner, JobState | None]:
         """Give an object as it stands, and the job that it belongs to; what belongs to a job that is gone goes, too."""

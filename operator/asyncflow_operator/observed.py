@@ -17,6 +17,8 @@ from asyncflow.api.status import DriverStatus, JobStatus
 from asyncflow.api.weights import WeightsStatus, WeightSync
 
 PodPhase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
+Manifest = dict[str, Any]
+"""A Kubernetes object, or a part of one, as JSON values."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -47,6 +49,7 @@ class PodView:
 
     digest: of the pod as it was applied; phase: that of our container once it has ended, whatever else runs beside it;
     leftover: whether something does; scheduled: whether it has a node; unschedulable: the scheduler's words;
+    gates, finalizers: what keeps it from being scheduled, and from going;
     unreachable: whether its node does not answer; ends_by: when the grace period of its deletion ends (unix seconds);
     forced: whether it was deleted without one, so that only finalizers keep it; claims: names of the
     PersistentVolumeClaims that it mounts;
@@ -75,6 +78,8 @@ class PodView:
     ip: str = ""
     scheduled: bool = False
     claims: tuple[str, ...] = ()
+    gates: tuple[str, ...] = ()
+    finalizers: tuple[str, ...] = ()
     gated: bool = False
     unschedulable: str = ""
     waiting: str = ""
@@ -86,11 +91,24 @@ class PodView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Assigned:
+    """What Kueue gives to the pods of one role with its place.
+
+    flavors: names of ResourceFlavors, whose labels nodes must have; more: what its admission checks add to labels,
+    annotations, nodeSelector and tolerations, as a PodSetUpdate says it.
+    """
+
+    flavors: tuple[str, ...] = ()
+    more: tuple[Manifest, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectView:
     """Another object of ours: a Service, a claim, a PodGroup.
 
     digest: as applied; phase: where the kind has one, and of a Workload the latest that happened to it; said: why a
-    Workload is where it is.
+    Workload is where it is; of a Workload also conditions: as Kueue and we have written them; version: the resource
+    version that they are of; assigned: by role.
     """
 
     ref: Ref
@@ -98,7 +116,18 @@ class ObjectView:
     digest: str = ""
     phase: str = ""
     said: str = ""
+    conditions: tuple[Manifest, ...] = ()
+    version: str = ""
+    assigned: Mapping[str, Assigned] = field(default_factory=lambda: MappingProxyType({}))
     deleting: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """An object of the cluster that a job refers to, as last read. problem: why it cannot be had, "" if it can."""
+
+    content: Manifest = field(default_factory=dict)
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +166,7 @@ class JobState:
     those of the job's own TransferQueue too; objects: all else that carries the job's label; scaled_by: foreign field
     managers of spec.rollout.replicas; namespace_ending: nothing can be made there any more;
     denied: why the API server last refused an object of this job (a quota ...), "" if it did not; nodes: None if nobody
-    has looked; images: by image name (``runtime-cpu`` ...), what the operator would use now.
+    has looked; found: what of the cluster's objects that the job refers to has been read.
     """
 
     owner: Owner
@@ -153,6 +182,7 @@ class JobState:
     namespace_ending: bool = False
     denied: str = ""
     nodes: tuple[NodeFree, ...] | None = None
+    found: Mapping[Ref, Found] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +211,3 @@ class SyncState:
     problem_reason: str = ""
     status: WeightsStatus = field(default_factory=WeightsStatus)
     job: JobState | None = None
-
-
-Manifest = dict[str, Any]
-"""A Kubernetes object as JSON values."""

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 import operator_rights
+from kube import foreign
 from kube.plane import ControlPlane
 from operator_process import OperatorProcess
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import foreign_kinds
 from scripted_driver import ScriptedDrivers
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,7 @@ def drivers() -> Iterator[ScriptedDrivers]:
 @pytest.fixture(scope="session")
 def shared_operator(kwok_plane: ControlPlane, drivers: ScriptedDrivers) -> Iterator[OperatorProcess]:
     """One operator of the namespaces ``SHARED``, in a cluster that knows Volcano and Kueue."""
-    foreign_kinds.install(kwok_plane)
+    foreign.install(kwok_plane)
     for name in SHARED:
         kwok_plane.api.create("/api/v1/namespaces", {"metadata": {"name": name}})
     operator_rights.grant(kwok_plane, SHARED[0])

@@ -63,8 +63,8 @@ def test_a_change_of_the_pins_is_another_build(calls: Path, tmp_path: Path, monk
     pins = tmp_path / "gomod" / "kwok"
     pins.mkdir(parents=True)
     for name in ("go.mod", "go.sum"):
-        (pins / name).write_bytes((build._MODULES / "kwok" / name).read_bytes() + b"\n")
-    monkeypatch.setattr(build, "_MODULES", pins.parent)
+        (pins / name).write_bytes((build.MODULES / "kwok" / name).read_bytes() + b"\n")
+    monkeypatch.setattr(build, "MODULES", pins.parent)
     assert build.build("kwok") != before
     assert len(calls.read_text().splitlines()) == 2
 

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 
 from asyncflow.api.base import API_VERSION
 from asyncflow.errors import AsyncFlowError
-from asyncflow_operator.actions import Action, Apply, Ask, Delete
+from asyncflow_operator.actions import Action, Apply, Ask, Delete, Release, Report
 from asyncflow_operator.cluster.client import Api, Json
 from asyncflow_operator.cluster.kinds import BY_NAME, OURS, QUEUE, Kind
 from asyncflow_operator.cluster.refusals import ApiError, Refusal
@@ -112,6 +112,10 @@ class Hands:
                 await self._apply(owner, manifest)
             case Delete(ref=ref, uid=uid, grace_s=grace_s):
                 await self._delete(owner.namespace, ref.kind, ref.name, uid, grace_s)
+            case Release():
+                await self._release(owner.namespace, action)
+            case Report():
+                await self._tell(owner.namespace, action)
             case Ask(path=path):
                 await self._driver.ask(owner, path)
 
@@ -158,6 +162,27 @@ class Hands:
         else:
             self._store.remove(kind_name, namespace, name, uid)
 
+    async def _release(self, namespace: str, action: Release) -> None:
+        """Change a pod's gates and finalizers; that it is gone already, or another one by now, is as good."""
+        metadata: Manifest = {"uid": action.uid}
+        body: Manifest = {"metadata": metadata}
+        if action.finalizers is not None:
+            metadata["finalizers"] = list(action.finalizers)
+        if action.gates is not None:
+            body["spec"] = {"schedulingGates": [{"name": gate} for gate in action.gates]}
+        kind = BY_NAME[action.ref.kind]
+        try:
+            self._store.put(kind.name, await self._api.merge(kind, namespace, action.ref.name, body))
+        except Refusal as refused:
+            if not (refused.absent or refused.conflict):
+                raise
+
+    async def _tell(self, namespace: str, action: Report) -> None:
+        """Write parts of a status. Raises Refusal (``conflict``) where the object has changed in the meantime."""
+        kind = BY_NAME[action.ref.kind]
+        body = {"metadata": {"resourceVersion": action.version}, "status": action.status}
+        self._store.put(kind.name, await self._api.merge(kind, namespace, action.ref.name, body, subresource="status"))
+
     def _report(self, owner: Owner, action: str, target: str, errors: Sequence[AsyncFlowError]) -> None:
         about: dict[str, Any] = {"object": f"{owner.kind}/{owner.namespace}/{owner.name}", "target": target}
         self._acted(action, "failed" if errors else "ok")
@@ -171,7 +196,7 @@ def _name(action: Action) -> str:
     match action:
         case Apply(manifest=manifest):
             return f"{manifest['kind']}/{manifest['metadata']['name']}"
-        case Delete(ref=ref):
+        case Delete(ref=ref) | Release(ref=ref) | Report(ref=ref):
             return f"{ref.kind}/{ref.name}"
         case Ask(path=path):
             return path

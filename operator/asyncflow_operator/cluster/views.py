@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, Final
 
 from asyncflow.api.names import CONTAINER, DIGEST, LABEL_ATTEMPT, LABEL_INDEX, LABEL_ROLE
-from asyncflow_operator.observed import ObjectView, PodView, Ref
+from asyncflow_operator.observed import Assigned, ObjectView, PodView, Ref
 
 Json = Mapping[str, Any]
 
@@ -24,8 +25,6 @@ _NOBODYS_FAILURE: Final = frozenset(
 )
 """Reasons of a whole pod for which the cluster, and not the process in it, ended it or would not begin it."""
 _LAST_WORDS: Final = 1024
-_STAGES: Final = ("Finished", "Evicted", "Admitted")
-"""Conditions of a Workload, the one that counts most first."""
 
 
 def pod_view(raw: Json) -> PodView:
@@ -63,6 +62,8 @@ def pod_view(raw: Json) -> PodView:
         ip=status.get("podIP", ""),
         scheduled=bool(spec.get("nodeName")),
         claims=_claims(spec),
+        gates=tuple(str(gate.get("name")) for gate in spec.get("schedulingGates") or ()),
+        finalizers=tuple(meta.get("finalizers") or ()),
         gated=scheduled.get("reason") == "SchedulingGated",
         unschedulable=str(scheduled.get("message", "")) if scheduled.get("reason") == "Unschedulable" else "",
         waiting=waiting,
@@ -77,24 +78,53 @@ def pod_view(raw: Json) -> PodView:
 def object_view(raw: Json, *, kind: str) -> ObjectView:
     """Give the view of any other object, whole or its metadata only."""
     meta, status = raw["metadata"], raw.get("status") or {}
-    phase, said = _stage_of(status) if kind == "Workload" else (str(status.get("phase", "")), "")
-    return ObjectView(
+    view = ObjectView(
         ref=Ref(sys.intern(kind), meta["name"]),
         uid=meta.get("uid", ""),
         digest=digest_of(raw),
-        phase=phase,
-        said=said,
+        phase=str(status.get("phase", "")),
         deleting="deletionTimestamp" in meta,
+    )
+    return _workload_view(view, raw) if kind == "Workload" else view
+
+
+def _workload_view(view: ObjectView, raw: Json) -> ObjectView:
+    status = raw.get("status") or {}
+    conditions = {str(each["type"]): each for each in status.get("conditions") or ()}
+    phase = _stage_of(conditions, admission=bool(status.get("admission")))
+    said = conditions.get("QuotaReserved" if phase in ("Pending", "Reserved") else phase) or {}
+    return replace(
+        view,
+        phase=phase,
+        said=str(said.get("message", "")),
+        conditions=tuple(conditions.values()),
+        version=str(raw["metadata"].get("resourceVersion", "")),
+        assigned=_assigned(status),
     )
 
 
-def _stage_of(status: Json) -> tuple[str, str]:
-    """Give how far a Workload of Kueue is, and its words about that."""
-    conditions = {str(each["type"]): each for each in status.get("conditions") or ()}
-    for stage in _STAGES:
-        if (conditions.get(stage) or {}).get("status") == "True":
-            return stage, str(conditions[stage].get("message", ""))
-    return "Pending", str((conditions.get("QuotaReserved") or {}).get("message", ""))
+def _stage_of(conditions: Mapping[str, Json], *, admission: bool) -> str:
+    """Return how far a Workload of Kueue is; one that was evicted has yet to give its quota back."""
+    if _holds(conditions, "Finished"):
+        return "Finished"
+    if _holds(conditions, "Evicted") and (admission or _holds(conditions, "QuotaReserved")):
+        return "Evicted"
+    if _holds(conditions, "Admitted"):
+        return "Admitted"
+    return "Reserved" if _holds(conditions, "QuotaReserved") else "Pending"
+
+
+def _assigned(status: Json) -> dict[str, Assigned]:
+    more: dict[str, list[dict[str, Any]]] = {}
+    for check in status.get("admissionChecks") or ():
+        for update in check.get("podSetUpdates") or ():
+            more.setdefault(str(update.get("name", "")), []).append(dict(update))
+    return {
+        str(each["name"]): Assigned(
+            flavors=tuple(sorted(set((each.get("flavors") or {}).values()))), more=tuple(more.get(each["name"], ()))
+        )
+        for each in (status.get("admission") or {}).get("podSetAssignments") or ()
+    }
 
 
 def digest_of(raw: Json) -> str:

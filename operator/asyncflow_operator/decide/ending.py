@@ -13,7 +13,7 @@ from typing import Any, Final
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.status import JobStatus, Phase
 from asyncflow_operator.actions import Ask, Delete, Plan
-from asyncflow_operator.decide.admission import given_back
+from asyncflow_operator.decide.admission import given_back, queued_again
 from asyncflow_operator.decide.draft import Draft
 from asyncflow_operator.decide.failure import End, Verdict, end_of
 from asyncflow_operator.decide.gang import next_attempt
@@ -85,7 +85,7 @@ def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
     draft.take_away(removed(state.pods, draft.alarm))
     done = not state.pods
     if done:
-        draft.do_first(given_back(state.objects))
+        draft.do_first(given_back(state.objects) if spec.suspend else queued_again(state.objects, now=draft.now))
     if done and status.phase != "Suspended":
         draft.fields |= {"phase": "Suspended", "start_time": None, "replicas": 0, "ready_rollouts": 0, "draining": ()}
         draft.fields |= {"eta": "", "waiting_for": "", "elasticity": None}

@@ -18,7 +18,7 @@ from asyncflow.api.status import JobStatus, RoleRecord
 from asyncflow.plan import plan as plan_of
 from asyncflow.plan.roles import Role
 from asyncflow_operator.actions import Apply, Plan
-from asyncflow_operator.decide.admission import admitted, evicted
+from asyncflow_operator.decide.admission import admitted, changeable, evicted, pods_ready, released
 from asyncflow_operator.decide.builders import DesiredJob, stale
 from asyncflow_operator.decide.draft import Draft, refuse
 from asyncflow_operator.decide.elastic import Target, target
@@ -53,7 +53,7 @@ def decide_job(state: JobState, *, now: float, desired: DesiredJob) -> Plan:
         return refuse(draft, problem=state.problem, reason=state.problem_reason)
     if phase in FINISHED:
         return after_the_end(draft, state, job.spec)
-    if phase == "Suspending" or job.spec.suspend or evicted(state.objects, gang=job.spec.scheduling.gang):
+    if phase == "Suspending" or job.spec.suspend or evicted(state):
         return suspend(draft, state, job.spec)
     if phase == "Suspended":
         draft.fields |= resumed(state.status)
@@ -141,6 +141,7 @@ class _Running:
             else:
                 more = tend(role, pods, record, open_=self._open(role), alarm=self._draft.alarm)
             moves += more
+            self._draft.do_first(released(self._state, role, pods))
         self._draft.fields |= self._remembered() | wanted.fields
         self._carry_out(moves)
         return staying
@@ -157,7 +158,8 @@ class _Running:
         draft.do_first(moves.ask)
         if not state.namespace_ending:
             seen, pods = state.objects, state.pods
-            draft.do_first(stale(desired.supporting(state), seen=seen, pods=pods, begins=begins))
+            supporting = [each for each in desired.supporting(state) if changeable(each, seen)]
+            draft.do_first(stale(supporting, seen=seen, pods=pods, begins=begins))
             draft.do_then(stale(desired.children(state), seen=seen, pods=pods, begins=False))
             draft.do_then(
                 Apply(manifest=desired.pod(state, seat.role, seat.index, seat.attempt)) for seat in moves.make
@@ -178,15 +180,8 @@ class _Running:
         board.say(
             "Ready", not lacks, "Waiting" if lacks else "Ready", f"Only {', '.join(lacks)} ready" if lacks else ""
         )
-        why = why_pending(
-            self._roles,
-            state.pods,
-            objects=state.objects,
-            nodes=state.nodes,
-            denied=state.denied,
-            ending=state.namespace_ending,
-            gang=spec.scheduling.gang,
-        )
+        draft.do_then(pods_ready(state.objects, lacks=lacks, now=draft.now))
+        why = why_pending(self._roles, state)
         if why is None and lacks:
             why = why_lacking(lacks, state.pods, ran=phase == "Running", alarm=draft.alarm)
         board.say("WhyPending", why is not None, why.reason if why else "NothingPending", why.message if why else "")
@@ -207,7 +202,7 @@ class _Running:
     def _open(self, role: Role) -> bool:
         """Say whether pods of ``role`` may be made now."""
         ran, gang = self._state.status.phase == "Running", self._job.spec.scheduling.gang
-        may = not self._state.namespace_ending and admitted(self._state.objects, gang=gang)
+        may = not self._state.namespace_ending and admitted(self._state)
         return may and may_start(role, self._roles, self._ready, ran=ran, gang=gang)
 
     def _pods(self, role: Role) -> list[PodView]:

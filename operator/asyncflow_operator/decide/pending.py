@@ -6,7 +6,7 @@ where that is known.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,7 +14,7 @@ from asyncflow.plan.roles import Resources, Role
 from asyncflow_operator.decide.admission import admitted, waits_for
 from asyncflow_operator.decide.moments import Alarm, spoken
 from asyncflow_operator.decide.seats import OVERDUE_S
-from asyncflow_operator.observed import NodeFree, ObjectView, PodView, Ref
+from asyncflow_operator.observed import JobState, NodeFree, ObjectView, PodView
 
 ATTACH_S: Final = 60.0
 """Seconds after which a pod that has a node and mounts a claim is said to wait for its volume."""
@@ -41,31 +41,22 @@ class Why:
     message: str
 
 
-def why_pending(
-    roles: Sequence[Role],
-    pods: Collection[PodView],
-    *,
-    objects: Mapping[Ref, ObjectView],
-    nodes: Sequence[NodeFree] | None,
-    denied: str,
-    ending: bool,
-    gang: str,
-) -> Why | None:
-    """Give the first obstacle on the way of ``roles``, None where there is none.
-
-    denied: why the API server refused an object; ending: whether the namespace is; gang: who places the gang, or none.
-    """
-    if ending:
+def why_pending(roles: Sequence[Role], state: JobState) -> Why | None:
+    """Return the first obstacle on the way of ``roles`` of a legal job, None where there is none."""
+    if state.namespace_ending:
         return Why("NamespaceTerminating", "The namespace is being deleted, so nothing can be made in it")
-    if denied:
-        return Why("Denied", f"The API server refused {_short(denied)}. {_remedy(denied)}")
-    if not admitted(objects, gang=gang):
-        return Why("Gang", f"Kueue has not admitted the job's Workload: {_short(waits_for(objects))}")
-    waiting = [pod for role in roles for pod in _of(role, pods) if _stands_still(pod)]
-    claims = [each for ref, each in objects.items() if ref.kind == "PersistentVolumeClaim" and each.phase == "Pending"]
+    if state.denied:
+        return Why("Denied", f"The API server refused {_short(state.denied)}. {_remedy(state.denied)}")
+    if not admitted(state) and (words := waits_for(state)):
+        return Why("Gang", _short(words))
+    gang = state.job.spec.scheduling.gang if state.job is not None else "none"
+    waiting = [pod for role in roles for pod in _of(role, state.pods) if _stands_still(pod)]
+    claims = [
+        each for ref, each in state.objects.items() if ref.kind == "PersistentVolumeClaim" and each.phase == "Pending"
+    ]
     for pod in waiting:
         role = next(role for role in roles if role.name == pod.role)
-        if why := _of_pod(pod, role.resources, nodes, claims, gang):
+        if why := _of_pod(pod, role.resources, state.nodes, claims, gang):
             others = len(waiting) - 1
             more = f" ({others} more {'pod waits' if others == 1 else 'pods wait'})" if others else ""
             return Why(why.reason, why.message + more)

@@ -19,7 +19,7 @@ from asyncflow.api.status import RoleRecord
 from asyncflow.plan import plan as plan_of
 from asyncflow.plan.roles import Role
 from asyncflow_operator.actions import Apply, Plan
-from asyncflow_operator.decide.admission import admitted
+from asyncflow_operator.decide.admission import admitted, released
 from asyncflow_operator.decide.builders import DesiredQueue, stale
 from asyncflow_operator.decide.draft import Draft, refuse
 from asyncflow_operator.decide.failure import Verdict, take_stock
@@ -94,7 +94,7 @@ def _of_job(state: QueueState, queue: TransferQueue, job: JobState) -> _Setting:
         active=active and not state.namespace_ending,
         ran=job.status.phase == "Running",
         gang=gang,
-        admitted=admitted(job.objects, gang=gang),
+        admitted=admitted(job),
         address=_address(job.owner.name, job.owner.namespace, "driver"),
         selector=f"{LABEL_JOB}={job.owner.name},{LABEL_ROLE}=storage",
     )
@@ -115,6 +115,8 @@ def _act(draft: Draft[QueueStatus], state: QueueState, setting: _Setting, desire
         records[role.name] = stock.record
         draft.notes.extend(stock.notes)
         verdict = verdict or stock.verdict
+        if state.job is not None:
+            draft.do_first(released(state.job, role, pods))
         if stock.verdict is None:
             may = may_start(role, setting.around, ready, ran=setting.ran, gang=setting.gang)
             moves += tend(role, pods, stock.record, open_=may and setting.admitted, alarm=draft.alarm)

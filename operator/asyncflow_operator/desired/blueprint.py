@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 from asyncflow.api.base import Spec
@@ -30,6 +31,18 @@ _SHAPE: Final = {"accelerator", "threads", "resources", "template"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """What a gang scheduler reads from a pod, or wants in it. spec: fields of its spec, which a template may change;
+    place: those that no template changes.
+    """
+
+    labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    annotations: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    spec: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    place: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
     """What distinguishes the pods of a role.
 
@@ -37,7 +50,7 @@ class Blueprint:
     that others dial, where process 0 of the role listens if ``leads``; world: ranks that meet, 1 for none; first_seat,
     first_slot: number of process 0 among all of the family, and among those that have devices; store: one that others
     run, which the role uses; grace_s: seconds from SIGTERM to SIGKILL; node_lost_s: for which its node may not answer;
-    readers: roles that read from this one.
+    readers: roles that read from this one; granted: what the gang scheduler has given to the core's pods of the role.
     """
 
     family: Family
@@ -57,6 +70,7 @@ class Blueprint:
     first_seat: int = 0
     first_slot: int = 0
     readers: tuple[RoleName, ...] = ()
+    granted: Membership = Membership()
 
     def said(self, field: str, *, otherwise: Any) -> Any:
         """Give what the templates say about a field of the pod's spec, the last word where several do."""
@@ -77,9 +91,18 @@ class Blueprint:
 
 
 def job_blueprint(
-    job: RLJob, name: RoleName, *, family: Family, pinned: Mapping[str, str], registry: Registry
+    job: RLJob,
+    name: RoleName,
+    *,
+    family: Family,
+    pinned: Mapping[str, str],
+    registry: Registry,
+    granted: Membership = Membership(),
 ) -> Blueprint:
-    """Give the blueprint of a role of a job. pinned: images by role. Raises KeyError where the job has no such role."""
+    """Return the blueprint of a role of a job. pinned: images by role; granted: what the gang scheduler gave.
+
+    Raises KeyError where the job has no such role.
+    """
     spec = job.spec
     planned = plan(job)
     role = planned.role(name)
@@ -104,6 +127,7 @@ def job_blueprint(
         scheduling=spec.scheduling,
         store=spec.transfer_queue.store if name == "storage" else None,
         readers=("trainer", "rollout") if name == "storage" else (),
+        granted=granted,
     )
 
 

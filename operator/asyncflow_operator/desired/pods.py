@@ -30,9 +30,9 @@ from asyncflow.api.names import (
     instance,
     service,
 )
-from asyncflow_operator.desired.blueprint import Blueprint
+from asyncflow_operator.desired.blueprint import Blueprint, Membership
 from asyncflow_operator.desired.environment import make_environment
-from asyncflow_operator.desired.gang import Membership, membership
+from asyncflow_operator.desired.gang import membership
 from asyncflow_operator.desired.merge import merge
 from asyncflow_operator.desired.objects import make_object, stamped
 from asyncflow_operator.desired.placement import lost_nodes, make_placement
@@ -101,7 +101,7 @@ def _spec(blueprint: Blueprint, member: Membership, *, index: int, attempt: int)
     if blueprint.host_network:
         ours["dnsPolicy"] = "ClusterFirstWithHostNet"
     patches: list[Mapping[str, object]] = [template.pod_spec for template in blueprint.templates]
-    spec = reduce(merge, patches, ours)
+    spec = reduce(merge, [*patches, member.place], ours)
     tolerations = spec.get("tolerations", [])
     if isinstance(tolerations, list):
         spec["tolerations"] = tolerations + lost_nodes(blueprint, tolerations)

@@ -122,8 +122,7 @@ class LimitsSpec(Spec):
     stop_seconds: Annotated[float, Field(gt=0, le=3600)] = 8.0
     """Seconds that roles have to end in order before they are killed."""
     node_lost_seconds: Annotated[int, Field(ge=0, le=86_400)] = 120
-    """Seconds for which the node of a process may not answer before the process is started elsewhere. A rollout is
-    started elsewhere at once."""
+    """Seconds after which what ran on a node that does not answer is started elsewhere; rollouts are at once."""
     keep_on_failure: bool = True
     """Whether the pods of a failed job stay until its TTL, so that their logs can be read."""
 

@@ -151,7 +151,7 @@ class RoleRecord(Spec):
     restarts: Count = 0
     """Failures within the window."""
     disruptions: Count = 0
-    """Ends within the window because another process took along what was worked on."""
+    """Ends within the window that another process caused."""
     window_start: Time | None = None
     """When the window began."""
     in_a_row: Count = 0

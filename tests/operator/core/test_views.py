@@ -7,6 +7,7 @@ import pytest
 from asyncflow.api.document import parse
 from asyncflow_operator.cluster.owners import mine
 from asyncflow_operator.cluster.views import controller_of, object_view, pod_view, scalers
+from asyncflow_operator.observed import Assigned
 
 POD: dict[str, Any] = {
     "metadata": {
@@ -208,3 +209,30 @@ def test_what_only_a_newer_version_knows_is_passed_over() -> None:
     seen = mine("RLJob", newer, None)
     assert seen.model is not None
     assert (seen.problem, seen.status.phase, seen.status.failures["trainer"].attempt) == ("", "Succeeded", 3)
+
+
+def test_what_kueue_has_given_a_workload() -> None:
+    update = {"name": "trainer", "nodeSelector": {"zone": "b"}}
+    status = {
+        "conditions": [{"type": "QuotaReserved", "status": "True", "message": "reserved"}],
+        "admission": {
+            "podSetAssignments": [
+                {"name": "trainer", "flavors": {"cpu": "big", "memory": "big", "npu": "a3"}},
+                {"name": "driver", "count": 1},
+            ]
+        },
+        "admissionChecks": [{"name": "p", "podSetUpdates": [update]}],
+    }
+    meta = {"name": "demo", "uid": "u", "resourceVersion": "7"}
+    view = object_view({"metadata": meta, "status": status}, kind="Workload")
+    assert (view.phase, view.said, view.version) == ("Reserved", "reserved", "7")
+    assert view.assigned == {"trainer": Assigned(flavors=("a3", "big"), more=(update,)), "driver": Assigned()}
+    assert object_view({"metadata": {"name": "demo"}}, kind="Workload").phase == "Pending"
+
+
+def test_what_keeps_a_pod_from_being_scheduled_and_from_going() -> None:
+    raw = copy.deepcopy(POD)
+    raw["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
+    raw["metadata"]["finalizers"] = ["kueue.x-k8s.io/managed"]
+    view = pod_view(raw)
+    assert (view.gates, view.finalizers) == (("kueue.x-k8s.io/admission",), ("kueue.x-k8s.io/managed",))

@@ -8,7 +8,7 @@ from model_samples import START, job_of, pending, pod_view
 from asyncflow.plan import plan
 from asyncflow_operator.decide.moments import Alarm
 from asyncflow_operator.decide.pending import ATTACH_S, why_lacking, why_pending
-from asyncflow_operator.observed import NodeFree, ObjectView, Ref
+from asyncflow_operator.observed import JobState, NodeFree, ObjectView, Owner, Ref
 
 NPU = "huawei.com/Ascend910"
 SCHEDULER = "0/3 nodes are available: 3 Insufficient huawei.com/Ascend910."
@@ -19,8 +19,18 @@ NODES = (
 
 
 def why(*pods, nodes=NODES, objects=None, denied="", ending=False, gang="none", **spec):
-    roles = plan(job_of(**({"trainer": {"accelerator": {"profile": "ascend-a3", "count": 16}}} | spec))).roles
-    return why_pending(roles, pods, objects=objects or {}, nodes=nodes, denied=denied, ending=ending, gang=gang)
+    usual = {"trainer": {"accelerator": {"profile": "ascend-a3", "count": 16}}, "scheduling": {"gang": gang}}
+    job = job_of(**(usual | spec))
+    state = JobState(
+        owner=Owner(kind="RLJob", namespace="team", name="demo", uid="uid-job"),
+        job=job,
+        pods=tuple(pods),
+        objects=objects or {},
+        nodes=nodes,
+        denied=denied,
+        namespace_ending=ending,
+    )
+    return why_pending(plan(job).roles, state)
 
 
 def test_nothing_waits():
