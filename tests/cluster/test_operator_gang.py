@@ -141,18 +141,6 @@ def test_gates_that_kueue_puts_on_pods_are_taken_from_the_core_and_left_on_other
     job.until_says("WhyPending", "Gated", "held-rollout-1", "Kueue")
 
 
-def test_a_workload_has_the_priority_of_its_pods_once_it_can_be_read(jobs: dict[str, OneJob]) -> None:
-    job = jobs["ranked"]
-    job.until_says("WhyPending", "Gang", "PriorityClass research cannot be read", "not found")
-    assert not job.plane.api.exists(f"{WORKLOADS}/{job.name}")
-    job.plane.api.create(CLASSES, {"metadata": {"name": "research"}, "value": 1000})
-    job.until(lambda: job.plane.api.exists(f"{WORKLOADS}/{job.name}"), "the Workload", timeout_s=120)
-    spec = workload(job)["spec"]
-    assert spec["priority"] == 1000
-    assert spec["priorityClassRef"] == {"group": "scheduling.k8s.io", "kind": "PriorityClass", "name": "research"}
-    job.plane.api.delete(f"{CLASSES}/research")
-
-
 def test_volcano_sees_the_whole_core_at_once_and_gets_its_place_back(jobs: dict[str, OneJob]) -> None:
     job = jobs["grouped"]
     job.until(lambda: set(job.pods()) == CORE | {"rollout-0", "rollout-1"}, "all pods at once")
@@ -187,3 +175,15 @@ def test_a_kueue_that_has_no_v1beta2_is_served_in_v1beta1(plane: ControlPlane) -
     world.until(lambda: len(world.pods()) == 7, "all pods at once")
     assert world.pods("trainer")["lined-up-trainer-0"]["spec"]["nodeSelector"] == BIG["nodeLabels"]
     operator.stop()
+
+
+def test_a_workload_has_the_priority_of_its_pods_once_it_can_be_read(jobs: dict[str, OneJob]) -> None:
+    job = jobs["ranked"]
+    job.until_says("WhyPending", "Gang", "PriorityClass research cannot be read", "not found")
+    assert not job.plane.api.exists(f"{WORKLOADS}/{job.name}")
+    job.plane.api.create(CLASSES, {"metadata": {"name": "research"}, "value": 1000})
+    job.until(lambda: job.plane.api.exists(f"{WORKLOADS}/{job.name}"), "the Workload", timeout_s=120)
+    spec = workload(job)["spec"]
+    assert spec["priority"] == 1000
+    assert spec["priorityClassRef"] == {"group": "scheduling.k8s.io", "kind": "PriorityClass", "name": "research"}
+    job.plane.api.delete(f"{CLASSES}/research")
