@@ -27,9 +27,10 @@ contracts: $(STAMP)
 pytest: $(STAMP) kube
 	$(BIN)/python -m pytest -m "not slow" -n 4 --durations 25
 
-# A real API server and KWOK from pinned Go modules, built once and kept by version (hack/kube/build.py).
+# A real API server and what tests need beside it, from pinned Go modules, built once and kept by version
+# (hack/kube/build.py).
 kube: $(STAMP)
-	$(BIN)/python hack/kube/build.py kube kwok helm
+	$(BIN)/python hack/kube/build.py kube kwok helm promtool controller-gen
 
 # Measurements, each with its bar; minutes each, not part of `make test`.
 controls: $(STAMP)

@@ -1,8 +1,8 @@
 """Kills and scalings of one job's rollouts, drawn from a seed, on a control plane of ``kube`` where pods live.
 
-A rollout is killed (137, out of memory), deleted by a person, or loses its node, whose pods are then taken away and
-come back with it; the job is scaled by its scale subresource, as kubectl and an HPA do. Invariant: nothing but rollouts
-is ever touched, so whatever else begins anew is the operator's doing.
+A rollout is killed (137, out of memory), deleted by a person, or deleted by the cluster because its node does not
+answer, so that the deletion never ends by itself; the job is scaled by its scale subresource, as kubectl and an HPA do.
+Invariant: nothing but rollouts is ever touched, so whatever else begins anew is the operator's doing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class Storm:
         self._name = name
         self._most = most
         self._dice = random.Random(seed)
-        self._lost: list[Json] = []
         self.path = f"{_JOBS.format(namespace)}/{name}"
         self.events: list[str] = []
         self.scalings: list[tuple[int, int]] = []
@@ -49,9 +48,7 @@ class Storm:
         self.settle()
 
     def settle(self) -> None:
-        """Have lost nodes come back, and wait until exactly the wanted rollouts run."""
-        while self._lost:
-            self._annotate(self._lost.pop(), lost=None)
+        """Wait until exactly the wanted rollouts run."""
         self._plane.wait_until(self._is_settled, "the rollouts to be as many as wanted", timeout_s=SETTLE_S)
 
     def others(self) -> dict[str, tuple[str, str]]:
@@ -77,10 +74,9 @@ class Storm:
             self.events.append("delete")
 
     def _lose_node(self) -> None:
-        """Take a pod away whose node does not answer: it goes when the node is back, before the next settling."""
+        """Take a pod away whose node does not answer."""
         if pod := self._victim():
             self._annotate(pod, lost="true")
-            self._lost.append(pod)
             self._plane.api.delete(self._path(pod))
             self.events.append("lose")
 

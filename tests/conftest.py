@@ -8,8 +8,17 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from kube.build import BuildError, binary
+
 TOGETHER = "tests/cluster/"
 """Tests that one worker runs, which then has the one control plane of each kind."""
+BINARIES = {
+    "plane": ("etcd", "kube-apiserver", "kubectl", "controller-gen"),
+    "kwok_plane": ("kube-controller-manager", "kwok", "controller-gen"),
+    "render": ("helm",),
+    "scraped": ("promtool",),
+}
+"""By fixture: what must be built for it."""
 LONGEST = ("system", "processes")
 """Folders whose tests begin next, so that at the end no worker waits for one of them."""
 
@@ -34,10 +43,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _rank(item.path))
 
 
-def pytest_collection_finish() -> None:
-    """Have the garbage collector pass over what was imported: it is no garbage, and some tests collect often."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Have the garbage collector pass over what was imported: it is no garbage, and some tests collect often. Then
+    build what tests need: minutes where nothing is cached, which are no part of any test's time limit.
+    """
     gc.collect()
     gc.freeze()
+    if session.config.option.collectonly:
+        return
+    wanted = {fixture for item in session.items for fixture in getattr(item, "fixturenames", ())}
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    for fixture in wanted & BINARIES.keys():
+        for name in BINARIES[fixture]:
+            try:
+                binary(name, say=reporter.write_line if reporter is not None else lambda _: None)
+            except BuildError as error:
+                pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
 
 
 def _rank(path: Path) -> int:

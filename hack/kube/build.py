@@ -21,11 +21,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-_MODULES: Final = Path(__file__).parent / "gomod"
+MODULES: Final = Path(__file__).parent / "gomod"
 _BUILD_DEADLINE_S: Final = 3600.0
 _LEAST_GO: Final = "1.26"
 _ENVTEST: Final = frozenset(("etcd", "kube-apiserver", "kubectl"))
@@ -44,8 +44,8 @@ class Target:
     """Something to build: packages of one module.
 
     module: its folder under ``gomod``; pin: the required module whose version names the build;
-    sources: files of ours that are compiled in; links: further names of the binary; stamps: Go variables that must
-    hold the version, without which Kubernetes calls itself v0.0.0-master.
+    sources: files of ours that are compiled in; links: further names of the binary; tags: build tags; stamps: Go
+    variables that must hold the version, without which Kubernetes calls itself v0.0.0-master.
     """
 
     module: str
@@ -53,6 +53,7 @@ class Target:
     package: str
     sources: tuple[str, ...] = ()
     links: tuple[str, ...] = ()
+    tags: tuple[str, ...] = field(default=(), repr=False)
     stamps: tuple[str, ...] = ()
 
 
@@ -74,6 +75,17 @@ TARGETS: Final = {
     ),
     "kwok": Target(module="kwok", pin="sigs.k8s.io/kwok", package="sigs.k8s.io/kwok/cmd/kwok"),
     "helm": Target(module="helm", pin="helm.sh/helm/v3", package="helm.sh/helm/v3/cmd/helm"),
+    "promtool": Target(
+        module="prometheus",
+        pin="github.com/prometheus/prometheus",
+        package="github.com/prometheus/prometheus/cmd/promtool",
+        tags=("remove_all_sd",),
+    ),
+    "controller-gen": Target(
+        module="definitions",
+        pin="sigs.k8s.io/controller-tools",
+        package="sigs.k8s.io/controller-tools/cmd/controller-gen",
+    ),
     "coredns": Target(module="coredns", pin="github.com/coredns/coredns", package="github.com/coredns/coredns"),
 }
 _HOME_OF: Final = {name: target for target, what in TARGETS.items() for name in (target, *what.links)}
@@ -119,18 +131,19 @@ def build(name: str, *, say: Say = _silent) -> Path:
 def version(name: str) -> str:
     """Give the version that a target is pinned to, such as ``v1.34.4``."""
     target = TARGETS[name]
-    text = (_MODULES / target.module / "go.mod").read_text()
+    text = (MODULES / target.module / "go.mod").read_text()
     found = re.search(rf"^(?:require)?\s+{re.escape(target.pin)} (v\S+)", text, flags=re.MULTILINE)
     if found is None:
-        raise BuildError(f"{_MODULES / target.module}/go.mod does not require {target.pin}")
+        raise BuildError(f"{MODULES / target.module}/go.mod does not require {target.pin}")
     return found.group(1)
 
 
 def _home(name: str) -> Path:
     target = TARGETS[name]
     made_from = hashlib.sha256(f"{target} {platform.system()} {platform.machine()}".encode())
+    made_from.update(",".join(target.tags).encode())
     for source in ("go.mod", "go.sum", *target.sources):
-        made_from.update((_MODULES / target.module / source).read_bytes())
+        made_from.update((MODULES / target.module / source).read_bytes())
     return cache() / f"{name}-{version(name)}-{made_from.hexdigest()[:12]}"
 
 
@@ -156,11 +169,12 @@ def _compile(target: Target, release: str, output: Path, log: Path) -> None:
     major, minor, _ = release.removeprefix("v").split(".", 2)
     values = {"gitVersion": release, "gitMajor": major, "gitMinor": minor, "gitTreeState": "clean"}
     stamps = (f"-X {package}.{key}={value}" for package in target.stamps for key, value in values.items())
-    go = ["nice", "-n", "19", "go", "build", "-trimpath", "-buildvcs=false", "-ldflags", " ".join(("-s -w", *stamps))]
+    go = ["nice", "-n", "19", "go", "build", "-trimpath", "-buildvcs=false", "-tags", ",".join(target.tags)]
+    go += ["-ldflags", " ".join(("-s -w", *stamps))]
     with log.open("wb") as out:
         ended = subprocess.run(
             [*go, "-o", str(output), target.package],
-            cwd=_MODULES / target.module,
+            cwd=MODULES / target.module,
             env=os.environ | {"CGO_ENABLED": "0"},
             stdin=subprocess.DEVNULL,
             stdout=out,

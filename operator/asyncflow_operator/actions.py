@@ -38,6 +38,25 @@ class Delete:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """Leave a pod, if it still has this uid, no other scheduling gates and finalizers than these; None: as they are."""
+
+    ref: Ref
+    uid: str
+    gates: tuple[str, ...] | None = None
+    finalizers: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Write parts of the status of ``ref``, if it still is at this resource version: null takes one away."""
+
+    ref: Ref
+    version: str
+    status: Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     """POST ``path`` to the job's driver, with the job's token; asking twice is asking once."""
 
@@ -53,7 +72,7 @@ class Note:
     message: str
 
 
-Action: TypeAlias = Apply | Delete | Ask
+Action: TypeAlias = Apply | Delete | Release | Report | Ask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,16 +1,18 @@
 """How much each node has left, for the sentence that says why a pod waits.
 
 Invariant: nobody looks while every pod has its place, and nobody looks more than once a minute: this is the one list
-of all nodes and pods of the cluster, and only an operator of the whole cluster may read it.
+of all nodes and pods of the cluster, and only an operator of the whole cluster may read it. Of each object only what is
+counted is kept, and few are in memory at a time: a Node is some 20 KB, and a cluster has thousands.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Never
 
 from asyncflow.api.quantity import Quantity
@@ -23,6 +25,8 @@ Json = Mapping[str, Any]
 
 EVERY_S: Final = 60.0
 _LOOK_S: Final = 2.0
+_PAGE: Final = 100
+"""Objects that are read at a time."""
 _ALIVE: Final = "status.phase!=Succeeded,status.phase!=Failed"
 
 _log = logging.getLogger(__name__)
@@ -49,31 +53,40 @@ class Capacity:
             await asyncio.sleep(_LOOK_S)
 
     async def _look(self) -> None:
+        left: dict[str, dict[str, float]] = {}
         try:
-            nodes = [node async for page in self._api.pages(NODE) for node in page.get("items") or ()]
-            used: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-            async for page in self._api.pages(POD, fields=_ALIVE):
+            async for page in self._api.pages(NODE, size=_PAGE):
+                left |= {node["metadata"]["name"]: room(node) for node in page.get("items") or () if is_open(node)}
+            async for page in self._api.pages(POD, fields=_ALIVE, size=_PAGE):
                 for pod in page.get("items") or ():
-                    for resource, amount in needs(pod.get("spec") or {}).items():
-                        used[pod["spec"].get("nodeName", "")][resource] += amount
-                await asyncio.sleep(0)
+                    take(left, pod.get("spec") or {})
         except ApiError as error:
             _log.warning("capacity not read", extra={"why": str(error)})
             return
-        self.nodes = tuple(sorted(free(nodes, used), key=lambda node: node.name))
+        self.nodes = tuple(NodeFree(name=name, free=free) for name, free in sorted(left.items()))
         self._news()
 
 
-def free(nodes: Iterable[Json], used: Mapping[str, Mapping[str, float]]) -> Iterable[NodeFree]:
-    """Give what is left of every node that is ready and open for pods."""
-    for node in nodes:
-        status, name = node.get("status") or {}, node["metadata"]["name"]
-        ready = any(each["type"] == "Ready" and each["status"] == "True" for each in status.get("conditions") or ())
-        if not ready or (node.get("spec") or {}).get("unschedulable"):
-            continue
-        taken = used.get(name, {})
-        left = {key: amount(value) - taken.get(key, 0.0) for key, value in (status.get("allocatable") or {}).items()}
-        yield NodeFree(name=name, free=left)
+def is_open(node: Json) -> bool:
+    """Return whether a node is ready and takes pods."""
+    conditions = (node.get("status") or {}).get("conditions") or ()
+    ready = any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+    return ready and not (node.get("spec") or {}).get("unschedulable")
+
+
+def room(node: Json) -> dict[str, float]:
+    """Return what a node has for pods, by resource."""
+    allocatable = (node.get("status") or {}).get("allocatable") or {}
+    return {sys.intern(resource): amount(quantity) for resource, quantity in allocatable.items()}
+
+
+def take(left: Mapping[str, dict[str, float]], spec: Json) -> None:
+    """Take what a pod needs from what is left of its node."""
+    node = left.get(spec.get("nodeName", ""))
+    if node is not None:
+        for resource, asked in needs(spec).items():
+            if resource in node:
+                node[resource] -= asked
 
 
 def needs(spec: Json) -> dict[str, float]:

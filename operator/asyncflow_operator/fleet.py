@@ -10,6 +10,7 @@ from collections import Counter
 from asyncflow_operator.cluster.kinds import OURS, POD, RLJOB
 from asyncflow_operator.cluster.owners import Mine
 from asyncflow_operator.cluster.store import Store
+from asyncflow_operator.decide.phases import ACTIVE
 from asyncflow_operator.telemetry import Metrics
 
 
@@ -39,8 +40,10 @@ def show(store: Store, metrics: Metrics) -> None:
 
 
 def _budgets(job: Mine) -> dict[str, float]:
-    """Give, by role, the share of its restarts that a job has used; one that may have none is left out."""
-    if job.model is None:
+    """Return, by role, the share of its restarts that a job has used; one that may have none is left out, and so is a
+    job that is suspended or has ended, of which nothing is restarted.
+    """
+    if job.model is None or job.status.phase not in ACTIVE:
         return {}
     policy = job.model.spec.failure_policy
     most = {role: getattr(policy, role).max_restarts for role in type(policy).model_fields}

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from asyncflow_operator.cluster.kinds import OURS, POD, QUEUE, RLJOB
 from asyncflow_operator.cluster.owners import Mine
 from asyncflow_operator.cluster.store import Entry, Group, Store
+from asyncflow_operator.desired.gang import refers_to
 from asyncflow_operator.observed import (
     Denial,
+    Found,
     JobState,
     NodeFree,
     ObjectView,
@@ -123,7 +125,11 @@ class Refused:
 
 
 class Observer:
-    """Reads the store. probe: gives a driver's last answer by the job's UID; nodes: what the nodes have left."""
+    """Reads the store.
+
+    probe: gives a driver's last answer by the job's UID; nodes: what the nodes have left; find: gives what was read of
+    an object of the cluster that a job refers to, None where it has yet to be.
+    """
 
     def __init__(
         self,
@@ -132,11 +138,13 @@ class Observer:
         probe: Callable[[str], Probe],
         nodes: Callable[[], tuple[NodeFree, ...] | None],
         refused: Refused,
+        find: Callable[[Ref, Key], Found | None] = lambda *_: None,
     ) -> None:
         self._store = store
         self._probe = probe
         self._nodes = nodes
         self._refused = refused
+        self._find = find
 
     def mine(self, key: Key) -> Mine | None:
         """Give an object of ours, None where there is none."""
@@ -163,6 +171,7 @@ class Observer:
             namespace_ending=self._refused.ends(owner.namespace),
             denied=tuple(denial for each in (mine, *queues.values()) for denial in self._refused.denied(_key(each))),
             nodes=self._nodes() if any(pod.unschedulable for pod in pods) else None,
+            found=self._found(mine, objects),
         )
 
     def queue(self, mine: Mine) -> QueueState:
@@ -194,6 +203,12 @@ class Observer:
             status=mine.status,
             job=job,
         )
+
+    def _found(self, mine: Mine, objects: Mapping[Ref, ObjectView]) -> dict[Ref, Found]:
+        """Return what has been read of the cluster's objects that a job refers to."""
+        refs = refers_to(mine.model, mine.owner, objects) if mine.model is not None else ()
+        read = {ref: self._find(ref, _key(mine)) for ref in refs}
+        return {ref: found for ref, found in read.items() if found is not None}
 
     def _standing(self, mine: Mine) -> tuple[Owner, JobState | None]:
         """Give an object as it stands, and the job that it belongs to; what belongs to a job that is gone goes, too."""

@@ -17,6 +17,8 @@ from asyncflow.api.status import DriverStatus, JobStatus
 from asyncflow.api.weights import WeightsStatus, WeightSync
 
 PodPhase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
+Manifest = dict[str, Any]
+"""A Kubernetes object, or a part of one, as JSON values."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -57,7 +59,12 @@ class Owner:
 class PodView:
     """One pod of ours.
 
-    digest: of the pod as it was applied; scheduled: whether it has a node; unschedulable: the scheduler's words;
+    digest: of the pod as it was applied; phase: that of our container once it has ended, whatever else runs beside it;
+    leftover: whether something does; scheduled: whether it has a node; unschedulable: the scheduler's words;
+    gates, finalizers: what keeps it from being scheduled, and from going;
+    unreachable: whether its node does not answer; ends_by: when the grace period of its deletion ends (unix seconds);
+    forced: whether it was deleted without one, so that only finalizers keep it; claims: names of the
+    PersistentVolumeClaims that it mounts;
     waiting: the kubelet's reason why the container does not start (ImagePullBackOff ...); waiting_message: its words;
     exit_code, exit_reason, last_words: how the container ended, None and "" while it has not; started: when it ran;
     disrupted: whether the cluster took it away (eviction, preemption, a lost node), which is nobody's failure.
@@ -72,12 +79,19 @@ class PodView:
     phase: PodPhase = "Pending"
     ready: bool = False
     deleting: bool = False
+    ends_by: float | None = None
+    forced: bool = False
+    unreachable: bool = False
+    leftover: bool = False
     created: float = 0.0
     started: float | None = None
     finished: float | None = None
     node: str = ""
     ip: str = ""
     scheduled: bool = False
+    claims: tuple[str, ...] = ()
+    gates: tuple[str, ...] = ()
+    finalizers: tuple[str, ...] = ()
     gated: bool = False
     unschedulable: str = ""
     waiting: str = ""
@@ -89,12 +103,25 @@ class PodView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Assigned:
+    """What Kueue gives to the pods of one role with its place.
+
+    flavors: names of ResourceFlavors, whose labels nodes must have; more: what its admission checks add to labels,
+    annotations, nodeSelector and tolerations, as a PodSetUpdate says it.
+    """
+
+    flavors: tuple[str, ...] = ()
+    more: tuple[Manifest, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectView:
     """Another object of ours: a Service, a claim, a PodGroup.
 
     digest: as applied; held: the fields that are this operator's, as the API server records them, "" where nobody
     looks; phase: where the kind has one, and of a Workload the latest that happened to it; said: why a Workload is
-    where it is.
+    where it is; of a Workload also conditions: as Kueue and we have written them; version: the resource version that
+    they are of; assigned: by role.
     """
 
     ref: Ref
@@ -103,7 +130,18 @@ class ObjectView:
     held: str = ""
     phase: str = ""
     said: str = ""
+    conditions: tuple[Manifest, ...] = ()
+    version: str = ""
+    assigned: Mapping[str, Assigned] = field(default_factory=lambda: MappingProxyType({}))
     deleting: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """An object of the cluster that a job refers to, as last read. problem: why it cannot be had, "" if it can."""
+
+    content: Manifest = field(default_factory=dict)
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +180,8 @@ class JobState:
     queue: the status of the job's own TransferQueue as last written, None where there is none yet; pods: of all roles,
     those of the job's own TransferQueue too; objects: all else that carries the job's label; scaled_by: foreign field
     managers of spec.rollout.replicas; namespace_ending: nothing can be made there any more;
-    denied: what the API server refuses of this job (a quota ...); nodes: None if nobody has looked; images: by image
-    name (``runtime-cpu`` ...), what the operator would use now.
+    denied: what the API server refuses of this job (a quota ...); nodes: None if nobody has looked; found: what of the
+    cluster's objects that the job refers to has been read.
     """
 
     owner: Owner
@@ -159,6 +197,7 @@ class JobState:
     namespace_ending: bool = False
     denied: tuple[Denial, ...] = ()
     nodes: tuple[NodeFree, ...] | None = None
+    found: Mapping[Ref, Found] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +229,3 @@ class SyncState:
     problem_reason: str = ""
     status: WeightsStatus = field(default_factory=WeightsStatus)
     job: JobState | None = None
-
-
-Manifest = dict[str, Any]
-"""A Kubernetes object as JSON values."""

@@ -26,6 +26,7 @@ from asyncflow_operator.decide.weights import decide_sync
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
 from asyncflow_operator.health import Http, Vitals
 from asyncflow_operator.leader import Leader
+from asyncflow_operator.lookups import Lookups
 from asyncflow_operator.observe import Key, Observer, Refused
 from asyncflow_operator.observed import Owner, PodView
 from asyncflow_operator.probe import Drivers, RunningDriver
@@ -89,10 +90,15 @@ class Operator:
             ordered=lambda outcome: metrics.acted("ask", outcome),
         )
         self._capacity = Capacity(api, wanted=lambda: any(self._waiting()), news=self._mark_waiting)
+        self._lookups = Lookups(api, news=self._mark_job, keep_s=2 * settings.resync_seconds)
         refused = Refused()
         self._reconciler = Reconciler(
             observer=Observer(
-                self._watch.store, probe=self._drivers.probe, nodes=lambda: self._capacity.nodes, refused=refused
+                self._watch.store,
+                probe=self._drivers.probe,
+                nodes=lambda: self._capacity.nodes,
+                refused=refused,
+                find=lambda ref, key: self._lookups.find(ref, by=key),
             ),
             decide={
                 "RLJob": lambda state, now: decide_job(state, now=now, desired=remembered),
@@ -140,7 +146,8 @@ class Operator:
             take_signals()
             tasks |= {asyncio.create_task(each) for each in (self._vitals.run(), self._watch.run())}
             if await _first(tasks, until=self._prepare()):
-                work = (self._drivers.run(), self._capacity.run(), self._dispatch(), self._keep())
+                background = (self._drivers.run(), self._capacity.run(), self._lookups.run())
+                work = (*background, self._dispatch(), self._keep())
                 tasks |= {asyncio.create_task(each) for each in work}
                 await _first(tasks)
             await self._finish()
@@ -222,11 +229,11 @@ class Operator:
                     owner=job.view.owner, pod=entry.uid, host=entry.view.ip, rollouts=rollouts[entry.group]
                 )
 
-    def _mark_job(self, owner: Owner) -> None:
-        group = Group(owner.namespace, owner.kind, owner.name)
+    def _mark_job(self, job: Owner | Key) -> None:
+        group = Group(job.namespace, job.kind, job.name)
         for entry in self._watch.store.of(group):
             if entry.kind in _OURS:
-                self._worklist.mark(Key(entry.kind, owner.namespace, entry.view.owner.name))
+                self._worklist.mark(Key(entry.kind, job.namespace, entry.view.owner.name))
 
     def _waiting(self) -> Iterator[Key]:
         """Give the jobs and queues with a pod that finds no place."""

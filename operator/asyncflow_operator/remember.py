@@ -1,19 +1,20 @@
 """``Desired``, with a memory: what a job needs beside its pods is built once, not at every look.
 
 Invariant: what is remembered is what would be built. It depends on the parsed job, which is one object as long as spec
-and labels stay, and on the pinned images; when either is another, it is built again.
+and labels stay, on the pinned images, and on what was found that the job refers to; when one is another, it is built
+again.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from asyncflow.api.job import RLJob
 from asyncflow_operator.desired import Desired
-from asyncflow_operator.observed import JobState, Manifest
+from asyncflow_operator.observed import Found, JobState, Manifest, Ref
 
 MOST: Final = 1024
 """Jobs whose objects are remembered, the latest looked at; some 12 KiB each."""
@@ -25,6 +26,7 @@ Manifests = tuple[Manifest, ...]
 class _Built:
     job: RLJob | None
     images: dict[str, str]
+    found: Mapping[Ref, Found]
     manifests: Manifests
 
 
@@ -48,10 +50,10 @@ class Remembered:
         return self._built("children", state, self._desired.children)
 
     def _built(self, what: str, state: JobState, build: Callable[[JobState], Manifests]) -> Manifests:
-        key, images = (state.owner.uid, what), state.status.images
+        key, images, found = (state.owner.uid, what), state.status.images, state.found
         known = self._known.get(key)
-        if known is None or known.job is not state.job or known.images != images:
-            known = self._known[key] = _Built(state.job, images, build(state))
+        if known is None or known.job is not state.job or (known.images, known.found) != (images, found):
+            known = self._known[key] = _Built(state.job, images, found, build(state))
             if len(self._known) > 2 * MOST:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)

@@ -9,6 +9,7 @@
     ├── Refused                  the other side understood and said no
     │   ├── Fenced               the caller belongs to an older attempt or an expired lease
     │   ├── StaleHandle          the row, version or lease named does not exist any more
+    │   │   └── RowsLost         rows of a step that had begun are gone: the process must begin the step again
     │   └── Misdirected          another controller of the queue decides about it
     ├── ProtocolError            bytes that do not follow the protocol
     ├── RemoteError              a handler on the other side failed unexpectedly
@@ -97,6 +98,12 @@ class StaleHandle(Refused):
     """The row, version or lease named does not exist any more."""
 
     code = "stale_handle"
+
+
+class RowsLost(StaleHandle):
+    """Rows of a step that had begun were lost with their storage unit: whoever makes the step must begin again."""
+
+    code = "rows_lost"
 
 
 class Misdirected(Refused):

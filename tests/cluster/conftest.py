@@ -8,20 +8,18 @@ from pathlib import Path
 import pytest
 
 import operator_rights
-from kube.build import BuildError, binary
+from kube import foreign
 from kube.plane import ControlPlane
 from operator_process import OperatorProcess
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import foreign_kinds
 from scripted_driver import ScriptedDrivers
 
 ROOT = Path(__file__).parents[2]
 NODES = 20
 SHARED = ("jobs", "jobs-quota", "jobs-doomed")
 """Namespaces of the operator that many tests share."""
-BINARIES = {"plane": ("etcd", "kube-apiserver", "kubectl"), "kwok_plane": ("kube-controller-manager", "kwok")}
 
 LAST = "test_operator_privilege.py"
 """What all others did is judged after them."""
@@ -31,20 +29,6 @@ _serial = itertools.count(1)
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name == LAST)
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build before the first test: minutes where nothing is cached, which are no part of any test's time limit."""
-    if session.config.option.collectonly:
-        return
-    wanted = {fixture for item in session.items for fixture in getattr(item, "fixturenames", ())}
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    for fixture in wanted & BINARIES.keys():
-        for name in BINARIES[fixture]:
-            try:
-                binary(name, say=reporter.write_line if reporter is not None else lambda _: None)
-            except BuildError as error:
-                pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +58,7 @@ def drivers() -> Iterator[ScriptedDrivers]:
 @pytest.fixture(scope="session")
 def shared_operator(kwok_plane: ControlPlane, drivers: ScriptedDrivers) -> Iterator[OperatorProcess]:
     """One operator of the namespaces ``SHARED``, in a cluster that knows Volcano and Kueue."""
-    foreign_kinds.install(kwok_plane)
+    foreign.install(kwok_plane)
     for name in SHARED:
         kwok_plane.api.create("/api/v1/namespaces", {"metadata": {"name": name}})
     operator_rights.grant(kwok_plane, SHARED[0])

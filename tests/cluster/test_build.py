@@ -53,13 +53,18 @@ def test_the_binary_knows_its_version_and_its_names(calls: Path) -> None:
     assert folder.parent.name.startswith(f"kube-{build.version('kube')}-")
 
 
+def test_prometheus_is_built_without_what_finds_targets_in_clouds(calls: Path) -> None:
+    build.build("promtool")
+    assert "-tags remove_all_sd" in calls.read_text()
+
+
 def test_a_change_of_the_pins_is_another_build(calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = build.build("kwok")
     pins = tmp_path / "gomod" / "kwok"
     pins.mkdir(parents=True)
     for name in ("go.mod", "go.sum"):
-        (pins / name).write_bytes((build._MODULES / "kwok" / name).read_bytes() + b"\n")
-    monkeypatch.setattr(build, "_MODULES", pins.parent)
+        (pins / name).write_bytes((build.MODULES / "kwok" / name).read_bytes() + b"\n")
+    monkeypatch.setattr(build, "MODULES", pins.parent)
     assert build.build("kwok") != before
     assert len(calls.read_text().splitlines()) == 2
 

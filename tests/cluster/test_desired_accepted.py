@@ -7,14 +7,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import foreign_kinds
 import pytest
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import FIELD_MANAGER, RoleName
 from asyncflow.api.queue import TransferQueue
+from asyncflow_operator.cluster.kinds import BY_NAME
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
-from asyncflow_operator.observed import JobState, Manifest, Owner, QueueState
+from asyncflow_operator.observed import Found, JobState, Manifest, Owner, QueueState, Ref
+from kube import foreign
 from kube.plane import ControlPlane
 from kube.rest import APPLY, DRY_RUN, STRICT, Refused
 
@@ -39,6 +40,7 @@ PLURALS = {
     "PodGroup": "/apis/scheduling.volcano.sh/v1beta1/namespaces/{}/podgroups",
     "Workload": "/apis/kueue.x-k8s.io/v1beta1/namespaces/{}/workloads",
 }
+V1BETA1 = "kueue.x-k8s.io/v1beta1"
 SEATS: dict[RoleName, tuple[int, ...]] = {
     "driver": (0,),
     "controller": (0,),
@@ -89,7 +91,7 @@ def server(plane: ControlPlane) -> ControlPlane:
         body = {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": name}, "handler": name}
         if not plane.api.exists(f"/apis/node.k8s.io/v1/runtimeclasses/{name}"):
             plane.api.create("/apis/node.k8s.io/v1/runtimeclasses", body)
-    foreign_kinds.install(plane)
+    foreign.install(plane, kueue=foreign.OLDER)
     return plane
 
 
@@ -121,10 +123,15 @@ def job_state(namespace: str, **spec: Any) -> JobState:
 def apply(server: ControlPlane, manifests: Iterable[Manifest], *, dry: bool) -> list[Manifest]:
     query = (DRY_RUN if dry else STRICT) | {"fieldManager": FIELD_MANAGER, "force": "true"}
     answers = []
-    for each in manifests:
+    for each in map(as_older, manifests):
         path = PLURALS[each["kind"]].format(each["metadata"]["namespace"])
         answers.append(server.api.patch(f"{path}/{each['metadata']['name']}", each, form=APPLY, query=query))
     return answers
+
+
+def as_older(manifest: Manifest) -> Manifest:
+    """Return a manifest as it is written where Kueue is an older one."""
+    return BY_NAME["Workload"].at(V1BETA1).written(manifest) if manifest["kind"] == "Workload" else manifest
 
 
 def pods_of(state: JobState) -> list[Manifest]:
@@ -145,6 +152,24 @@ def test_a_job(server: ControlPlane, restricted: str, name: str, gang: str):
     state = job_state(restricted, **JOBS[name], scheduling={"gang": gang})
     with_account(server, state)
     apply(server, (*DESIRED.supporting(state), *DESIRED.children(state), *pods_of(state)), dry=True)
+
+
+@pytest.mark.parametrize("kind", ["PriorityClass", "WorkloadPriorityClass"])
+def test_a_workload_with_a_priority(server: ControlPlane, kwok_plane: ControlPlane, restricted: str, kind: str):
+    """Of an older Kueue and of the newest."""
+    template = {"template": {"podSpec": {"priorityClassName": "high"}}} if kind == "PriorityClass" else {}
+    state = job_state(restricted, scheduling={"gang": "kueue"}, **template)
+    labels = {"kueue.x-k8s.io/priority-class": "high"} if kind == "WorkloadPriorityClass" else {}
+    found = {Ref(kind, "high"): Found(content={"value": 1000})}
+    state = replace(state, owner=replace(state.owner, labels=labels), found=found)
+    (workload,) = (each for each in DESIRED.supporting(state) if each["kind"] == "Workload")
+    (stored,) = apply(server, [workload], dry=True)
+    assert (stored["spec"]["priorityClassName"], stored["spec"]["priority"]) == ("high", 1000)
+    foreign.install(kwok_plane)
+    path = f"/apis/{workload['apiVersion']}/namespaces/default/workloads/math"
+    here = workload | {"metadata": workload["metadata"] | {"namespace": "default"}}
+    stored = kwok_plane.api.patch(path, here, form=APPLY, query=DRY_RUN | {"fieldManager": FIELD_MANAGER})
+    assert stored["spec"]["priorityClassRef"]["name"] == "high"
 
 
 @pytest.mark.parametrize("name", OF_THE_HOST)

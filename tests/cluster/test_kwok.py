@@ -142,7 +142,7 @@ def test_a_node_is_lost_with_its_pods_and_comes_back(pods: Pods) -> None:
 
     def tainted() -> bool:
         taints = plane.api.get(f"/api/v1/nodes/{nodes['plain']}")["spec"].get("taints", ())
-        return any(taint["key"] == "node.kubernetes.io/not-ready" for taint in taints)
+        return any(taint["key"] == "node.kubernetes.io/unreachable" for taint in taints)
 
     for node in set(nodes.values()):
         plane.lose_node(node)

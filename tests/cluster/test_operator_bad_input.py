@@ -249,22 +249,33 @@ def test_a_quota_that_runs_out_is_said_until_there_is_room_or_nobody_asks_any_mo
     job.delete()
 
 
-def test_a_node_that_vanishes_is_named_and_what_ran_there_comes_again(
+def test_what_ran_on_a_node_that_vanishes_comes_again_elsewhere_and_nobody_helps(
     kwok_plane: ControlPlane, shared_operator: OperatorProcess, drivers: ScriptedDrivers
 ) -> None:
-    job = OneJob(kwok_plane, "jobs", "stranded", drivers.of("jobs", "stranded")).create()
+    limits = {"limits": {"nodeLostSeconds": 6}}
+    job = OneJob(kwok_plane, "jobs", "stranded", drivers.of("jobs", "stranded"), **limits).create()
     job.until_phase("Running")
     job.until(job.is_whole, "all pods")
-    pod = job.pods("trainer")["trainer-0"]
-    node = pod["spec"]["nodeName"]
-    kwok_plane.lose_node(node)
-    assert "whether that node is Ready" in job.until_says("WhyPending", "NotReady", f"on {node} is not")
-    job.kubectl("delete", "pod", "stranded-trainer-0", "--wait=false")
-    said = job.until_says("WhyPending", "Terminating", f"stranded-trainer-0 has yet to go from {node}")
-    assert "delete the Node, or the pod: kubectl delete pod stranded-trainer-0 --force" in said
-    job.kubectl("delete", "pod", "stranded-trainer-0", "--force", "--grace-period=0")
-    job.until(lambda: job.attempts("trainer") == {"trainer-0": "1"}, "the next attempt")
-    kwok_plane.return_node(node)
+    before = {seat: pod["spec"]["nodeName"] for seat, pod in job.pods().items()}
+    lost = {before["trainer-0"], before["rollout-0"]}
+    stranded = {seat for seat, node in before.items() if node in lost}
+    for node in lost:
+        kwok_plane.lose_node(node)
+    try:
+        job.until_says("WhyPending", "NodeLost", "does not answer", "is made again elsewhere")
+        job.until(lambda: job.attempts("rollout").get("rollout-0") == "1", "the rollout to be elsewhere")
+        job.until(lambda: job.attempts("trainer") == {"trainer-0": "1"}, "the next attempt of the gang")
+        job.until(job.is_whole, "all pods")
+        after = job.pods()
+        assert {seat for seat, pod in after.items() if pod["metadata"]["labels"]["asyncflow.dev/attempt"] == "1"} == (
+            stranded
+        )
+        assert not {pod["spec"]["nodeName"] for pod in after.values()} & lost
+        assert job.restarts() == {}
+        assert "NodeLost" in job.kubectl("get", "events", f"--field-selector=involvedObject.name={job.name}")
+    finally:
+        for node in lost:
+            kwok_plane.return_node(node)
     job.until(lambda: job.condition("Ready")["status"] == "True", "the job to be whole again")
     job.delete()
 

@@ -1,5 +1,6 @@
 """Rollouts and storage units come and go: asked for by a person, by an autoscaler, or by the built-in policy."""
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -17,8 +18,9 @@ JOBS = {
     "watched": {"elasticity": {"dryRun": True} | AT_ONCE},
     "owned": {"elasticity": {"enabled": True} | AT_ONCE},
 }
-WAITS = {"step": 3, "trainer_wait_share": 0.9, "queue": {"ready": 0}}
-WAITS_FOR_NOBODY = {"step": 9, "trainer_wait_share": 0.0, "queue": {"ready": 1000}}
+WAITS = {"wait_share": 0.9, "busy_share": 1.0}
+WAITS_FOR_NOBODY = {"wait_share": 0.0, "busy_share": 0.2}
+WINDOW = 3
 ALONE = f"{OURS}/namespaces/jobs/transferqueues"
 
 
@@ -32,6 +34,23 @@ def jobs(
     yield begun
     for job in begun.values():
         job.delete()
+
+
+def until_wanted(job: OneJob, replicas: int, **recent: float) -> None:
+    """Let the job make steps with these figures until so many rollouts are wanted.
+
+    A rollout lags and catches up meanwhile: that is heard at once, where figures alone are looked at every 15 s.
+    """
+    states = itertools.cycle(("lagging", "ready"))
+
+    def wanted() -> bool:
+        step = job.driver.status.get("step", 0) + WINDOW
+        first, *others = job.driver.status["rollouts"]
+        rollouts = [first | {"state": next(states)}, *others]
+        job.driver.say(step=step, recent={"since": step - WINDOW, **recent}, rollouts=rollouts)
+        return bool(job.status().get("desiredReplicas") == replicas)
+
+    job.until(wanted, f"{replicas} rollouts to be wanted", timeout_s=30)
 
 
 def until_there(job: OneJob, *rollouts: str) -> None:
@@ -63,21 +82,21 @@ def test_who_has_least_to_hand_back_is_drained_and_then_deleted(jobs: dict[str, 
     until_there(job, "rollout-0", "rollout-1", "rollout-2")
 
 
-def test_a_trainer_that_waits_gets_more_and_one_that_is_flooded_fewer(jobs: dict[str, OneJob]) -> None:
+def test_a_trainer_that_waits_gets_more_and_rollouts_that_have_nothing_to_do_go(jobs: dict[str, OneJob]) -> None:
     job = jobs["eager"]
     job.until_phase("Running")
     trainer = job.uids("trainer")
     job.driver.say_rollouts((0, "ready"))
-    job.driver.say(**WAITS)
+    until_wanted(job, 2, **WAITS)
     until_there(job, "rollout-0", "rollout-1")
     job.driver.say_rollouts((0, "ready"), (1, "ready"))
+    until_wanted(job, 3, **WAITS)
     until_there(job, "rollout-0", "rollout-1", "rollout-2")
-    job.until(lambda: job.status()["desiredReplicas"] == 3, "the most that it may have")
     assert job.condition("ElasticityActive")["status"] == "True"
     assert job.job()["spec"]["rollout"]["replicas"] == 1, "the spec is the user's"
+    job.driver.say_rollouts((0, "ready"), (1, "ready"), (2, "ready"))
+    until_wanted(job, 1, **WAITS_FOR_NOBODY)
     job.driver.say_rollouts()
-    job.driver.say(**WAITS_FOR_NOBODY)
-    job.until(lambda: job.status()["desiredReplicas"] == 1, "the least that it may have", timeout_s=30)
     job.until(lambda: len(job.pods("rollout")) == 1, "the others to be gone")
     assert job.uids("trainer") == trainer
 
@@ -87,8 +106,7 @@ def test_a_dry_run_shows_what_it_would_do_and_does_nothing(jobs: dict[str, OneJo
     job.until_phase("Running")
     before = job.uids()
     job.driver.say_rollouts((0, "ready"), (1, "ready"))
-    job.driver.say(**WAITS)
-    job.until(lambda: job.status().get("desiredReplicas") == 4, "the wish to be shown", timeout_s=30)
+    until_wanted(job, 4, **WAITS)
     job.until_says("ElasticityActive", "DryRun")
     assert job.uids() == before
 
@@ -99,9 +117,9 @@ def test_whoever_else_scales_switches_the_policy_off(jobs: dict[str, OneJob]) ->
     job.driver.say_rollouts((0, "ready"), (1, "ready"))
     job.scale(3)
     assert "kubectl" in job.until_says("ElasticityActive", "ForeignOwner")
-    job.driver.say(**WAITS)
+    job.driver.say(step=9, recent={"since": 6, **WAITS})
     until_there(job, "rollout-0", "rollout-1", "rollout-2")
-    job.until(lambda: job.driver.heard > 3, "the wish to be heard")
+    job.until(lambda: job.driver.heard > 3, "the figures to be heard")
     assert "desiredReplicas" not in job.status()
     assert len(job.pods("rollout")) == 3
 

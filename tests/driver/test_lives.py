@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.driver.lives import Life, Lives
+from asyncflow.api.status import RecentFigures
+from asyncflow.driver.lives import LAP_S, Laps, Life, Lives
 
 
 def test_the_window_begins_with_the_first_dispatch_and_ends_with_the_last_step() -> None:
@@ -76,3 +77,67 @@ def test_what_the_next_driver_hears_is_added_to_what_the_last_one_knew() -> None
     assert after.tokens_generated == 130
     assert after.idle_shares(20.0) == {"rollout": pytest.approx(1 - 20 / 30)}
     assert after.up_s(0.0, 20.0) == 20.0
+
+
+def figures(recent: RecentFigures | None) -> tuple[int, float, float]:
+    assert recent is not None
+    return recent.since, round(recent.wait_share, 6), round(recent.busy_share, 6)
+
+
+class Course:
+    """Steps of two rollouts, and what they and the trainer tell of them."""
+
+    def __init__(self) -> None:
+        self.lives = Lives(opened=0.0)
+        self.laps = Laps(self.lives)
+        self.now = 0.0
+        self.number = 0
+        self.held = {"a": 0.0, "b": 0.0}
+        self.tell()
+
+    def tell(self) -> None:
+        for name, held_s in self.held.items():
+            self.lives.observe(name, role="rollout", started=-100.0, now=self.now, busy_s=held_s, held_s=held_s)
+
+    def step(self, *, wall_s: float, wait: float = 0.0, busy: float = 1.0, attempt: int = 0) -> RecentFigures | None:
+        self.now += wall_s
+        self.number += 1
+        self.held = {name: held_s + busy * wall_s for name, held_s in self.held.items()}
+        self.tell()
+        self.laps.step({"step": self.number, "attempt": attempt, "wall_s": wall_s, "wait_s": wait * wall_s})
+        return self.laps.recent()
+
+
+def test_the_policy_goes_by_the_last_laps_and_by_the_least_that_they_agree_on() -> None:
+    course = Course()
+    assert [course.step(wall_s=60.0, wait=0.9, busy=0.1) for _ in range(3)] == [None, None, None]
+    early = course.step(wall_s=60.0, wait=0.5, busy=0.2)
+    assert figures(early) == (1, 0.5, 0.2)
+    for wait, busy in ((0.3, 0.4), (0.0, 0.9), (0.2, 0.5)):
+        late = course.step(wall_s=60.0, wait=wait, busy=busy)
+    assert figures(late) == (4, 0.0, 0.9)
+
+
+def test_short_steps_make_one_lap_together() -> None:
+    course = Course()
+    for _ in range(1 + 3 * 10):
+        recent = course.step(wall_s=LAP_S / 10, wait=0.25, busy=0.5)
+    assert figures(recent) == (1, 0.25, 0.5)
+
+
+def test_a_trainer_that_begins_again_begins_the_laps_again() -> None:
+    course = Course()
+    for _ in range(4):
+        assert course.step(wall_s=60.0) is not None or course.number < 4
+    assert course.step(wall_s=600.0, wait=0.9, busy=0.0, attempt=1) is None
+    for _ in range(3):
+        recent = course.step(wall_s=60.0, attempt=1)
+    assert figures(recent) == (5, 0.0, 1.0)
+
+
+def test_a_rollout_that_loads_its_first_weights_is_neither_busy_nor_idle() -> None:
+    course = Course()
+    for _ in range(4):
+        course.lives.observe("new", role="rollout", started=-100.0, now=course.now, busy_s=0.0)
+        recent = course.step(wall_s=60.0, busy=1.0)
+    assert figures(recent) == (1, 0.0, 1.0)

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncflow.plan.roles import Readiness, Resources, RestartPolicy, Role
+from asyncflow.plan.roles import MOST_DISRUPTIONS, Readiness, Resources, RestartPolicy, Role
 from asyncflow.substrates.local.crew import Crew, Seat, State
 from asyncflow.substrates.local.exits import ExitStatus
 from asyncflow.substrates.local.restart import LONGEST_S, SETTLED_S, Budget, delay
@@ -10,6 +10,7 @@ from asyncflow.substrates.local.restart import LONGEST_S, SETTLED_S, Budget, del
 OK = ExitStatus()
 KILLED = ExitStatus(signal=9)
 REFUSED = ExitStatus(status=2)
+DISRUPTED = ExitStatus(status=3)
 
 
 def role(name, replicas=1, *, gang=False, leader=False, restarts=3, window_s=100.0, backoff_s=1.0):
@@ -112,6 +113,32 @@ def test_a_role_that_refuses_its_input_costs_no_restart():
     crew = started(role("driver", leader=True, restarts=5))
     crew.ended(Seat("driver", 0), REFUSED, 1.0)
     assert not crew.verdict.ok
+
+
+def test_an_end_that_was_anothers_fault_costs_no_restart_of_its_role():
+    crew = started(role("driver", leader=True), role("trainer", 2, gang=True, restarts=0))
+    others, restart = crew.ended(Seat("trainer", 1), DISRUPTED, 1.0)
+    assert others == [Seat("trainer", 0)]
+    assert restart is not None
+    assert (restart.attempt, restart.delay_s) == (1, 1.0)
+    crew.ended(Seat("trainer", 0), KILLED, 1.5)
+    crew.due(9.0)
+    assert crew.ended(Seat("trainer", 0), KILLED, 10.0)[1] is None
+    assert not crew.verdict.ok
+
+
+def test_ends_that_were_anothers_fault_wait_longer_and_longer_and_are_bounded():
+    crew = started(role("trainer", restarts=0, window_s=1e9))
+    now, waits = 0.0, []
+    while crew.verdict is None:
+        _, restart = crew.ended(Seat("trainer", 0), DISRUPTED, now)
+        if restart is not None:
+            waits.append(restart.delay_s)
+            now += restart.delay_s
+            crew.due(now)
+    assert waits[:4] == [1.0, 2.0, 4.0, 8.0]
+    assert len(waits) == MOST_DISRUPTIONS
+    assert f"all {MOST_DISRUPTIONS} restarts" in crew.verdict.reason
 
 
 def test_a_stopped_crew_starts_nothing_and_decides_nothing_more():

@@ -137,8 +137,8 @@ class World(Cluster):
                     self.apply(manifest)
                 except Refusal as refused:
                     return [Denial(action.ref, str(refused), missing=not there)]
-            case Delete(ref=ref, uid=uid):
-                self.delete(ref, uid)
+            case Delete(ref=ref, uid=uid, grace_s=grace_s):
+                self.delete(ref, uid, grace_s)
             case Ask(path=path):
                 self.ask(path)
         return []

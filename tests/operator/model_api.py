@@ -26,6 +26,8 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "WeightSync": (WeightSync, WeightsStatus),
 }
 
+GRACE_S = 20.0
+
 
 class Refusal(Exception):
     """The API server says no."""
@@ -99,7 +101,7 @@ class ApiServer:
             if kind != "Secret":
                 self.seen_objects[ref] = self.objects[ref]
 
-    def delete(self, ref: Ref, uid: str) -> None:
+    def delete(self, ref: Ref, uid: str, grace_s: int | None) -> None:
         """Delete an object if it still is the one with this UID."""
         self.writes += 1
         if ref.kind == "RLJob":
@@ -114,18 +116,20 @@ class ApiServer:
             return
         pod, seen = self.pods.get(ref.name), self.seen_pods.get(ref.name)
         assert seen is not None, f"{ref.name} was not known to be there"
-        assert not seen.deleting, f"{ref.name} was deleted twice"
+        assert seen.deleting == (grace_s == 0), f"{ref.name} was deleted twice, or without a grace period"
+        if grace_s == 0:
+            assert seen.unreachable or self.now > (seen.ends_by or 0.0), f"{ref.name} was still within its grace period"
         if pod is not None and pod.uid == uid:
             self._check_removal(pod)
-            self.take(pod)
+            self.take(pod, grace_s=GRACE_S if grace_s is None else grace_s)
         self.see(ref.name)
 
-    def take(self, pod: PodView) -> None:
-        """Begin the deletion of a pod, whoever wants it: at once where nothing runs."""
-        if pod.node == "" or pod.phase in ("Succeeded", "Failed"):
+    def take(self, pod: PodView, *, grace_s: float = GRACE_S) -> None:
+        """Begin the deletion of a pod, whoever wants it: at once where nothing runs, or where nobody is asked."""
+        if pod.node == "" or pod.phase in ("Succeeded", "Failed") or grace_s == 0:
             del self.pods[pod.name]
         else:
-            self.pods[pod.name] = replace(pod, deleting=True)
+            self.pods[pod.name] = replace(pod, deleting=True, ends_by=self.now + grace_s)
 
     def write_status(self, ref: Ref, status: dict[str, Any]) -> None:
         """Write the status of an object of ours; the schema is the models'."""

@@ -17,12 +17,13 @@ from asyncflow_operator.observed import PodView, Probe, Ref
 class Cluster(ApiServer):
     """A node that has room for all, a driver, and people.
 
-    probe: what the driver answered last; drained: the rollouts that it told to leave; driver_attempt: the newest of the
-    trainer that it knows; step: how far it is.
+    probe: what the driver answered last; silent: UIDs of the pods whose nodes do not answer; drained: the rollouts that
+    it told to leave; driver_attempt: the newest of the trainer that it knows; step: how far it is.
     """
 
     probe: Probe = field(default_factory=Probe)
     drained: set[str] = field(default_factory=set)
+    silent: set[str] = field(default_factory=set)
     suspending: bool = False
     driver_attempt: int = 0
     driver_phase: Phase = "Running"
@@ -52,6 +53,24 @@ class Cluster(ApiServer):
         """It is gone without a trace."""
         del self.pods[pod.name]
 
+    def lose_node_of(self, pod: PodView) -> None:
+        """Its node does not answer any more: the cluster says that it is not ready, and no deletion of it ends."""
+        self.silent.add(pod.uid)
+        self._set(pod, ready=False, unreachable=True)
+
+    def give_nodes_up(self) -> None:
+        """The cluster deletes what is on nodes that do not answer."""
+        for pod in list(self.pods.values()):
+            if pod.uid in self.silent and not pod.deleting:
+                self.take(pod)
+
+    def nodes_return(self) -> None:
+        """All nodes answer again."""
+        self.silent.clear()
+        for pod in list(self.pods.values()):
+            if pod.unreachable:
+                self._set(pod, unreachable=False)
+
     def _set(self, pod: PodView, **changes: Any) -> None:
         self.pods[pod.name] = replace(pod, **changes)
 
@@ -63,6 +82,8 @@ class Cluster(ApiServer):
         """Let every pod take its next step; gives whether one did."""
         moved = False
         for pod in list(self.pods.values()):
+            if pod.uid in self.silent:
+                continue
             if pod.deleting:
                 self.vanish(pod)
             elif pod.phase == "Pending":

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import chart
-from asyncflow_operator.cluster.kinds import BY_NAME, EVENT, LEASE, NODE, Kind
+from asyncflow_operator.cluster.kinds import BY_NAME, EVENT, LEASE, NODE, REFERRED, Kind
 from asyncflow_operator.settings import PREFIX, Settings
 from chart import CHART, ChartError
 
@@ -91,8 +91,9 @@ def test_the_operator_may_touch_exactly_the_kinds_that_it_knows(render: Render) 
         return kind.api_version.rpartition("/")[0], kind.plural
 
     granted = {(group, each) for rule in rules(render()) for group in rule["apiGroups"] for each in rule["resources"]}
-    ours = {("asyncflow.dev", f"{plural}/status") for plural in ("rljobs", "transferqueues", "weightsyncs")}
-    assert granted == {resource(kind) for kind in (*BY_NAME.values(), EVENT, LEASE, NODE)} | ours
+    statuses = {("asyncflow.dev", f"{plural}/status") for plural in ("rljobs", "transferqueues", "weightsyncs")}
+    statuses |= {("kueue.x-k8s.io", "workloads/status")}
+    assert granted == {resource(kind) for kind in (*BY_NAME.values(), *REFERRED, EVENT, LEASE, NODE)} | statuses
 
 
 def test_what_is_watched_may_be_listed_and_watched(render: Render) -> None:

@@ -36,7 +36,9 @@ def registries() -> Iterator[CollectorRegistry]:
         counters.calls["a"] = counters.errors["a"] = counters.dropped["a"] = 1
         role.watch_rpc(counters)
         yield role.registry
-    for worker in (RolloutMetrics(), TrainerMetrics()):
+    rollout, trainer = RolloutMetrics(), TrainerMetrics()
+    rollout.watch_busy(BusyClock(), what="occupied")
+    for worker in (rollout, trainer):
         worker.watch_busy(BusyClock())
         yield worker.registry
     yield Metrics().registry
@@ -86,13 +88,17 @@ def questions() -> Iterator[tuple[str, str]]:
         for panel in json.loads(dashboard.read_text())["panels"]:
             for target in panel.get("targets", ()):
                 yield f"{dashboard.stem}: {panel['title']}", target["expr"]
-    for alert in alerts():
-        yield f"alert {alert['alert']}", alert["expr"]
+    for rule in rules():
+        yield f"rule {rule.get('alert') or rule['record']}", rule["expr"]
+
+
+def rules() -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
 
 
 def alerts() -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"]
-    return [rule for group in groups for rule in group["rules"]]
+    return [rule for rule in rules() if "alert" in rule]
 
 
 @pytest.mark.parametrize("expression", [pytest.param(text, id=where) for where, text in questions()])

@@ -1,8 +1,9 @@
-"""A role that refuses its input ends the run at once, with its words."""
+"""How a role ends that cannot go on: by its exit status, and with its words."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import subprocess
 import sys
@@ -11,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from asyncflow.api import load
+from asyncflow.errors import AsyncFlowError, CheckpointError, PeerLost, RowsLost
+from asyncflow.plan.roles import REFUSED
 from asyncflow.roles import base
-from asyncflow.roles.post import RoleOptions
+from asyncflow.roles.base import run_role
+from asyncflow.roles.post import JobPost, RoleOptions
 
 COUNTING = Path(__file__).parents[2] / "examples" / "counting.yaml"
 
@@ -30,6 +34,28 @@ def run(folder: Path, *settings: str, manifest: str = COUNTING.name) -> subproce
         *words,
     ]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.parametrize(
+    ("errors", "status"),
+    [
+        ([PeerLost("gone")], 1),
+        ([CheckpointError("cut short")], 2),
+        ([RowsLost("row 7 is not there")], 3),
+        ([PeerLost("gone"), RowsLost("row 7 is not there")], 3),
+        ([RowsLost("row 7 is not there"), CheckpointError("cut short")], 2),
+    ],
+)
+def test_the_exit_status_says_whether_another_attempt_helps_and_whose_fault_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: list[AsyncFlowError], status: int
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+
+    async def serve(_: JobPost) -> None:
+        raise ExceptionGroup("all of it", errors)
+
+    options = RoleOptions(role="trainer", job=COUNTING, driver="tcp://a:1", index=0, attempt=0, workdir=tmp_path)
+    assert run_role(serve, options) == status
 
 
 @pytest.mark.process
@@ -68,7 +94,7 @@ def test_a_task_without_variance_ends_the_run_with_that_reason(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("number", "status"),
-    [(errno.EIO, 1), (errno.ENOSPC, 1), (errno.EACCES, base.REFUSED), (errno.ENOENT, base.REFUSED)],
+    [(errno.EIO, 1), (errno.ENOSPC, 1), (errno.EACCES, REFUSED), (errno.ENOENT, REFUSED)],
 )
 def test_a_disk_that_fails_for_a_moment_is_no_wrong_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, status: int

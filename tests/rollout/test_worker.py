@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 
@@ -86,6 +87,23 @@ async def test_standing_still_for_weights_is_counted_and_other_idleness_is_not(w
     assert waited["receive"] >= 0.1
     assert waited["swap"] >= 0.2
     assert meter.stall_s == waited["receive"] + waited["swap"]
+
+
+async def test_a_rollout_is_occupied_while_it_has_rows_also_while_they_wait_for_weights(world):
+    rollout = await world.rollout("r0", load_s=0.2)
+    meter = rollout.worker.meter
+    await world.publish(0)
+    await until(lambda: meter.swaps == 1, "θ0")
+    assert meter.occupied.total() == 0
+    await world.publish(1)
+    world.catalogue.require([1])
+    await world.put([0], step=3, oldest=1)
+    await world.made(4)
+    await until(lambda: not len(rollout.worker._desk), "the rows to be delivered")
+    before = meter.occupied.total()
+    assert before > meter.generate_s
+    await asyncio.sleep(0.05)
+    assert rollout.worker.status()["held_s"] == before == meter.occupied.total()
 
 
 async def test_quota_goes_back_for_rows_of_an_older_version(world):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from train_world import GROUPS, PARTITION, SIZE, Process, World, counting, take_seat, training
 
-from asyncflow.errors import Diverged, Fenced, ProtocolError, StaleHandle
+from asyncflow.errors import Diverged, Fenced, ProtocolError, RowsLost, StaleHandle
 from asyncflow.flow.schedule import Schedule
 from asyncflow.identity import Version
 from asyncflow.net.roster import Directives
@@ -198,7 +198,7 @@ async def test_samples_lost_with_a_unit_cost_the_step_in_hand_only(tmp_path: Pat
             return await fetch(rows, *columns, **how)  # type: ignore[arg-type]
 
         seat.queue.fetch = lost  # type: ignore[assignment, method-assign]
-        with pytest.raises(StaleHandle):
+        with pytest.raises(RowsLost, match="the row was lost"):
             await seat.run()
         state = await world.queue.snapshot(partition=PARTITION, timeout=10)
         assert state.last_committed_step == 3

@@ -46,7 +46,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   verbs: [patch]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch, create, delete]
+  verbs: [list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [configmaps, services, serviceaccounts, persistentvolumeclaims]
   verbs: [list, watch, create, patch]
@@ -68,4 +68,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - apiGroups: [kueue.x-k8s.io]
   resources: [workloads]
   verbs: [list, watch, create, patch, delete]
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads/status]
+  verbs: [patch]
 {{- end -}}

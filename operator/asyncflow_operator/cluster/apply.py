@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 from asyncflow.api.base import API_VERSION
 from asyncflow.api.names import LABEL_ATTEMPT
 from asyncflow.errors import AsyncFlowError
-from asyncflow_operator.actions import Action, Apply, Ask, Delete
+from asyncflow_operator.actions import Action, Apply, Ask, Delete, Release, Report
 from asyncflow_operator.cluster.client import Api, Json
 from asyncflow_operator.cluster.kinds import BY_NAME, POD, Kind
 from asyncflow_operator.cluster.refusals import ApiError, Refusal
@@ -111,7 +111,7 @@ class Hands:
             return
         async with slots:
             try:
-                await (self._apply(owner, action) if isinstance(action, Apply) else self._delete(owner, action))
+                await self._do(owner, action)
             except Refusal as refused:
                 failures.ends = failures.ends or refused.namespace_ends
                 if refused.namespace_ends or (refused.replaced and not refused.exists):
@@ -127,10 +127,23 @@ class Hands:
                 return
         self._report(owner, type(action).__name__.lower(), _name(action.ref), error)
 
-    def _lacks(self, owner: Owner, action: Apply | Delete) -> bool:
+    async def _do(self, owner: Owner, action: Apply | Delete | Release | Report) -> None:
+        match action:
+            case Apply():
+                await self._apply(owner, action)
+            case Delete():
+                await self._delete(owner, action)
+            case Release():
+                await self._release(owner.namespace, action)
+            case Report():
+                await self._tell(owner.namespace, action)
+
+    def _lacks(self, owner: Owner, action: Action) -> bool:
         """Say whether the owner does not have what was to be made."""
+        if not isinstance(action, Apply):
+            return False
         known = self._store.get(action.ref.kind, owner.namespace, action.ref.name)
-        return isinstance(action, Apply) and (known is None or known.owner != owner.uid)
+        return known is None or known.owner != owner.uid
 
     async def _apply(self, owner: Owner, action: Apply) -> None:
         kind, name = BY_NAME[action.ref.kind], action.ref.name
@@ -199,6 +212,27 @@ class Hands:
             self._store.put(kind.name, raw)
         else:
             self._store.remove(kind.name, owner.namespace, name, uid)
+
+    async def _release(self, namespace: str, action: Release) -> None:
+        """Change a pod's gates and finalizers; that it is gone already, or another one by now, is as good."""
+        metadata: Manifest = {"uid": action.uid}
+        body: Manifest = {"metadata": metadata}
+        if action.finalizers is not None:
+            metadata["finalizers"] = list(action.finalizers)
+        if action.gates is not None:
+            body["spec"] = {"schedulingGates": [{"name": gate} for gate in action.gates]}
+        kind = BY_NAME[action.ref.kind]
+        try:
+            self._store.put(kind.name, await self._api.merge(kind, namespace, action.ref.name, body))
+        except Refusal as refused:
+            if not (refused.absent or refused.replaced):
+                raise
+
+    async def _tell(self, namespace: str, action: Report) -> None:
+        """Write parts of a status. Raises Refusal (``conflict``) where the object has changed in the meantime."""
+        kind = BY_NAME[action.ref.kind]
+        body = {"metadata": {"resourceVersion": action.version}, "status": action.status}
+        self._store.put(kind.name, await self._api.merge(kind, namespace, action.ref.name, body, subresource="status"))
 
     def _report(self, owner: Owner, action: str, target: str, *errors: AsyncFlowError) -> None:
         about: dict[str, Any] = {"object": f"{owner.kind}/{owner.namespace}/{owner.name}", "target": target}

@@ -75,6 +75,7 @@ class Api:
         }
         self.configuration = configuration
         self.may_write: Callable[[], bool] = lambda: True
+        self._served: dict[str, Kind] = {}
         self._client: Any = ApiClient(configuration)
         self._answered = answered
 
@@ -104,13 +105,22 @@ class Api:
         """Close all connections."""
         await self._client.close()
 
+    async def settle(self, kind: Kind) -> None:
+        """Find out in which version the cluster has a kind that some have in an older one. Raises as ``get``."""
+        if not kind.older:
+            return
+        group = kind.api_version.partition("/")[0]
+        answer = await self._call("get", "GET", kind, f"/apis/{group}")
+        served = {each["groupVersion"] for each in answer.get("versions") or ()}
+        self._served[kind.name] = kind.at(kind.older) if kind.api_version not in served else kind
+
     async def get(self, kind: Kind, namespace: str, name: str) -> Json:
         """Read one object. Raises Refusal (``absent``) and Unreachable, as all calls do."""
-        return await self._call("get", "GET", kind, kind.path(namespace, name))
+        return await self._call("get", "GET", kind, self._path(kind, namespace, name))
 
     async def create(self, kind: Kind, namespace: str, body: Json, *, deadline_s: float = DEADLINE_S) -> Json:
         """Create an object; refused (``conflict``) where there is one of its name."""
-        path = kind.path(namespace)
+        path, body = self._path(kind, namespace), self._written(kind, body)
         return await self._call("create", "POST", kind, path, body=body, query=_OWNED, deadline_s=deadline_s)
 
     async def make(self, kind: Kind, namespace: str, manifest: Json) -> Json:
@@ -139,17 +149,21 @@ class Api:
 
     async def replace(self, kind: Kind, namespace: str, name: str, body: Json, *, deadline_s: float) -> Json:
         """Write a whole object; refused (``conflict``) where it has another ``resourceVersion`` by now."""
-        return await self._call("update", "PUT", kind, kind.path(namespace, name), body=body, deadline_s=deadline_s)
+        return await self._call(
+            "update", "PUT", kind, self._path(kind, namespace, name), body=body, deadline_s=deadline_s
+        )
 
-    async def merge(self, kind: Kind, namespace: str, name: str, body: Json) -> Json:
+    async def merge(self, kind: Kind, namespace: str, name: str, body: Json, *, subresource: str = "") -> Json:
         """Change some fields of an object."""
-        return await self._call("patch", "PATCH", kind, kind.path(namespace, name), body=body, form=MERGE)
+        path = self._path(kind, namespace, name, subresource)
+        return await self._call("patch", "PATCH", kind, path, body=body, form=MERGE)
 
     async def apply(self, kind: Kind, namespace: str, manifest: Json, *, subresource: str = "", force: bool) -> Json:
         """Apply an object by server-side apply. force: take fields from other managers instead of being refused."""
-        path = kind.path(namespace, manifest["metadata"]["name"], subresource)
+        path = self._path(kind, namespace, manifest["metadata"]["name"], subresource)
         query = _OWNED | ({"force": "true"} if force else {})
-        return await self._call("patch", "PATCH", kind, path, body=manifest, query=query, form=APPLY)
+        body = self._written(kind, manifest)
+        return await self._call("patch", "PATCH", kind, path, body=body, query=query, form=APPLY)
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str, grace_s: int | None = None) -> Json:
         """Delete the object with this uid; refused (``conflict``) where the name belongs to another one by now."""
@@ -157,7 +171,7 @@ class Api:
         if grace_s is not None:
             body["gracePeriodSeconds"] = grace_s
         body["propagationPolicy"] = "Background"
-        return await self._call("delete", "DELETE", kind, kind.path(namespace, name), body=body)
+        return await self._call("delete", "DELETE", kind, self._path(kind, namespace, name), body=body)
 
     async def pages(
         self,
@@ -178,7 +192,7 @@ class Api:
         accept = METADATA_LIST if metadata_only else JSON
         while True:
             try:
-                page = await self._call("list", "GET", kind, kind.path(namespace), query=query, accept=accept)
+                page = await self._call("list", "GET", kind, self._path(kind, namespace), query=query, accept=accept)
             except TooLarge:
                 if query["limit"] == "1":
                     raise
@@ -206,7 +220,7 @@ class Api:
         """
         query = {"watch": "true", "resourceVersion": since, "allowWatchBookmarks": "true"}
         query |= {"labelSelector": labels} if labels else {}
-        path = kind.path(namespace)
+        path = self._path(kind, namespace)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CALL_S)
         accept = METADATA if metadata_only else JSON
         begun = time.monotonic()
@@ -220,6 +234,12 @@ class Api:
                 yield [_changed(line, path) for line in batch]
         except _BROKEN as error:
             raise Unreachable(_words(error), where=f"watch {path}") from error
+
+    def _path(self, kind: Kind, namespace: str = "", name: str = "", subresource: str = "") -> str:
+        return self._served.get(kind.name, kind).path(namespace, name, subresource)
+
+    def _written(self, kind: Kind, manifest: Json) -> Json:
+        return self._served.get(kind.name, kind).written(manifest) if kind.older else manifest
 
     async def _call(
         self,

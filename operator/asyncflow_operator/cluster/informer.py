@@ -76,6 +76,7 @@ class Informer:
                 await self._rest()
 
     async def _list(self) -> str:
+        await self._api.settle(self.kind)
         listed: set[str] = set()
         version = ""
         arguments: Any = {"namespace": self._namespace, "labels": self._labels, "metadata_only": self._metadata_only}

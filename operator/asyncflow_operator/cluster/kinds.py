@@ -6,8 +6,9 @@ operator's role must grant. A Secret is written and never read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
 
 from asyncflow.api.base import API_VERSION
 
@@ -19,7 +20,8 @@ class Kind:
     """One kind of object.
 
     api_version: ``group/version`` or ``v1``; plural: its name in paths; watched: what the informer asks for, ``whole``
-    where the status decides something; optional: whether a cluster may lack it.
+    where the status decides something; optional: whether a cluster may lack it; older: the version that a cluster may
+    have instead.
     """
 
     name: str
@@ -28,6 +30,7 @@ class Kind:
     watched: Watched = "metadata"
     optional: bool = False
     namespaced: bool = True
+    older: str = ""
 
     def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
         """Give the path of an object, or without a name of the collection; all namespaces' without a namespace."""
@@ -36,9 +39,41 @@ class Kind:
         parts = (root + within, self.plural, name, subresource)
         return "/".join(part for part in parts if part)
 
+    def at(self, version: str) -> Kind:
+        """Return the same kind in another ``group/version``."""
+        return replace(self, api_version=version)
+
+    def written(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``manifest``, which is of the newest version that we know, as one of this version.
+
+        A Workload of v1beta1 names the class of its priority in another way; all else that we write is the same.
+        """
+        if manifest["apiVersion"] == self.api_version:
+            return dict(manifest)
+        older = {**manifest, "apiVersion": self.api_version}
+        if reference := (manifest.get("spec") or {}).get("priorityClassRef"):
+            spec = {key: value for key, value in manifest["spec"].items() if key != "priorityClassRef"}
+            source = f"{reference['group']}/{reference['kind'].lower()}"
+            older["spec"] = spec | {"priorityClassName": reference["name"], "priorityClassSource": source}
+        return older
+
 
 def _ours(name: str) -> Kind:
     return Kind(name=name, api_version=API_VERSION, plural=f"{name.lower()}s", watched="whole")
+
+
+def _kueue(name: str, *, watched: Watched = "never", optional: bool = False, namespaced: bool = True) -> Kind:
+    plural = "workloadpriorityclasses" if name == "WorkloadPriorityClass" else f"{name.lower()}s"
+    newest, older = "kueue.x-k8s.io/v1beta2", "kueue.x-k8s.io/v1beta1"
+    return Kind(
+        name=name,
+        api_version=newest,
+        plural=plural,
+        watched=watched,
+        optional=optional,
+        namespaced=namespaced,
+        older=older,
+    )
 
 
 RLJOB: Final = _ours("RLJob")
@@ -69,14 +104,20 @@ _OWNED: Final = (
         watched="whole",
         optional=True,
     ),
+    _kueue("Workload", watched="whole", optional=True),
+)
+REFERRED: Final = (
+    _kueue("ResourceFlavor", namespaced=False),
+    _kueue("WorkloadPriorityClass", namespaced=False),
     Kind(
-        name="Workload",
-        api_version="kueue.x-k8s.io/v1beta1",
-        plural="workloads",
-        watched="whole",
-        optional=True,
+        name="PriorityClass",
+        api_version="scheduling.k8s.io/v1",
+        plural="priorityclasses",
+        watched="never",
+        namespaced=False,
     ),
 )
+"""Objects of the cluster that others make and jobs refer to: they are read by name, where a job asks for them."""
 
 BY_NAME: Final = {kind.name: kind for kind in (*OURS, *_OWNED)}
 """Every kind that a plan may name."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, Final
 
 from asyncflow.api.names import CONTAINER, DIGEST, FIELD_MANAGER, LABEL_ATTEMPT, LABEL_INDEX, LABEL_ROLE
-from asyncflow_operator.observed import ObjectView, PodView, Ref
+from asyncflow_operator.observed import Assigned, ObjectView, PodView, Ref
 
 Json = Mapping[str, Any]
 
@@ -31,8 +32,6 @@ _KEPT: Final = frozenset(
     ("ConfigMap", "Service", "ServiceAccount", "NetworkPolicy", "PodDisruptionBudget", "TransferQueue", "WeightSync")
 )
 """Kinds whose objects are put back when somebody changes them: of all others a part belongs to somebody else."""
-_STAGES: Final = ("Finished", "Evicted", "Admitted")
-"""Conditions of a Workload, the one that counts most first."""
 
 
 def pod_view(raw: Json) -> PodView:
@@ -43,6 +42,9 @@ def pod_view(raw: Json) -> PodView:
     main: Json = next((each for each in status.get("containerStatuses") or () if each.get("name") == CONTAINER), {})
     state = main.get("state") or {}
     running, ended = state.get("running") or {}, state.get("terminated") or {}
+    phase = status.get("phase", "Pending")
+    if leftover := bool(ended) and phase == "Running":
+        phase = "Failed" if ended.get("exitCode") else "Succeeded"
     waiting, waiting_message = _waiting(status)
     scheduled = conditions.get("PodScheduled") or {}
     reason = str(status.get("reason", ""))
@@ -53,15 +55,22 @@ def pod_view(raw: Json) -> PodView:
         index=_number(labels.get(LABEL_INDEX)),
         attempt=_number(labels.get(LABEL_ATTEMPT)),
         digest=digest_of(raw),
-        phase=status.get("phase", "Pending"),
-        ready=(conditions.get("Ready") or {}).get("status") == "True",
+        phase=phase,
+        ready=_holds(conditions, "Ready"),
         deleting="deletionTimestamp" in meta,
+        ends_by=seconds(meta.get("deletionTimestamp")),
+        forced=meta.get("deletionGracePeriodSeconds") == 0,
+        unreachable=_unreachable(spec, conditions) and phase == "Running",
+        leftover=leftover,
         created=seconds(meta.get("creationTimestamp")) or 0.0,
         started=seconds(running.get("startedAt") or ended.get("startedAt")),
         finished=seconds(ended.get("finishedAt")),
         node=sys.intern(str(spec.get("nodeName", ""))),
         ip=status.get("podIP", ""),
         scheduled=bool(spec.get("nodeName")),
+        claims=_claims(spec),
+        gates=tuple(str(gate.get("name")) for gate in spec.get("schedulingGates") or ()),
+        finalizers=tuple(meta.get("finalizers") or ()),
         gated=scheduled.get("reason") == "SchedulingGated",
         unschedulable=str(scheduled.get("message", "")) if scheduled.get("reason") == "Unschedulable" else "",
         waiting=waiting,
@@ -69,32 +78,61 @@ def pod_view(raw: Json) -> PodView:
         exit_code=ended.get("exitCode"),
         exit_reason=str(ended.get("reason") or reason),
         last_words=str(ended.get("message") or status.get("message") or "")[-_LAST_WORDS:],
-        disrupted=(conditions.get("DisruptionTarget") or {}).get("status") == "True" or reason in _NOBODYS_FAILURE,
+        disrupted=_holds(conditions, "DisruptionTarget") or reason in _NOBODYS_FAILURE,
     )
 
 
 def object_view(raw: Json, *, kind: str) -> ObjectView:
     """Give the view of any other object, whole or its metadata only."""
     meta, status = raw["metadata"], raw.get("status") or {}
-    phase, said = _stage_of(status) if kind == "Workload" else (str(status.get("phase", "")), "")
-    return ObjectView(
+    view = ObjectView(
         ref=Ref(sys.intern(kind), meta["name"]),
         uid=meta.get("uid", ""),
         digest=digest_of(raw),
         held=held_of(raw, kind=kind),
-        phase=phase,
-        said=said,
+        phase=str(status.get("phase", "")),
         deleting="deletionTimestamp" in meta,
+    )
+    return _workload_view(view, raw) if kind == "Workload" else view
+
+
+def _workload_view(view: ObjectView, raw: Json) -> ObjectView:
+    status = raw.get("status") or {}
+    conditions = {str(each["type"]): each for each in status.get("conditions") or ()}
+    phase = _stage_of(conditions, admission=bool(status.get("admission")))
+    said = conditions.get("QuotaReserved" if phase in ("Pending", "Reserved") else phase) or {}
+    return replace(
+        view,
+        phase=phase,
+        said=str(said.get("message", "")),
+        conditions=tuple(conditions.values()),
+        version=str(raw["metadata"].get("resourceVersion", "")),
+        assigned=_assigned(status),
     )
 
 
-def _stage_of(status: Json) -> tuple[str, str]:
-    """Give how far a Workload of Kueue is, and its words about that."""
-    conditions = {str(each["type"]): each for each in status.get("conditions") or ()}
-    for stage in _STAGES:
-        if (conditions.get(stage) or {}).get("status") == "True":
-            return stage, str(conditions[stage].get("message", ""))
-    return "Pending", str((conditions.get("QuotaReserved") or {}).get("message", ""))
+def _stage_of(conditions: Mapping[str, Json], *, admission: bool) -> str:
+    """Return how far a Workload of Kueue is; one that was evicted has yet to give its quota back."""
+    if _holds(conditions, "Finished"):
+        return "Finished"
+    if _holds(conditions, "Evicted") and (admission or _holds(conditions, "QuotaReserved")):
+        return "Evicted"
+    if _holds(conditions, "Admitted"):
+        return "Admitted"
+    return "Reserved" if _holds(conditions, "QuotaReserved") else "Pending"
+
+
+def _assigned(status: Json) -> dict[str, Assigned]:
+    more: dict[str, list[dict[str, Any]]] = {}
+    for check in status.get("admissionChecks") or ():
+        for update in check.get("podSetUpdates") or ():
+            more.setdefault(str(update.get("name", "")), []).append(dict(update))
+    return {
+        str(each["name"]): Assigned(
+            flavors=tuple(sorted(set((each.get("flavors") or {}).values()))), more=tuple(more.get(each["name"], ()))
+        )
+        for each in (status.get("admission") or {}).get("podSetAssignments") or ()
+    }
 
 
 def digest_of(raw: Json) -> str:
@@ -145,6 +183,22 @@ def scalers(raw: Json, path: Iterable[str]) -> tuple[str, ...]:
 def seconds(time: str | None) -> float | None:
     """Give an RFC 3339 time as unix seconds."""
     return datetime.fromisoformat(time).timestamp() if time else None
+
+
+def _holds(conditions: Mapping[str, Json], kind: str) -> bool:
+    return (conditions.get(kind) or {}).get("status") == "True"
+
+
+def _unreachable(spec: Json, conditions: Mapping[str, Json]) -> bool:
+    """Return whether the node controller has marked a pod because its node does not answer: it takes ``Ready`` away and
+    leaves ``ContainersReady``, where a kubelet says the same of both (readiness gates aside).
+    """
+    return not _holds(conditions, "Ready") and _holds(conditions, "ContainersReady") and not spec.get("readinessGates")
+
+
+def _claims(spec: Json) -> tuple[str, ...]:
+    volumes = (volume.get("persistentVolumeClaim") for volume in spec.get("volumes") or ())
+    return tuple(sys.intern(str(claim["claimName"])) for claim in volumes if claim)
 
 
 def _waiting(status: Json) -> tuple[str, str]:

@@ -1,45 +1,153 @@
 """What the gang scheduler's object says: whether the core has its place, has lost it, or needs it no more.
 
-Volcano holds the pods of its PodGroup back by itself. Kueue admits a Workload of ours, and then pods are made; one that
-it evicts is suspended, and asks for a place again with a Workload of its own once the old one is gone.
+Volcano holds the pods of its PodGroup back by itself. Kueue admits a Workload of ours, and then pods are made, on nodes
+of the flavors that it was given. Of an evicted Workload the pods end; then its quota is given back, and it waits for a
+place again, where it was in its queue.
 
-Invariant: with Kueue no pod is made without an admitted Workload; a job that has ended or is suspended holds no place.
+Invariants: with Kueue no pod is made without an admitted Workload whose flavors are known; a job that has ended or is
+suspended holds no place; a Workload that holds quota is not changed, which Kueue would refuse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-from asyncflow_operator.actions import Delete
-from asyncflow_operator.observed import ObjectView, Ref
+from asyncflow.plan.roles import Role
+from asyncflow_operator.actions import Delete, Release, Report
+from asyncflow_operator.decide.moments import written
+from asyncflow_operator.desired.objects import KUEUE
+from asyncflow_operator.observed import JobState, Manifest, ObjectView, PodView, Ref
 
 _WORKLOAD: Final = "Workload"
 _GANGS: Final = frozenset(("PodGroup", _WORKLOAD))
+_HOLDS_QUOTA: Final = frozenset(("Reserved", "Admitted", "Evicted"))
+_AT_ONCE: Final = frozenset(("Preempted", "NodeFailures"))
+"""Reasons of an eviction after which a Workload may be admitted again at once; after others Kueue says when."""
+_READY: Final = "PodsReady"
 
 Objects = Mapping[Ref, ObjectView]
 
 
-def admitted(objects: Objects, *, gang: str) -> bool:
-    """Say whether pods may be made, as far as the gang scheduler is concerned."""
-    return gang != "kueue" or any(each.phase == "Admitted" for each in _workloads(objects))
+def admitted(state: JobState) -> bool:
+    """Return whether pods may be made, as far as the gang scheduler is concerned."""
+    if state.job is None or state.job.spec.scheduling.gang != "kueue":
+        return True
+    return any(each.phase == "Admitted" for each in _workloads(state.objects)) and _flavors_known(state)
 
 
-def evicted(objects: Objects, *, gang: str) -> bool:
-    """Say whether the place of a job is wanted for another one."""
-    return gang == "kueue" and any(each.phase == "Evicted" for each in _workloads(objects))
+def evicted(state: JobState) -> bool:
+    """Return whether the place of a job is wanted for another one."""
+    return any(each.phase == "Evicted" for each in _workloads(state.objects))
 
 
-def waits_for(objects: Objects) -> str:
-    """Say in words what keeps the Workload from being admitted."""
-    return next((each.said for each in _workloads(objects) if each.said), "it has said nothing yet")
+def waits_for(state: JobState) -> str:
+    """Return what keeps the pods of a gang from being made, in words; "" where that is over in a moment."""
+    admission = any(each.phase == "Admitted" for each in _workloads(state.objects))
+    if admission or any(each.problem for each in state.found.values()):
+        return _unread(state)
+    said = next((each.said for each in _workloads(state.objects) if each.said), "it has said nothing yet")
+    return f"Kueue has not admitted the job's Workload: {said}"
 
 
 def given_back(objects: Objects) -> tuple[Delete, ...]:
-    """Give the deletion of what holds the core's place."""
+    """Return the deletion of what holds the core's place."""
     gangs = (view for ref, view in objects.items() if ref.kind in _GANGS and not view.deleting)
     return tuple(Delete(ref=view.ref, uid=view.uid) for view in gangs)
 
 
+def queued_again(objects: Objects, *, now: float) -> tuple[Report, ...]:
+    """Return what gives an evicted Workload's quota back, once no pod is left, so that it waits for its turn again."""
+    return tuple(
+        Report(ref=view.ref, version=view.version, status={"admission": None, "conditions": _requeued(view, now)})
+        for view in _workloads(objects)
+        if view.phase == "Evicted"
+    )
+
+
+def pods_ready(objects: Objects, *, lacks: Collection[str], now: float) -> tuple[Report, ...]:
+    """Return what tells Kueue whether all pods of an admitted Workload are ready, where that is news.
+
+    Kueue may be told to evict what is not ready in time. lacks: as ``phases.lacking`` says it.
+    """
+    reports = []
+    for view in _workloads(objects):
+        before = next((each for each in view.conditions if each["type"] == _READY), {})
+        recovers = before.get("reason") in ("WaitForRecovery", "Recovered")
+        if not lacks:
+            reason, message = "Recovered" if recovers else "Started", "All pods are ready"
+        else:
+            recovers = recovers or before.get("status") == "True"
+            reason, message = "WaitForRecovery" if recovers else "WaitForStart", f"Only {', '.join(lacks)} ready"
+        status = "False" if lacks else "True"
+        if view.phase == "Admitted" and (before.get("status"), before.get("reason")) != (status, reason):
+            conditions = _with(view.conditions, _READY, status, reason, message, now=now)
+            reports.append(Report(ref=view.ref, version=view.version, status={"conditions": conditions}))
+    return tuple(reports)
+
+
+def released(state: JobState, role: Role, pods: Iterable[PodView]) -> tuple[Release, ...]:
+    """Return what takes away what Kueue has put on pods of the core: they wait as one Workload, which is admitted."""
+    if state.job is None or state.job.spec.scheduling.gang != "kueue":
+        return ()
+    core = [(pod, _without(pod.gates), _without(pod.finalizers)) for pod in pods if pod.index < role.core]
+    return tuple(
+        Release(ref=Ref("Pod", pod.name), uid=pod.uid, gates=gates, finalizers=finalizers)
+        for pod, gates, finalizers in core
+        if gates is not None or finalizers is not None
+    )
+
+
+def _without(names: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Return the names that are not Kueue's, None where none is."""
+    others = tuple(name for name in names if not name.startswith(KUEUE))
+    return others if others != names else None
+
+
+def changeable(manifest: Manifest, objects: Objects) -> bool:
+    """Return whether an object may be written now: all but a Workload that holds quota."""
+    view = objects.get(Ref(manifest["kind"], manifest["metadata"]["name"]))
+    return manifest["kind"] != _WORKLOAD or view is None or view.phase not in _HOLDS_QUOTA
+
+
 def _workloads(objects: Objects) -> list[ObjectView]:
     return [view for ref, view in objects.items() if ref.kind == _WORKLOAD and not view.deleting]
+
+
+def _unread(state: JobState) -> str:
+    """Return which object of the cluster that the job refers to cannot be read, and why; "" if there is none."""
+    return next(
+        (
+            f"{ref.kind} {ref.name} cannot be read: {found.problem}"
+            for ref, found in state.found.items()
+            if found.problem
+        ),
+        "",
+    )
+
+
+def _flavors_known(state: JobState) -> bool:
+    assigned = (each for view in _workloads(state.objects) for each in view.assigned.values())
+    flavors = {Ref("ResourceFlavor", name) for each in assigned for name in each.flavors}
+    return all(ref in state.found and not state.found[ref].problem for ref in flavors)
+
+
+def _requeued(view: ObjectView, now: float) -> tuple[Manifest, ...]:
+    """Return the conditions of a Workload that has left its place, as Kueue's own integrations leave them."""
+    evicted: Manifest = next((each for each in view.conditions if each["type"] == "Evicted"), {})
+    reason, message = str(evicted.get("reason") or "Evicted"), str(evicted.get("message") or "")
+    at_once = "True" if reason in _AT_ONCE else "False"
+    conditions = _with(view.conditions, "Requeued", at_once, reason, message, now=now)
+    conditions = _with(conditions, "QuotaReserved", "False", "Pending", message, now=now)
+    conditions = _with(conditions, "Admitted", "False", "NoReservation", "The workload has no reservation", now=now)
+    return _with(conditions, _READY, "False", "WaitForStart", "No pod is left", now=now)
+
+
+def _with(
+    conditions: Iterable[Manifest], kind: str, status: str, reason: str, message: str, *, now: float
+) -> tuple[Manifest, ...]:
+    """Return ``conditions`` with this one; its time is that of the last change of its status."""
+    before: Manifest = next((each for each in conditions if each["type"] == kind), {})
+    since = before["lastTransitionTime"] if before.get("status") == status else written(now)
+    stated = {"type": kind, "status": status, "reason": reason, "message": message, "lastTransitionTime": since}
+    return (*(each for each in conditions if each["type"] != kind), stated)

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from asyncflow.api.queue import QueueStatus
 from asyncflow.api.status import JobStatus
 from asyncflow.api.weights import WeightsStatus
-from asyncflow_operator.actions import Action, Note, Plan
+from asyncflow_operator.actions import Action, Delete, Note, Plan
 from asyncflow_operator.decide.conditions import Board
 from asyncflow_operator.decide.moments import Alarm
 from asyncflow_operator.decide.writing import to_write
@@ -47,6 +47,14 @@ class Draft(Generic[S]):
     def note(self, reason: str, message: str, *, warning: bool = False) -> None:
         """Tell people of a transition."""
         self.notes.append(Note(type="Warning" if warning else "Normal", reason=reason, message=message))
+
+    def take_away(self, deletes: Iterable[Delete]) -> None:
+        """Delete pods; people are told of those whose node does not let go of them."""
+        for delete in deletes:
+            self.first.append(delete)
+            if delete.grace_s == 0:
+                words = "its node does not let go of it, so it is taken off the API server"
+                self.note("NodeLost", f"{delete.ref.name}: {words}", warning=True)
 
     def do_first(self, actions: Iterable[Action]) -> None:
         """Add what nothing has to wait for."""

@@ -6,17 +6,17 @@ number is shown and the spec's number is followed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from asyncflow.api.job import RLJobSpec
-from asyncflow.api.status import JobStatus
-from asyncflow.flow.scaling import Elasticity, Signals, Wish
+from asyncflow.api.status import ElasticityRecord, JobStatus
+from asyncflow.flow.scaling import Elasticity, Signals, Window, Wish
 from asyncflow_operator.decide.moments import Alarm, read, written
 from asyncflow_operator.observed import JobState, Probe
 
 _FRESH_S: Final = 60.0
-_OFF: Final[dict[str, Any]] = {"desired_replicas": None, "wish": None, "wish_time": None}
+_OFF: Final[dict[str, Any]] = {"desired_replicas": None, "elasticity": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ def target(spec: RLJobSpec, state: JobState, alarm: Alarm) -> Target:
 def _followed(
     spec: RLJobSpec, status: JobStatus, probe: Probe, alarm: Alarm, *, acts: bool
 ) -> tuple[int, dict[str, Any]]:
-    """Give what the policy wants, and the fields that say so. acts: whether it starts from what it wanted before."""
+    """Return what the policy wants, and the fields that say so. acts: whether it starts from what it wanted before."""
     rollout, elasticity = spec.rollout, spec.elasticity
     before = status.desired_replicas if status.desired_replicas is not None else rollout.replicas
     policy = Elasticity(
@@ -82,27 +82,44 @@ def _followed(
     )
     signals = _signals(spec, probe, alarm.now, rollouts=before if acts else rollout.replicas)
     if signals is None:
-        held = max(policy.least, min(before, policy.most))
-        return held, {"desired_replicas": held, "wish": None, "wish_time": None}
-    since = read(status.wish_time)
-    wish = Wish(status.wish, since) if status.wish is not None and since is not None else None
-    wanted, wish = policy.follow(signals, wish=wish, now=alarm.now)
-    if wish is None:
-        return wanted, {"desired_replicas": wanted, "wish": None, "wish_time": None}
-    alarm.until(wish.since + policy.stabilization_s)
-    kept = before if not acts else wanted
-    return kept, {"desired_replicas": kept, "wish": wish.direction, "wish_time": written(wish.since)}
+        held = policy.within(before)
+        return held, {"desired_replicas": held} if status.desired_replicas is not None else {}
+    decided, window = policy.follow(signals, window=_window(status.elasticity), now=alarm.now)
+    if not acts:
+        window = replace(window, rollouts=policy.within(signals.rollouts))
+    if window.wish is not None:
+        alarm.until(window.wish.since + policy.stabilization_s)
+    wanted = policy.within(before) if decided is None else decided
+    return wanted, {"desired_replicas": wanted, "elasticity": _record(window)}
+
+
+def _window(record: ElasticityRecord | None) -> Window | None:
+    """Return what was remembered."""
+    if record is None:
+        return None
+    since = read(record.wish_time)
+    wish = Wish(record.wish, since) if record.wish is not None and since is not None else None
+    return Window(record.replicas, record.step, wish)
+
+
+def _record(window: Window) -> ElasticityRecord:
+    """Return what to remember."""
+    wish = {"wish": window.wish.direction, "wish_time": written(window.wish.since)} if window.wish is not None else {}
+    return ElasticityRecord.model_validate({"replicas": window.rollouts, "step": window.step, **wish})
 
 
 def _signals(spec: RLJobSpec, probe: Probe, now: float, *, rollouts: int) -> Signals | None:
-    """Give what the policy looks at; None where the driver has nothing new to say, or no step was made yet."""
+    """Return what the policy looks at; None where the driver has nothing new to say, or too few steps were made."""
     seen = probe.status
-    if seen is None or now - probe.at > _FRESH_S or seen.phase != "Running" or seen.step == 0:
+    if seen is None or now - probe.at > _FRESH_S or seen.phase != "Running" or seen.recent is None:
         return None
     return Signals(
         rollouts=rollouts,
         ready=sum(each.state in ("ready", "lagging") for each in seen.rollouts),
-        wait_share=seen.trainer_wait_share,
+        step=seen.step,
+        since=seen.recent.since,
+        wait_share=seen.recent.wait_share,
+        busy_share=seen.recent.busy_share,
         queued_steps=seen.queue.ready / (spec.algorithm.prompts_per_step * spec.algorithm.group_size),
         lag=seen.staleness.start,
     )

@@ -13,7 +13,7 @@ from typing import Any, Final
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.status import JobStatus, Phase
 from asyncflow_operator.actions import Ask, Delete, Plan
-from asyncflow_operator.decide.admission import given_back
+from asyncflow_operator.decide.admission import given_back, queued_again
 from asyncflow_operator.decide.draft import Draft
 from asyncflow_operator.decide.failure import End, Verdict, end_of
 from asyncflow_operator.decide.gang import next_attempt
@@ -43,7 +43,7 @@ def finish(draft: Draft[JobStatus], state: JobState, verdict: Verdict | None) ->
     phase: Phase = "Succeeded" if verdict is None else "Failed"
     draft.fields |= figures(state.probe.status, ())
     draft.fields |= {"phase": phase, "completion_time": written(draft.now), "eta": "", "waiting_for": ""}
-    draft.fields |= {"draining": (), "ready_rollouts": 0, "replicas": 0, "wish": None, "wish_time": None}
+    draft.fields |= {"draining": (), "ready_rollouts": 0, "replicas": 0, "elasticity": None}
     if verdict is None:
         draft.board.say("Complete", True, "Succeeded", "The driver has ended the run")
         draft.note("Succeeded", "The run is complete")
@@ -56,7 +56,7 @@ def finish(draft: Draft[JobStatus], state: JobState, verdict: Verdict | None) ->
 def after_the_end(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
     """Take away what a finished job does not need, and the job itself when its time to live is over."""
     kept = _kept(state, keeps_failures=spec.limits.keep_on_failure)
-    draft.do_first(removed(pod for pod in state.pods if pod.uid not in kept))
+    draft.take_away(removed((pod for pod in state.pods if pod.uid not in kept), draft.alarm))
     draft.do_first(given_back(state.objects))
     ttl, finished = spec.limits.ttl_seconds_after_finished, read(state.status.completion_time)
     if ttl is not None and finished is not None and not draft.alarm.until(finished + ttl):
@@ -82,13 +82,13 @@ def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
         draft.do_first([Ask(path="/v1/suspend")] if seen is None or seen.phase in ("Running", "Paused") else [])
         _say_suspended(draft, done=False)
         return draft.plan(figures=FIGURES)
-    draft.do_first(removed(state.pods))
+    draft.take_away(removed(state.pods, draft.alarm))
     done = not state.pods
     if done:
-        draft.do_first(given_back(state.objects))
+        draft.do_first(given_back(state.objects) if spec.suspend else queued_again(state.objects, now=draft.now))
     if done and status.phase != "Suspended":
         draft.fields |= {"phase": "Suspended", "start_time": None, "replicas": 0, "ready_rollouts": 0, "draining": ()}
-        draft.fields |= {"eta": "", "waiting_for": "", "wish": None, "wish_time": None}
+        draft.fields |= {"eta": "", "waiting_for": "", "elasticity": None}
         draft.note("Suspended", "All pods are released; suspend: false resumes from the checkpoint")
     _say_suspended(draft, done=done or status.phase == "Suspended")
     return draft.plan(figures=FIGURES)
@@ -118,12 +118,15 @@ def _may_save(state: JobState) -> bool:
 
 
 def _kept(state: JobState, *, keeps_failures: bool) -> set[str]:
-    """Give the pods that stay: the driver's, and of a failed job those that failed, unless nothing is kept."""
+    """Return the UIDs of the pods that stay for their logs: the driver's, and of a failed job those that failed, unless
+    nothing is kept. Of a pod that a sidecar keeps running nothing stays: it would hold its node's resources.
+    """
     failed = state.status.phase == "Failed"
     if failed and not keeps_failures:
         return set()
-    ended = {pod.uid for pod in state.pods if end_of(pod) in (End.FAILED, End.REFUSED)} if failed else set()
-    return ended | {pod.uid for pod in state.pods if pod.role == "driver"}
+    over = [pod for pod in state.pods if not pod.leftover]
+    ended = {pod.uid for pod in over if end_of(pod) in (End.FAILED, End.REFUSED)} if failed else set()
+    return ended | {pod.uid for pod in over if pod.role == "driver"}
 
 
 def _say_suspended(draft: Draft[JobStatus], *, done: bool) -> None:

@@ -3,8 +3,10 @@
 Every end is entered into the role's record once: a pod of a gang by its attempt, which the entry leaves behind, any
 other by its UID. The record is on disk before the pod is deleted, so a crash in between enters nothing twice.
 
-Invariants: attempts only grow; no end of a pod that the cluster or a person took away uses budget; a window counts a
-failure once.
+Failures are forgotten when the window is over, so that a record says at any time what of the budget is used.
+
+Invariants: attempts only grow; no end of a pod that the cluster or a person took away uses budget, nor one that another
+process has caused; a window counts a failure once.
 """
 
 from __future__ import annotations
@@ -15,13 +17,11 @@ from enum import StrEnum
 from typing import Final
 
 from asyncflow.api.status import RoleRecord
-from asyncflow.plan.roles import RestartPolicy, Role
+from asyncflow.plan.roles import DISRUPTED, MOST_DISRUPTIONS, REFUSED, RestartPolicy, Role
 from asyncflow_operator.actions import Note
 from asyncflow_operator.decide.moments import Alarm, read, spoken, written
 from asyncflow_operator.observed import PodView
 
-REFUSED: Final = 2
-"""Exit code of a role that refuses its input: another attempt would end in the same way."""
 SETTLED_S: Final = 20.0
 """A process that ran for so many seconds can run: its next end is the first of a row."""
 LONGEST_S: Final = 60.0
@@ -39,6 +39,7 @@ class End(StrEnum):
 
     FAILED = "failed"
     REFUSED = "refused its input"
+    DISRUPTED = "lost what it worked on with another process"
     TAKEN = "was taken away by the cluster"
     DELETED = "was deleted"
     DONE = "ended by itself"
@@ -71,16 +72,24 @@ def end_of(pod: PodView) -> End | None:
         return End.TAKEN
     if pod.exit_code == REFUSED:
         return End.REFUSED
+    if pod.exit_code == DISRUPTED:
+        return End.DISRUPTED
     return End.DONE if pod.phase == "Succeeded" or pod.exit_code == 0 else End.FAILED
 
 
 def take_stock(role: Role, pods: Iterable[PodView], record: RoleRecord, alarm: Alarm) -> Stock:
-    """Enter the ends of ``pods``, all of one role, that are not in ``record`` yet."""
+    """Enter the ends of ``pods``, all of one role, that are not in ``record`` yet.
+
+    Of a gang that ended, one end is entered for all: that of a rank which was disrupted, if there is one, because the
+    others have then failed for want of it.
+    """
     pods = sorted(pods, key=lambda pod: (pod.index, pod.uid))
     there = {pod.uid for pod in pods}
+    record = _forgetful(role.restart, record, alarm)
     verdict: Verdict | None = None
     notes: list[Note] = []
-    for pod, end in _new_ends(role, pods, record, alarm):
+    ends = sorted(_new_ends(role, pods, record, alarm), key=lambda each: each[1] is not End.DISRUPTED)
+    for pod, end in ends:
         if end is End.REFUSED:
             verdict = verdict or Verdict("Refused", f"{_ended(pod)}, which no restart can mend. {_words(pod)}".strip())
         elif not (role.gang and pod.attempt < record.attempt):
@@ -88,7 +97,7 @@ def take_stock(role: Role, pods: Iterable[PodView], record: RoleRecord, alarm: A
             if len(counted) < COUNTED:
                 record = _enter(role, record.model_copy(update={"counted": counted}), pod, end, alarm.now)
                 notes.append(_told(role, pod, end))
-    return Stock(record, verdict or _exceeded(role, pods, record, alarm), tuple(notes))
+    return Stock(record, verdict or _exceeded(role, pods, record), tuple(notes))
 
 
 def delay(policy: RestartPolicy, ends: int) -> float:
@@ -109,6 +118,14 @@ def cleared(policy: RestartPolicy, record: RoleRecord, pod: PodView, alarm: Alar
     return not alarm.until(min(ended, pod.finished or ended) + delay(policy, record.in_a_row))
 
 
+def _forgetful(policy: RestartPolicy, record: RoleRecord, alarm: Alarm) -> RoleRecord:
+    """Return the record without the failures of a window that is over."""
+    since = read(record.window_start)
+    if since is None or alarm.until(since + policy.window_s):
+        return record
+    return record.model_copy(update={"restarts": 0, "disruptions": 0, "window_start": None})
+
+
 def _new_ends(role: Role, pods: Iterable[PodView], record: RoleRecord, alarm: Alarm) -> Iterator[tuple[PodView, End]]:
     for pod in pods:
         end = end_of(pod)
@@ -124,11 +141,10 @@ def _enter(role: Role, record: RoleRecord, pod: PodView, end: End, now: float) -
     entered |= {"begun": False, "whole": False} if role.gang else {"counted": (*record.counted, pod.uid)}
     if end is not End.DELETED:
         entered |= {"in_a_row": _row(record, pod, now), "last_failure": written(now)}
-    if end is End.FAILED:
-        since = read(record.window_start)
-        fresh = since is None or now - since >= role.restart.window_s
-        entered |= {"restarts": 1 if fresh else record.restarts + 1}
-        entered |= {"window_start": written(now)} if fresh else {}
+    if end in (End.FAILED, End.DISRUPTED):
+        entered |= {"restarts": record.restarts + (end is End.FAILED)}
+        entered |= {"disruptions": record.disruptions + (end is End.DISRUPTED)}
+        entered |= {"window_start": record.window_start or written(now)}
     return record.model_copy(update=entered)
 
 
@@ -141,15 +157,16 @@ def _row(record: RoleRecord, pod: PodView, now: float) -> int:
     return record.in_a_row + 1 if pod.attempt >= record.attempt else max(record.in_a_row, 1)
 
 
-def _exceeded(role: Role, pods: list[PodView], record: RoleRecord, alarm: Alarm) -> Verdict | None:
+def _exceeded(role: Role, pods: list[PodView], record: RoleRecord) -> Verdict | None:
     policy = role.restart
-    over = record.restarts > policy.max_restarts
-    if not over or not alarm.until((read(record.window_start) or 0.0) + policy.window_s):
+    disrupted = record.disruptions > MOST_DISRUPTIONS
+    if not disrupted and record.restarts <= policy.max_restarts:
         return None
-    failed = [pod for pod in pods if end_of(pod) is End.FAILED]
+    failed = [pod for pod in pods if end_of(pod) in (End.FAILED, End.DISRUPTED)]
     last = max(failed, key=lambda pod: (pod.finished or 0.0, pod.name), default=None)
     who = _ended(last) if last is not None else f"{role.name} failed"
-    budget = f"{policy.max_restarts} restarts of {role.name} within {spoken(policy.window_s)} are used up"
+    most = MOST_DISRUPTIONS if disrupted else policy.max_restarts
+    budget = f"{most} restarts of {role.name} within {spoken(policy.window_s)} are used up"
     words = f". {_words(last)}" if last is not None and last.last_words else ""
     return Verdict("BudgetExceeded", f"{who}, and the {budget}{words}")
 

@@ -52,7 +52,7 @@ def tend_gang(
     if not free:
         record = record.model_copy(update={"begun": True, "whole": True})
     if old or not free or not open_ or alarm.until(begins_at(role.restart, record)):
-        return record, Moves(remove=removed(old)), notes
+        return record, Moves(remove=removed(old, alarm)), notes
     make = tuple(Seat(role.name, index, record.attempt) for index in free)
     return record.model_copy(update={"begun": True}), Moves(make=make), notes
 

@@ -18,7 +18,7 @@ from asyncflow.api.status import JobStatus, RoleRecord
 from asyncflow.plan import plan as plan_of
 from asyncflow.plan.roles import Role
 from asyncflow_operator.actions import Plan
-from asyncflow_operator.decide.admission import admitted, evicted
+from asyncflow_operator.decide.admission import admitted, changeable, evicted, pods_ready, released
 from asyncflow_operator.decide.builders import DesiredJob, needs, put_back, upkeep
 from asyncflow_operator.decide.draft import Draft, accept, refuse
 from asyncflow_operator.decide.elastic import Target, target
@@ -54,7 +54,7 @@ def decide_job(state: JobState, *, now: float, desired: DesiredJob) -> Plan:
     if phase in FINISHED:
         return after_the_end(draft, state, job.spec)
     accept(draft, problem=state.problem, reason=state.problem_reason)
-    if phase == "Suspending" or job.spec.suspend or evicted(state.objects, gang=job.spec.scheduling.gang):
+    if phase == "Suspending" or job.spec.suspend or evicted(state):
         return suspend(draft, state, job.spec)
     if phase == "Suspended":
         draft.fields |= resumed(state.status)
@@ -76,12 +76,12 @@ class _Running:
         self._ready = ready_of(state.pods)
         self._leaving = still_leaving(state.status.draining, state.pods)
         self._records = dict(state.status.failures)
-        self._may_make = not state.namespace_ending and admitted(state.objects, gang=job.spec.scheduling.gang)
+        self._may_make = not state.namespace_ending and admitted(state)
         if not state.status.images:
             draft.fields |= {"images": desired.images(job)}
         self._pinned = replace(state, status=draft.after())
         self._kept = upkeep(
-            desired.supporting(self._pinned),
+            [each for each in desired.supporting(self._pinned) if changeable(each, state.objects)],
             seen=state.objects,
             pods=state.pods,
             begins=self._may_make and driver_of(state) is None,
@@ -152,6 +152,7 @@ class _Running:
             else:
                 more = tend(role, pods, record, open_=self._open(role), alarm=self._draft.alarm)
             moves += more
+            self._draft.do_first(released(self._state, role, pods))
         self._draft.fields |= self._remembered() | wanted.fields
         self._carry_out(moves)
         return staying
@@ -160,7 +161,8 @@ class _Running:
         draft, state, desired = self._draft, self._pinned, self._desired
         if moves.make and state.status.start_time is None:
             draft.fields |= {"start_time": written(draft.now)}
-        draft.do_first(moves.remove + moves.ask)
+        draft.take_away(moves.remove)
+        draft.do_first(moves.ask)
         if not state.namespace_ending:
             children = upkeep(desired.children(state), seen=state.objects, alarm=draft.alarm)
             pods = (desired.pod(state, seat.role, seat.index, seat.attempt) for seat in moves.make)
@@ -185,17 +187,10 @@ class _Running:
         board.say(
             "Ready", not lacks, "Waiting" if lacks else "Ready", f"Only {', '.join(lacks)} ready" if lacks else ""
         )
-        why = why_pending(
-            self._roles,
-            state.pods,
-            objects=state.objects,
-            nodes=state.nodes,
-            denied=state.denied,
-            ending=state.namespace_ending,
-            gang=spec.scheduling.gang,
-        )
+        draft.do_then(pods_ready(state.objects, lacks=lacks, now=draft.now))
+        why = why_pending(self._roles, state)
         if why is None and lacks:
-            why = why_lacking(lacks, state.pods, going=self._kept.going, ran=phase == "Running")
+            why = why_lacking(lacks, state.pods, going=self._kept.going, ran=phase == "Running", alarm=draft.alarm)
         if why is not None and why.reason == "Denied" and not board.says("WhyPending", why.message):
             draft.note(why.reason, why.message, warning=True)
         board.say("WhyPending", why is not None, why.reason if why else "NothingPending", why.message if why else "")

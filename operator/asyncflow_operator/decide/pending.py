@@ -6,18 +6,23 @@ where that is known.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from asyncflow.plan.roles import Resources, Role
 from asyncflow_operator.decide.admission import admitted, waits_for
-from asyncflow_operator.observed import Denial, NodeFree, ObjectView, PodView, Ref
+from asyncflow_operator.decide.moments import Alarm, spoken
+from asyncflow_operator.decide.seats import OVERDUE_S
+from asyncflow_operator.observed import Denial, JobState, NodeFree, ObjectView, PodView, Ref
 
+ATTACH_S: Final = 60.0
+"""Seconds after which a pod that has a node and mounts a claim is said to wait for its volume."""
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
 _WORDS: Final = 400
 _IMAGE: Final = frozenset(("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"))
+_CREATING: Final = frozenset(("ContainerCreating", "PodInitializing"))
 _CONFIG: Final = frozenset(("CreateContainerConfigError", "CreateContainerError", "RunContainerError"))
 
 _REMEDIES: Final = {
@@ -36,35 +41,29 @@ class Why:
     message: str
 
 
-def why_pending(
-    roles: Sequence[Role],
-    pods: Collection[PodView],
-    *,
-    objects: Mapping[Ref, ObjectView],
-    nodes: Sequence[NodeFree] | None,
-    denied: Sequence[Denial],
-    ending: bool,
-    gang: str,
-) -> Why | None:
-    """Give the first obstacle on the way of ``roles``, None where there is none; a change that was refused is the last.
+def why_pending(roles: Sequence[Role], state: JobState) -> Why | None:
+    """Return the first obstacle on the way of ``roles`` of a legal job, None where there is none.
 
-    denied: what the API server refuses; ending: whether the namespace is; gang: who places the gang, or none.
+    A change that was refused to an object that is there is the last of them.
     """
-    if ending:
+    if state.namespace_ending:
         return Why("NamespaceTerminating", "The namespace is being deleted, so nothing can be made in it")
-    if missing := [denial for denial in denied if denial.missing]:
+    if missing := [denial for denial in state.denied if denial.missing]:
         return why_denied(missing)
-    if not admitted(objects, gang=gang):
-        return Why("Gang", f"Kueue has not admitted the job's Workload: {_short(waits_for(objects))}")
-    waiting = [pod for role in roles for pod in _of(role, pods) if _stands_still(pod)]
-    claims = [each for ref, each in objects.items() if ref.kind == "PersistentVolumeClaim" and each.phase == "Pending"]
+    if not admitted(state) and (words := waits_for(state)):
+        return Why("Gang", _short(words))
+    gang = state.job.spec.scheduling.gang if state.job is not None else "none"
+    waiting = [pod for role in roles for pod in _of(role, state.pods) if _stands_still(pod)]
+    claims = [
+        each for ref, each in state.objects.items() if ref.kind == "PersistentVolumeClaim" and each.phase == "Pending"
+    ]
     for pod in waiting:
         role = next(role for role in roles if role.name == pod.role)
-        if why := _of_pod(pod, role.resources, nodes, claims, gang):
+        if why := _of_pod(pod, role.resources, state.nodes, claims, gang):
             others = len(waiting) - 1
             more = f" ({others} more {'pod waits' if others == 1 else 'pods wait'})" if others else ""
             return Why(why.reason, why.message + more)
-    return why_denied(denied) if denied else None
+    return why_denied(state.denied) if state.denied else None
 
 
 def why_denied(denied: Sequence[Denial]) -> Why:
@@ -75,8 +74,10 @@ def why_denied(denied: Sequence[Denial]) -> Why:
     return Why("Denied", f"The API server refused {_short(str(first))}{more}. {_remedy(first.why)}{goes_on}")
 
 
-def why_lacking(lacks: Sequence[str], pods: Collection[PodView], *, going: Collection[Ref], ran: bool) -> Why:
-    """Say what is the matter where nothing stands in the way and yet roles lack ready processes.
+def why_lacking(
+    lacks: Sequence[str], pods: Collection[PodView], *, going: Collection[Ref] = (), ran: bool, alarm: Alarm
+) -> Why:
+    """Return why roles lack ready processes though nothing stands in the way.
 
     lacks: as ``phases.lacking`` says it; going: objects that pods need and that are on their way out; ran: whether the
     job ran already, so that it does not merely start.
@@ -87,14 +88,30 @@ def why_lacking(lacks: Sequence[str], pods: Collection[PodView], *, going: Colle
     short = {words.partition(" ")[0] for words in lacks}
     affected = sorted((pod for pod in pods if pod.role in short and pod.node), key=lambda pod: pod.name)
     said = f"{', '.join(lacks)} ready"
+    if lost := [pod for pod in affected if pod.unreachable]:
+        pod = lost[0]
+        then = f"{pod.name} is made again elsewhere: a rollout at once, others after limits.nodeLostSeconds"
+        return Why("NodeLost", f"{said}: {pod.node} does not answer. {then}")
     if leaving := [pod for pod in affected if pod.deleting]:
         pod = leaving[0]
-        remedy = f"If that node is gone for good, delete the Node, or the pod: kubectl delete pod {pod.name} --force"
-        return Why("Terminating", f"{said}: {pod.name} has yet to go from {pod.node} and then comes again. {remedy}")
+        then = f"at the latest {spoken(OVERDUE_S)} after its grace period"
+        return Why("Terminating", f"{said}: {pod.name} has yet to go from {pod.node} and then comes again, {then}")
+    if attaching := [pod for pod in affected if _attaches(pod, alarm)]:
+        pod = attaching[0]
+        what = f"{pod.name} on {pod.node} waits for the volume of {', '.join(pod.claims)}"
+        rule = "A ReadWriteOnce volume stays attached to a lost node for 6 minutes"
+        remedy = "To have it now: kubectl taint node LOST-NODE node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
+        return Why("VolumeAttach", f"{said}: {what}. {rule}. {remedy}")
     if ran and (unready := [pod for pod in affected if pod.phase == "Running" and not pod.ready]):
         pod = unready[0]
         return Why("NotReady", f"{said}: {pod.name} on {pod.node} is not. See its log, and whether that node is Ready")
     return Why("Starting", f"{said}; {'it is being replaced' if ran else 'the rest starts after them'}")
+
+
+def _attaches(pod: PodView, alarm: Alarm) -> bool:
+    """Return whether a pod has had its node for ``ATTACH_S`` and nothing of it has begun, and it mounts a claim."""
+    begins = pod.phase == "Pending" and pod.waiting in _CREATING and bool(pod.claims)
+    return begins and not alarm.until(pod.created + ATTACH_S)
 
 
 def _remedy(denied: str) -> str:

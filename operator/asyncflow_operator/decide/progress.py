@@ -17,8 +17,7 @@ from asyncflow_operator.observed import PodView, Probe
 FIGURES: Final = frozenset(
     (
         *("step", "steps", "progress", "reward", "eval", "tokens_per_second", "staleness", "version", "queue_depth"),
-        *("eta", "last_step_at", "checkpoint_step", "failed_rewards", "waiting_for", "ready_rollouts"),
-        *("wish", "wish_time"),
+        *("eta", "last_step_at", "checkpoint_step", "failed_rewards", "waiting_for", "ready_rollouts", "elasticity"),
     )
 )
 """Fields of a job's status that may wait; all others are transitions."""

@@ -20,7 +20,7 @@ from asyncflow.plan import plan as plan_of
 from asyncflow.plan.queue import queue_roles
 from asyncflow.plan.roles import Role
 from asyncflow_operator.actions import Plan
-from asyncflow_operator.decide.admission import admitted
+from asyncflow_operator.decide.admission import admitted, released
 from asyncflow_operator.decide.builders import DesiredQueue, Upkeep, needs, put_back, upkeep
 from asyncflow_operator.decide.draft import Draft, accept, refuse
 from asyncflow_operator.decide.failure import Verdict, take_stock
@@ -95,7 +95,7 @@ def _of_job(state: QueueState, job: JobState) -> _Setting:
         active=active and not state.namespace_ending,
         ran=job.status.phase == "Running",
         gang=gang,
-        admitted=admitted(job.objects, gang=gang),
+        admitted=admitted(job),
         address=_address(job.owner.name, job.owner.namespace, "driver"),
         selector=f"{LABEL_JOB}={job.owner.name},{LABEL_ROLE}=storage",
     )
@@ -116,6 +116,8 @@ def _act(draft: Draft[QueueStatus], state: QueueState, setting: _Setting, desire
         records[role.name] = stock.record
         draft.notes.extend(stock.notes)
         verdict = verdict or stock.verdict
+        if state.job is not None:
+            draft.do_first(released(state.job, role, pods))
         if stock.verdict is None:
             may = setting.admitted and may_start(role, setting.around, ready, ran=setting.ran, gang=setting.gang)
             waits = kept.going if state.job is None else kept.absent
@@ -123,7 +125,7 @@ def _act(draft: Draft[QueueStatus], state: QueueState, setting: _Setting, desire
                 may = not needs(desired.queue_pod(state, role.name, 0, 0), waits)
             moves += tend(role, pods, stock.record, open_=may, alarm=draft.alarm)
     draft.fields["failures"] = records
-    draft.do_first(moves.remove)
+    draft.take_away(moves.remove)
     if state.job is None:
         draft.do_first(kept.write)
         draft.notes.extend(put_back(kept.changed, state.denied, owner=f"TransferQueue {state.owner.name}"))

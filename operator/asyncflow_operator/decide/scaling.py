@@ -83,10 +83,10 @@ def tend_rollouts(
     staying = [pod for pod in holders if pod.uid not in since]
     moves = Moves(
         make=_new_seats(role, pods, record, count=target - len(staying)) if open_ else (),
-        remove=removed(pod for pod in staying if cleared(role.restart, record, pod, alarm)),
+        remove=removed((pod for pod in staying if cleared(role.restart, record, pod, alarm)), alarm),
     )
     for pod in pods:
-        if pod.uid in since and not pod.deleting:
+        if pod.uid in since:
             moves += _out(pod, registered, since=since[pod.uid], drain_s=drain_s, alarm=alarm)
     return Crew(staying=len(staying), leaving=leaving, moves=moves)
 
@@ -106,13 +106,13 @@ def _new_seats(role: Role, pods: Collection[PodView], record: RoleRecord, *, cou
 
 def _out(pod: PodView, registered: Registered, *, since: float, drain_s: float, alarm: Alarm) -> Moves:
     """Bring one rollout out."""
-    idle = pod.phase != "Running" or registered.by_index is None
+    idle = pod.phase != "Running" or pod.deleting or registered.by_index is None
     if idle or not alarm.until(since + drain_s + LET_GO_S):
-        return Moves(remove=removed([pod]))
+        return Moves(remove=removed([pod], alarm))
     known = (registered.by_index or {}).get(pod.index)
     if known is None:
         waits = registered.at < since and alarm.until(since + LET_GO_S)
-        return Moves() if waits else Moves(remove=removed([pod]))
+        return Moves() if waits else Moves(remove=removed([pod], alarm))
     if known.state == "draining":
         return Moves()
     return Moves(ask=(Ask(path=f"/v1/rollouts/{known.id}/drain"),))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
-from asyncflow.api.accelerators import PROFILES
 from asyncflow.api.base import Spec
+from asyncflow.api.durability import LimitsSpec
 from asyncflow.api.job import RLJob
 from asyncflow.api.learning import RewardSpec
 from asyncflow.api.names import LABEL_QUEUE, QUEUE_ROLES, RPC_PORT, RoleName, service
@@ -31,6 +32,18 @@ _SHAPE: Final = {"accelerator", "threads", "resources", "template"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """What a gang scheduler reads from a pod, or wants in it. spec: fields of its spec, which a template may change;
+    place: those that no template changes.
+    """
+
+    labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    annotations: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    spec: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    place: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
     """What distinguishes the pods of a role.
 
@@ -38,7 +51,8 @@ class Blueprint:
     JSON values; leader: the address that others dial, where process 0 of the role listens if ``leads``; world: ranks
     that meet, 1 for none; first_seat, first_slot: number of process 0 among all of the family, and among those that
     have devices; store: one that others run, which the role uses; reward: what its pods score by, None for nothing;
-    grace_s: seconds from SIGTERM to SIGKILL; readers: roles that read from this one.
+    grace_s: seconds from SIGTERM to SIGKILL; node_lost_s: for which its node may not answer; readers: roles that read
+    from this one; granted: what the gang scheduler has given to the core's pods of the role.
     """
 
     family: Family
@@ -55,10 +69,12 @@ class Blueprint:
     store: StoreSpec | None = None
     reward: RewardSpec | None = None
     grace_s: float = _GRACE_S
+    node_lost_s: int = LimitsSpec().node_lost_seconds
     world: int = 1
     first_seat: int = 0
     first_slot: int = 0
     readers: tuple[RoleName, ...] = ()
+    granted: Membership = Membership()
 
     def said(self, field: str, *, otherwise: Any) -> Any:
         """Give what the templates say about a field of the pod's spec, the last word where several do."""
@@ -71,15 +87,27 @@ class Blueprint:
         return bool(self.said("hostNetwork", otherwise=False))
 
     @property
-    def runtime_class(self) -> str:
-        """The container runtime that brings what the devices need; "" where none does, or a template says ``""``."""
-        return str(self.said("runtimeClassName", otherwise=PROFILES[self.role.resources.profile].runtime_class) or "")
+    def vendor_runtime(self) -> bool:
+        """Whether the container runtime brings what the devices need: a node's usual one, or the class that a template
+        names. It does not where a template says ``runtimeClassName: ""``.
+        """
+        return bool(self.said("runtimeClassName", otherwise=True))
 
 
 def job_blueprint(
-    job: RLJob, name: RoleName, *, family: Family, keys: str, pinned: Mapping[str, str], registry: Registry
+    job: RLJob,
+    name: RoleName,
+    *,
+    family: Family,
+    keys: str,
+    pinned: Mapping[str, str],
+    registry: Registry,
+    granted: Membership = Membership(),
 ) -> Blueprint:
-    """Give the blueprint of a role of a job. pinned: images by role. Raises KeyError where the job has no such role."""
+    """Return the blueprint of a role of a job. pinned: images by role; granted: what the gang scheduler gave.
+
+    Raises KeyError where the job has no such role.
+    """
     spec = job.spec
     planned = plan(job)
     role = planned.role(name)
@@ -98,6 +126,7 @@ def job_blueprint(
         labels={LABEL_QUEUE: family.name} if name in QUEUE_ROLES else {},
         mounts=job_mounts(job, role),
         grace_s=grace_s.get(name, _GRACE_S),
+        node_lost_s=spec.limits.node_lost_seconds,
         world=role.replicas if role.gang else 1,
         first_seat=_before(role, planned.roles),
         first_slot=_before(role, [other for other in planned.roles if other.resources.accelerators]),
@@ -105,6 +134,7 @@ def job_blueprint(
         store=spec.transfer_queue.store if name == "storage" else None,
         reward=spec.reward if name == "rollout" else None,
         readers=("trainer", "rollout") if name == "storage" else (),
+        granted=granted,
     )
 
 

@@ -6,7 +6,7 @@ settings; on nothing that was observed, so that it need not be applied again bec
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import RoleName
@@ -22,7 +22,7 @@ from asyncflow_operator.desired.blueprint import (
 )
 from asyncflow_operator.desired.children import make_children
 from asyncflow_operator.desired.config import make_config
-from asyncflow_operator.desired.gang import make_gang
+from asyncflow_operator.desired.gang import granted, make_gang
 from asyncflow_operator.desired.images import Registry, image_of
 from asyncflow_operator.desired.keys import make_keys, secret_name, token
 from asyncflow_operator.desired.objects import job_family, queue_family
@@ -129,14 +129,16 @@ class Desired:
             keys=secret_name(self.settings.master, state.owner),
             pinned=state.status.images,
             registry=self.settings.registry,
+            granted=granted(state, role),
         )
 
     def _gang(self, state: JobState, roles: tuple[Role, ...]) -> tuple[Manifest, ...]:
-        spec = _job(state).spec
-        if spec.scheduling.gang == "none":
+        job = _job(state)
+        if job.spec.scheduling.gang == "none":
             return ()
-        core = [(role, self.pod(state, role.name, 0, 0)) for role in roles if role.core]
-        return make_gang(spec.scheduling, job_family(state.owner), core=core, active=not spec.suspend)
+        asking = replace(state, objects={})
+        core = [(role, self.pod(asking, role.name, 0, 0)) for role in roles if role.core]
+        return make_gang(job, job_family(state.owner), core=core, found=state.found)
 
 
 def _job(state: JobState) -> RLJob:

@@ -1,34 +1,48 @@
 """How the core of a job, its trainer, queue, driver and least number of rollouts, gets its place as a whole.
 
 Volcano: one PodGroup of the core; a rollout above the minimum is in no group of ours, so Volcano gives it one of its
-own, in the same queue. Kueue: one Workload of our own for the core, which the operator starts when it is admitted; a
-rollout above the minimum is a plain pod with the queue's label, a Workload by itself. Kueue's plain-pod *groups* are of
-no use here: their size is fixed, and their finalizer keeps a dead pod, and so its name, until a substitute exists.
+own, in the same queue. Kueue: one Workload of our own for the core, which the operator starts when it is admitted, on
+nodes of the flavors that it was given; a rollout above the minimum is a plain pod with the queue's label, a Workload by
+itself. Kueue's plain-pod *groups* are of no use here: their size is fixed, and their finalizer keeps a dead pod, and so
+its name, until a substitute exists. Where Kueue manages plain pods, and a namespace has a LocalQueue ``default``, it
+would take each pod of the core for a Workload too: they say that their parent is the one that waits, and the operator
+takes away the gates that Kueue gives such pods.
+
+A Workload has the priority of the class that its pods have, or of the WorkloadPriorityClass that the job's label
+``kueue.x-k8s.io/priority-class`` names, as Kueue's own integrations do.
 
 Invariant: the core's group counts exactly the pods that always exist, whatever is scaled; losing or adding a rollout
-above the minimum changes nothing in it.
+above the minimum changes nothing in it, nor does anything that was observed but the value of a priority class.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from decimal import Decimal
-from types import MappingProxyType
+from functools import reduce
 from typing import Final
 
+from asyncflow.api.base import GROUP
+from asyncflow.api.job import RLJob
+from asyncflow.api.names import RoleName
 from asyncflow.api.placement import SchedulingSpec
 from asyncflow.api.quantity import PATTERN, Quantity
+from asyncflow.plan import plan
 from asyncflow.plan.roles import Role
-from asyncflow_operator.desired.blueprint import Blueprint
-from asyncflow_operator.desired.objects import Family, make_object, stamped
-from asyncflow_operator.observed import Manifest
+from asyncflow_operator.desired.blueprint import Blueprint, Membership, templates_of
+from asyncflow_operator.desired.merge import merge
+from asyncflow_operator.desired.objects import KUEUE, Family, make_object, stamped
+from asyncflow_operator.observed import Assigned, Found, JobState, Manifest, ObjectView, Owner, Ref
 
 VOLCANO_GROUP: Final = "scheduling.k8s.io/group-name"
 VOLCANO_QUEUE: Final = "scheduling.volcano.sh/queue-name"
-KUEUE_QUEUE: Final = "kueue.x-k8s.io/queue-name"
+KUEUE_QUEUE: Final = f"{KUEUE}queue-name"
+KUEUE_PRIORITY: Final = f"{KUEUE}priority-class"
+KUEUE_PARENT: Final = f"{KUEUE}pod-suspending-parent"
+_OBJECT_NAME: Final = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 _CONTAINERS: Final = ("initContainers", "containers")
 _KUEUE_USUAL: Final = "default"
 """The LocalQueue that Kueue takes where none is named."""
@@ -45,13 +59,46 @@ _SCHEDULED_BY: Final = (
 """Fields of a PodSpec that decide where, and at whose cost, it runs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Membership:
-    """What a gang scheduler reads from a pod."""
+def granted(state: JobState, role: RoleName) -> Membership:
+    """Return what Kueue gives to the pods of a role with its place: what the nodes of its flavors are labelled with and
+    tainted by, and what admission checks add. Nothing before the Workload is admitted.
+    """
+    views = (view for ref, view in state.objects.items() if ref.kind == "Workload" and view.phase == "Admitted")
+    assigned = next((view.assigned[role] for view in views if role in view.assigned), Assigned())
+    read = (state.found.get(Ref("ResourceFlavor", name), Found()) for name in assigned.flavors)
+    flavors: Iterable[Manifest] = (each.content.get("spec", {}) for each in read)
+    parts = [
+        *({"nodeSelector": each.get("nodeLabels"), "tolerations": each.get("tolerations")} for each in flavors),
+        *assigned.more,
+    ]
+    chosen: Manifest = reduce(merge, ({key: part[key] for key in part if part[key]} for part in parts), {})
+    return Membership(
+        labels=chosen.get("labels", {}),
+        annotations=chosen.get("annotations", {}),
+        place={key: chosen[key] for key in ("nodeSelector", "tolerations") if key in chosen},
+    )
 
-    labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    annotations: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    spec: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+def refers_to(job: RLJob, owner: Owner, objects: Mapping[Ref, ObjectView]) -> tuple[Ref, ...]:
+    """Return the cluster's objects that have to be read for a job: the class of its priority, and its flavors."""
+    if job.spec.scheduling.gang != "kueue":
+        return ()
+    priority = priority_class(job, owner)
+    views = (view for ref, view in objects.items() if ref.kind == "Workload")
+    flavors = {name for view in views for assigned in view.assigned.values() for name in assigned.flavors}
+    return (*((priority,) if priority else ()), *(Ref("ResourceFlavor", name) for name in sorted(flavors)))
+
+
+def priority_class(job: RLJob, owner: Owner) -> Ref | None:
+    """Return the class that gives a job its priority: that of its label, else of the first role whose pods have one."""
+    if named := owner.labels.get(KUEUE_PRIORITY):
+        return Ref("WorkloadPriorityClass", named)
+    for role in plan(job).roles:
+        said = [each.pod_spec.get("priorityClassName") for each in templates_of(job, role.name)]
+        named = next((str(name) for name in reversed(said) if name), "")
+        if role.core and re.fullmatch(_OBJECT_NAME, named):
+            return Ref("PriorityClass", named)
+    return None
 
 
 def membership(blueprint: Blueprint, index: int) -> Membership:
@@ -63,22 +110,37 @@ def membership(blueprint: Blueprint, index: int) -> Membership:
         return Membership(annotations={**queue, **group}, spec={"schedulerName": "volcano"})
     if scheduling.gang == "kueue" and not in_core:
         return Membership(labels={KUEUE_QUEUE: scheduling.queue or _KUEUE_USUAL})
+    if scheduling.gang == "kueue":
+        parent = {KUEUE_PARENT: f"{blueprint.family.owner.kind.lower()}.{GROUP}"}
+        return replace(blueprint.granted, annotations={**blueprint.granted.annotations, **parent})
     return Membership()
 
 
 def make_gang(
-    scheduling: SchedulingSpec, family: Family, *, core: Sequence[tuple[Role, Manifest]], active: bool
+    job: RLJob, family: Family, *, core: Sequence[tuple[Role, Manifest]], found: Mapping[Ref, Found]
 ) -> tuple[Manifest, ...]:
-    """Give the object that places the core, if there is one.
+    """Return the object that places the core, if there is one; none as long as its priority is not known.
 
-    core: each role of which some are in the core, with one of its pods; active: false while the job is suspended, so
-    that its quota goes to others.
+    core: each role of which some are in the core, with one of its pods; found: what was read of the cluster's objects.
     """
+    scheduling = job.spec.scheduling
     if scheduling.gang == "volcano":
         return (_pod_group(scheduling, family, core),)
     if scheduling.gang == "kueue":
-        return (_workload(scheduling, family, core, active=active),)
+        named = priority_class(job, family.owner)
+        priority = _priority(named, found) if named is not None else {}
+        if priority is not None:
+            return (_workload(scheduling, family, core, active=not job.spec.suspend, priority=priority),)
     return ()
+
+
+def _priority(named: Ref, found: Mapping[Ref, Found]) -> Manifest | None:
+    """Return the fields of a Workload that say its priority; None as long as the class could not be read."""
+    value = found.get(named, Found()).content.get("value")
+    if not isinstance(value, int):
+        return None
+    group = "scheduling.k8s.io" if named.kind == "PriorityClass" else KUEUE.rstrip("/")
+    return {"priorityClassRef": {"group": group, "kind": named.kind, "name": named.name}, "priority": value}
 
 
 def _pod_group(scheduling: SchedulingSpec, family: Family, core: Sequence[tuple[Role, Manifest]]) -> Manifest:
@@ -91,16 +153,22 @@ def _pod_group(scheduling: SchedulingSpec, family: Family, core: Sequence[tuple[
 
 
 def _workload(
-    scheduling: SchedulingSpec, family: Family, core: Sequence[tuple[Role, Manifest]], *, active: bool
+    scheduling: SchedulingSpec,
+    family: Family,
+    core: Sequence[tuple[Role, Manifest]],
+    *,
+    active: bool,
+    priority: Manifest,
 ) -> Manifest:
     spec: Manifest = {
+        **priority,
         "active": active,
         "queueName": scheduling.queue or _KUEUE_USUAL,
         "podSets": [
             {"name": role.name, "count": role.core, "template": {"spec": _shape(pod["spec"])}} for role, pod in core
         ],
     }
-    return stamped(make_object("kueue.x-k8s.io/v1beta1", "Workload", family, name=family.name, body={"spec": spec}))
+    return stamped(make_object("kueue.x-k8s.io/v1beta2", "Workload", family, name=family.name, body={"spec": spec}))
 
 
 def _shape(spec: Manifest) -> Manifest:

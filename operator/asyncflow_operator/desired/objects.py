@@ -21,6 +21,8 @@ from asyncflow.api.names import DIGEST, LABEL_JOB, LABEL_QUEUE, MANAGED
 from asyncflow_operator.observed import Manifest, Owner
 
 DIGEST_DIGITS: Final = 16
+KUEUE: Final = "kueue.x-k8s.io/"
+"""What begins the labels, annotations, gates and finalizers that are Kueue's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,7 @@ def job_family(owner: Owner) -> Family:
         namespace=owner.namespace,
         owner=owner,
         selector={LABEL_JOB: owner.name},
-        labels=owner.labels,
+        labels=_inherited(owner),
     )
 
 
@@ -60,8 +62,16 @@ def queue_family(owner: Owner) -> Family:
         namespace=owner.namespace,
         owner=owner,
         selector={LABEL_QUEUE: owner.name},
-        labels=owner.labels,
+        labels=_inherited(owner),
     )
+
+
+def _inherited(owner: Owner) -> dict[str, str]:
+    """Return the labels of a job or queue that its objects have too.
+
+    Kueue's are left out: it takes each pod that names a queue for a Workload of its own.
+    """
+    return {key: value for key, value in owner.labels.items() if not key.startswith(KUEUE)}
 
 
 def make_object(

@@ -6,6 +6,7 @@ preferred, so that nothing waits for a place that is merely better.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from asyncflow.api.accelerators import PROFILES
@@ -13,6 +14,8 @@ from asyncflow.api.names import LABEL_ROLE
 from asyncflow_operator.desired.blueprint import Blueprint
 from asyncflow_operator.observed import Manifest
 
+_NOT_READY: Final = "node.kubernetes.io/not-ready"
+_UNREACHABLE: Final = "node.kubernetes.io/unreachable"
 _NODE: Final = "kubernetes.io/hostname"
 _NEAR_WEIGHT: Final = 10
 
@@ -22,8 +25,6 @@ def make_placement(blueprint: Blueprint) -> Manifest:
     resources = blueprint.role.resources
     facts = PROFILES[resources.profile]
     placement: Manifest = {}
-    if blueprint.runtime_class:
-        placement["runtimeClassName"] = blueprint.runtime_class
     if facts.node_labels:
         placement["nodeSelector"] = dict(facts.node_labels)
     if facts.resource:
@@ -33,6 +34,27 @@ def make_placement(blueprint: Blueprint) -> Manifest:
     if blueprint.role.name == "storage":
         placement["topologySpreadConstraints"] = [_spread(blueprint)]
     return placement
+
+
+def lost_nodes(blueprint: Blueprint, tolerations: Sequence[object]) -> list[Manifest]:
+    """Return the tolerations that say how long a pod stays on a node that is lost, which Kubernetes would make 300 s.
+
+    A rollout goes at once from a node that does not answer: others have its prompts as soon as its leases end.
+    tolerations: those that the pod has; what they say about such a node stays.
+    """
+    seconds = {_NOT_READY: blueprint.node_lost_s, _UNREACHABLE: blueprint.node_lost_s}
+    if blueprint.role.name == "rollout":
+        seconds[_UNREACHABLE] = 0
+    said = {
+        str(each.get("key") or "")
+        for each in tolerations
+        if isinstance(each, Mapping) and each.get("effect") in (None, "", "NoExecute")
+    }
+    return [
+        {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": after}
+        for key, after in seconds.items()
+        if not said & {key, ""}
+    ]
 
 
 def _affinity(blueprint: Blueprint) -> Manifest:

@@ -32,12 +32,12 @@ from asyncflow.api.names import (
     instance,
     service,
 )
-from asyncflow_operator.desired.blueprint import Blueprint
+from asyncflow_operator.desired.blueprint import Blueprint, Membership
 from asyncflow_operator.desired.environment import make_environment, make_reward_environment
-from asyncflow_operator.desired.gang import Membership, membership
+from asyncflow_operator.desired.gang import membership
 from asyncflow_operator.desired.merge import merge
 from asyncflow_operator.desired.objects import make_object, stamped
-from asyncflow_operator.desired.placement import make_placement
+from asyncflow_operator.desired.placement import lost_nodes, make_placement
 from asyncflow_operator.desired.volumes import make_volumes, reward_mounts
 from asyncflow_operator.observed import Manifest
 
@@ -111,7 +111,10 @@ def _spec(blueprint: Blueprint, member: Membership, *, index: int, attempt: int)
     if blueprint.host_network:
         ours["dnsPolicy"] = "ClusterFirstWithHostNet"
     patches: list[Mapping[str, object]] = [template.pod_spec for template in blueprint.templates]
-    spec = reduce(merge, patches, ours)
+    spec = reduce(merge, [*patches, member.place], ours)
+    tolerations = spec.get("tolerations", [])
+    if isinstance(tolerations, list):
+        spec["tolerations"] = tolerations + lost_nodes(blueprint, tolerations)
     if not spec.get("runtimeClassName"):
         spec.pop("runtimeClassName", None)
     return spec

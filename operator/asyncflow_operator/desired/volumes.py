@@ -128,7 +128,7 @@ def _claims(blueprint: Blueprint, index: int) -> Volumes:
 def _host(blueprint: Blueprint) -> Volumes:
     resources = blueprint.role.resources
     facts = PROFILES[resources.profile]
-    paths = host_paths(facts, runtime=bool(blueprint.runtime_class), gang=blueprint.world > 1)
+    paths = host_paths(facts, runtime=blueprint.vendor_runtime, gang=blueprint.world > 1)
     named = [(f"host-{number}", path) for number, path in enumerate(paths)]
     return Volumes(
         [{"name": name, "hostPath": {"path": path}} for name, path in named],

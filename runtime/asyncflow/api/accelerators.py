@@ -21,7 +21,7 @@ PORT_SLOTS: Final = 40
 class Mount:
     """A path of the host that a process needs, read-only.
 
-    hooked: whether the container runtime of ``Profile.runtime_class`` brings it; gang: whether only processes need it
+    hooked: whether the vendor's container runtime brings it; gang: whether only processes need it
     that compute together over the devices' network.
     """
 
@@ -63,7 +63,6 @@ class Profile:
     visible: str = ""
     assigned: str = ""
     groups: tuple[int, ...] = ()
-    runtime_class: str = ""
     node_labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     node_types: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
     port_ranges: tuple[PortRange, ...] = ()
@@ -123,7 +122,6 @@ def _ascend(
         visible="ASCEND_RT_VISIBLE_DEVICES",
         assigned="ASCEND_VISIBLE_DEVICES",
         groups=(_HWHIAIUSER,),
-        runtime_class="ascend",
         node_labels=MappingProxyType({"accelerator": label}),
         node_types=MappingProxyType({"accelerator-type": types} if types else {}),
         port_ranges=_HCCL_PORTS,
@@ -153,7 +151,6 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
             collective="nccl",
             env=MappingProxyType({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}),
             visible="CUDA_VISIBLE_DEVICES",
-            runtime_class="nvidia",
         ),
         "ascend-a2": _ascend(
             "Ascend A2",
@@ -187,7 +184,7 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
 def host_paths(profile: Profile, *, runtime: bool, gang: bool) -> tuple[str, ...]:
     """Give the paths that have to be mounted from the host.
 
-    runtime: whether the container runs under ``profile.runtime_class``; gang: whether it computes together with others.
+    runtime: whether the container runs under the vendor's runtime; gang: whether it computes together with others.
     """
     return tuple(mount.path for mount in profile.mounts if not (mount.hooked and runtime) and (gang or not mount.gang))
 

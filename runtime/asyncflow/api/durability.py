@@ -122,6 +122,8 @@ class LimitsSpec(Spec):
     a trainer rank gives up one that it waits for, unless a checkpoint is being written and gets on."""
     stop_seconds: Annotated[float, Field(gt=0, le=3600)] = 8.0
     """Seconds that roles have to end in order before they are killed."""
+    node_lost_seconds: Annotated[int, Field(ge=0, le=86_400)] = 120
+    """Seconds after which what ran on a node that does not answer is started elsewhere; rollouts are at once."""
     keep_on_failure: bool = True
     """Whether the pods of a failed job stay until its TTL, so that their logs can be read."""
 

@@ -135,6 +135,17 @@ class StepProgress(Wire):
         return "; ".join(filter(None, (done, ", ".join(words for words, there in beside.items() if there))))
 
 
+class RecentFigures(Wire):
+    """What the elastic policy goes by: figures of the last steps, taken over laps of some seconds each."""
+
+    since: Count = 0
+    """The step after which the first lap begins."""
+    wait_share: Share = 0.0
+    """Share of its time that the trainer waited for samples, in the lap in which it waited least."""
+    busy_share: Share = 1.0
+    """Share of their time in which the rollouts had work, in the lap in which they had most."""
+
+
 class DriverStatus(Wire):
     """Answer of ``GET /v1/status``."""
 
@@ -171,7 +182,9 @@ class DriverStatus(Wire):
     queue: QueueDepth = Field(default_factory=QueueDepth)
     """The queue."""
     trainer_wait_share: Share = 0.0
-    """Share of its time that the trainer waited for samples."""
+    """Share of its time that the trainer waited for samples, over the last steps."""
+    recent: RecentFigures | None = None
+    """What the elastic policy goes by. Absent until there were enough steps."""
     idle_share: Annotated[dict[RoleKey, float], Field(max_length=16)] = Field(default_factory=dict)
     """By role: share of their time in which instances did nothing."""
     prompts_skipped: Count = 0
@@ -209,6 +222,8 @@ class RoleRecord(Spec):
     """Of a gang: whether all of this attempt have existed."""
     restarts: Count = 0
     """Failures within the window."""
+    disruptions: Count = 0
+    """Ends within the window that another process caused."""
     window_start: Time | None = None
     """When the window began."""
     in_a_row: Count = 0
@@ -217,6 +232,19 @@ class RoleRecord(Spec):
     """When the last end was counted."""
     counted: Annotated[tuple[Uid, ...], Field(max_length=256)] = ()
     """UIDs of pods whose end is counted and that may still exist."""
+
+
+class ElasticityRecord(Spec):
+    """What the elastic policy remembers."""
+
+    replicas: Count = 0
+    """Rollouts that are wanted."""
+    step: Count = 0
+    """Optimizer step from which on they were there."""
+    wish: Literal["more", "fewer"] | None = None
+    """What the policy would change, once it has wished it for long enough."""
+    wish_time: Time | None = None
+    """Since when it wishes so."""
 
 
 class Leaving(Spec):
@@ -285,10 +313,8 @@ class JobStatus(Spec):
     """Rollouts that have caught up."""
     desired_replicas: Count | None = None
     """Rollouts that the built-in policy wants."""
-    wish: Literal["more", "fewer"] | None = None
-    """What the built-in policy would change, once it has wished it for long enough."""
-    wish_time: Time | None = None
-    """Since when it wishes so."""
+    elasticity: ElasticityRecord | None = None
+    """What the built-in policy remembers."""
     draining: Annotated[tuple[Leaving, ...], Field(max_length=256)] = ()
     """Rollouts on their way out."""
     selector: Annotated[str, StringConstraints(max_length=512)] = ""

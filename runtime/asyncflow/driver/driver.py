@@ -30,7 +30,7 @@ from asyncflow.driver.gauges import count_step, show
 from asyncflow.driver.groups import GroupPolicy, Groups
 from asyncflow.driver.inside import StepWatch
 from asyncflow.driver.journal import StateFile
-from asyncflow.driver.lives import Lives
+from asyncflow.driver.lives import Laps, Lives
 from asyncflow.driver.members import Members
 from asyncflow.driver.progress import Progress, line_of
 from asyncflow.driver.prompts import PromptColumns
@@ -88,6 +88,7 @@ class Driver:
         self.lives = Lives(
             opened=self.progress.at("first dispatch"), closed=self.progress.last_step_at if done else None
         )
+        self._laps = Laps(self.lives)
         self.members = Members(
             directory,
             queue=queue,
@@ -209,6 +210,7 @@ class Driver:
             stats=self._stats,
             checkpoint=self._ending.checkpoint,
             idle_share=self.lives.idle_shares(clock.now()),
+            recent=self._laps.recent(),
             rewards=self.rewards.state,
             prompts_skipped=self._dispatcher.skipped,
             inside=self._inside if self._inside and self._inside.step == self.progress.done + 1 else None,
@@ -354,6 +356,7 @@ class Driver:
         count_step(self.metrics, line)
         self.rewards.forget(report.step)
         self.members.observe(clock.now())
+        self._laps.step(line)
         self.lives.closed = self._moved if report.step >= self.schedule.steps else None
         self.wake.tell()
         return Reported()

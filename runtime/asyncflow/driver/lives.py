@@ -1,33 +1,49 @@
 """How long each process of the job was there, how much of that it worked, and what it made.
 
-A role counts the seconds in which it worked (a running sequence; forward, backward, optimizer, checkpoint) and the
-tokens that it generated, and tells the sums with each heartbeat. Idle shares are those of a window, which begins with
-the first prompt dispatched and ends with the last step. The job was *up* while at least one process was there: what a
-driver's restart leaves out, the others cover, and what nobody covers was no time of the job.
+A role counts the seconds in which it worked (a running sequence; forward, backward, optimizer, checkpoint), a rollout
+also those in which it had something to do, and the tokens that it generated, and tells the sums with each heartbeat.
+Idle shares are those of a window, which begins with the first prompt dispatched and ends with the last step. The job
+was *up* while at least one process was there: what a driver's restart leaves out, the others cover, and what nobody
+covers was no time of the job. The figures of the last laps are what the elastic policy goes by.
 
 Invariants: an idle share is between 0 and 1, and an instance that lived for half of the window weighs half; ``dump``
-and ``restore`` carry all of this over to the next driver, a resumed run included.
+and ``restore`` carry all of this over to the next driver, a resumed run included; the figures of a lap are of one
+attempt of the trainer, and of steps that followed one of the same attempt.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from itertools import pairwise
+from typing import Annotated, Any, Final
 
 from msgspec import Meta
+
+from asyncflow.api.status import RecentFigures
+
+LAP_S: Final = 5.0
+"""Least seconds of a lap: several heartbeats."""
+LAPS: Final = 3
+"""Laps that the elastic policy looks at."""
 
 
 @dataclass(kw_only=True)
 class Life:
-    """One incarnation of a role; times by ``clock.now``. busy_s: what it told last, at ``busy_seen``, of its work."""
+    """One incarnation of a role; times by ``clock.now``.
+
+    busy_s: what it told last, at ``busy_seen``, of its work; held_s: seconds since ``held_since`` in which it had
+    something to do, waiting for weights or rewards included.
+    """
 
     role: str
     started: float
     seen: float
     busy_s: Annotated[float, Meta(ge=0)] | None = None
     busy_seen: float = 0.0
+    held_s: float = 0.0
+    held_since: float | None = None
     tokens: Annotated[int, Meta(ge=0)] = 0
 
 
@@ -47,14 +63,20 @@ class Lives:
         started: float,
         now: float,
         busy_s: float | None = None,
+        held_s: float | None = None,
         tokens: int = 0,
     ) -> None:
-        """Take in a heartbeat; what was worked after the window is closed does not count any more."""
+        """Take in a heartbeat; what was worked after the window is closed does not count any more. held_s: None as long
+        as it cannot have anything to do.
+        """
         life = self._lives.setdefault(incarnation, Life(role=role, started=started, seen=now))
         life.started, life.seen = min(life.started, started), now
         life.tokens = max(life.tokens, tokens)
         if busy_s is not None and self.closed is None:
             life.busy_s, life.busy_seen = busy_s, now
+            if held_s is not None:
+                life.held_s = held_s
+                life.held_since = now if life.held_since is None else life.held_since
 
     def idle_shares(self, now: float) -> dict[str, float]:
         """Give the idle share of each role that tells how it works and lived inside the window."""
@@ -69,6 +91,17 @@ class Lives:
                 lived[life.role] += span
                 worked[life.role] += min(life.busy_s, span)
         return {role: 1.0 - worked[role] / lived[role] for role in sorted(lived)}
+
+    def occupied(self, role: str) -> tuple[float, float]:
+        """Return the seconds in which all processes of a role could work, as far as they have told, and the seconds of
+        those in which they had something to do.
+        """
+        could = held = 0.0
+        for life in self._lives.values():
+            if life.role == role and life.held_since is not None:
+                could += life.busy_seen - life.held_since
+                held += life.held_s
+        return could, held
 
     @property
     def tokens_generated(self) -> int:
@@ -91,3 +124,55 @@ class Lives:
     def restore(self, lives: Mapping[str, Life]) -> None:
         """Take over what an earlier driver knew."""
         self._lives = {**lives, **self._lives}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mark:
+    """Sums at the end of a step: seconds of the steps, and of those that the trainer waited; seconds in which rollouts
+    could work, and of those in which they had something to do.
+    """
+
+    step: int
+    wall_s: float
+    wait_s: float
+    could_s: float
+    held_s: float
+
+
+class Laps:
+    """The last laps of the run: whole steps that took ``LAP_S`` seconds together, so that heartbeats tell of them."""
+
+    def __init__(self, lives: Lives) -> None:
+        self._lives = lives
+        self._marks: deque[_Mark] = deque(maxlen=LAPS + 1)
+        self._attempt = -1
+        self._wall_s = self._wait_s = 0.0
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """Take in an optimizer step, a line of ``metrics.jsonl``."""
+        if line["attempt"] != self._attempt:
+            self._attempt = line["attempt"]
+            self._marks.clear()
+        else:
+            self._wall_s += line["wall_s"]
+            self._wait_s += line["wait_s"]
+            if self._wall_s - self._marks[-1].wall_s < LAP_S:
+                return
+        could_s, held_s = self._lives.occupied("rollout")
+        mark = _Mark(step=line["step"], wall_s=self._wall_s, wait_s=self._wait_s, could_s=could_s, held_s=held_s)
+        self._marks.append(mark)
+
+    def recent(self) -> RecentFigures | None:
+        """Return the figures of the last ``LAPS`` laps, None before there are so many."""
+        if len(self._marks) <= LAPS:
+            return None
+        laps = list(pairwise(self._marks))
+        return RecentFigures(
+            since=self._marks[0].step,
+            wait_share=min(_share(b.wait_s - a.wait_s, b.wall_s - a.wall_s, otherwise=0.0) for a, b in laps),
+            busy_share=max(_share(b.held_s - a.held_s, b.could_s - a.could_s, otherwise=1.0) for a, b in laps),
+        )
+
+
+def _share(part: float, whole: float, *, otherwise: float) -> float:
+    return max(0.0, min(1.0, part / whole)) if whole > 0 else otherwise

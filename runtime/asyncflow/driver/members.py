@@ -135,6 +135,7 @@ class Members:
                 started=seen - float(status.get(AGE, 0.0)),
                 now=seen,
                 busy_s=float(status["busy_s"]) if "busy_s" in status else None,
+                held_s=float(status["held_s"]) if int(status.get("version", -1)) >= 0 else None,
                 tokens=int(status.get("tokens_generated", 0)),
             )
 

@@ -15,6 +15,7 @@ from asyncflow.api.status import (
     DriverStatus,
     Phase,
     QueueDepth,
+    RecentFigures,
     RewardState,
     RolloutState,
     Staleness,
@@ -66,6 +67,7 @@ def build_status(
     stats: QueueStats | None,
     checkpoint: tuple[int, float] | None,
     idle_share: Mapping[str, float],
+    recent: RecentFigures | None,
     rewards: RewardState,
     prompts_skipped: int,
     inside: StepProgress | None,
@@ -75,8 +77,8 @@ def build_status(
     """Put together what is known now.
 
     newest: step of the newest version; version_bytes: its size; transfer_seconds: what its transfers take; checkpoint:
-    step and when, by ``clock.now``; prompts_skipped: those that were too long; inside: how far the next step is;
-    clock_ahead_s: by how much the system clock is ahead of ``clock.now``.
+    step and when, by ``clock.now``; recent: what the elastic policy goes by; prompts_skipped: those that were too long;
+    inside: how far the next step is; clock_ahead_s: by how much the system clock is ahead of ``clock.now``.
     """
     last: dict[str, Any] = progress.lines[-1] if progress.lines else {}
     evaluation = progress.evaluations[max(progress.evaluations)] if progress.evaluations else None
@@ -100,6 +102,7 @@ def build_status(
         transfer_seconds=transfer_seconds,
         queue=_depth(stats),
         trainer_wait_share=progress.wait_share(),
+        recent=recent,
         idle_share=dict(idle_share),
         rewards=rewards,
         prompts_skipped=prompts_skipped,

@@ -1,17 +1,23 @@
 """How many rollouts should there be? The elastic policy, pure.
 
-Rollouts are added while the trainer waits for samples and taken away while finished samples pile up or grow old in the
-queue. With r rollouts and a trainer that waits for a share w of its time, generation keeps up with a share 1 - w of
-what training could take, so (1 - t) / (1 - w) * r rollouts would leave it waiting for the share t.
+Rollouts are added while the trainer waits for samples. With r rollouts and a trainer that waits for a share w of its
+time, generation keeps up with a share 1 - w of what training could take, so (1 - t) / (1 - w) * r rollouts would leave
+it waiting for the share t. Rollouts are taken away while they have too little to do: if they have work for a share b of
+their time, b * r rollouts would have work all the time, and the trainer would not wait. Between not waiting and waiting
+for the share t lies what figures vary by, so that what was taken away is not asked for again. Where a schedule lets
+finished samples pile up or grow old in the queue, rollouts are taken away one by one.
+
+Every decision rests on figures of steps that were made with the present number of rollouts, and begins a new window of
+steps: what a change does is seen before the next one.
 
 Invariant: the answer lies within ``least`` and ``most``, moves only in a direction that was wished for without a break
-for ``stabilization_s`` seconds, at most doubles, and shrinks by one at a time.
+for ``stabilization_s`` seconds, at most doubles and at most halves, and moves once a window.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Direction = Literal["more", "fewer"]
@@ -21,13 +27,18 @@ Direction = Literal["more", "fewer"]
 class Signals:
     """What the policy looks at.
 
-    rollouts: how many are wanted now; ready: how many of them generate; wait_share: share of its time that the trainer
-    waited for samples; queued_steps: finished samples in the queue, in optimizer steps; lag: that of the last step.
+    rollouts: how many are wanted now; ready: how many of them generate; step: the last one made; since: the step after
+    which the shares begin; wait_share: share of its time that the trainer waited for samples; busy_share: share of
+    their time in which rollouts had work; queued_steps: finished samples in the queue, in optimizer steps; lag: that of
+    the last step.
     """
 
     rollouts: int
     ready: int
+    step: int
+    since: int
     wait_share: float
+    busy_share: float
     queued_steps: float
     lag: float
 
@@ -38,6 +49,15 @@ class Wish:
 
     direction: Direction
     since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What is remembered between two looks: ``rollouts`` have been wanted since ``step``, and all were there then."""
+
+    rollouts: int
+    step: int
+    wish: Wish | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,32 +72,49 @@ class Elasticity:
     stabilization_s: float
 
     def wanted(self, signals: Signals) -> int:
-        """Give the rollouts that would suit ``signals``, were they to stay as they are."""
-        now = self._within(signals.rollouts)
-        if signals.wait_share > self.wait_share and signals.queued_steps < 1:
-            return self._within(_enough(now, signals, self.wait_share)) if signals.ready >= now else now
+        """Return the rollouts that would suit ``signals``, were they to stay as they are."""
+        now = self.within(signals.rollouts)
+        if signals.wait_share > self.wait_share:
+            return self.within(self._enough(now, signals)) if signals.queued_steps < 1 else now
+        spare = self._spare(now, signals)
         old = signals.lag > self.lag and signals.queued_steps >= 1
         if signals.queued_steps > self.queued_steps or old:
-            return self._within(now - 1)
-        return now
+            spare = min(spare, now - 1)
+        return self.within(min(now, spare))
 
-    def follow(self, signals: Signals, *, wish: Wish | None, now: float) -> tuple[int, Wish | None]:
-        """Give the rollouts to have from ``now`` on, and the wish to bring along next time."""
-        current, wanted = self._within(signals.rollouts), self.wanted(signals)
+    def follow(self, signals: Signals, *, window: Window | None, now: float) -> tuple[int | None, Window]:
+        """Return the rollouts to have from ``now`` (unix seconds) on, None while that is not decided, and the window to
+        bring along next time.
+        """
+        current, wanted = self.within(signals.rollouts), self.wanted(signals)
+        fresh = Window(current, signals.step)
+        if window is None or window.rollouts != current or signals.step < window.step:
+            return None, fresh
+        if wanted > current and signals.ready < current:
+            return None, fresh
+        if signals.since < window.step:
+            return None, replace(window, wish=None)
         if wanted == current:
-            return current, None
+            return current, replace(window, wish=None)
         direction: Direction = "more" if wanted > current else "fewer"
-        if wish is None or wish.direction != direction:
-            wish = Wish(direction, now)
+        wish = window.wish if window.wish is not None and window.wish.direction == direction else Wish(direction, now)
         if now - wish.since < self.stabilization_s:
-            return current, wish
-        return wanted, None
+            return None, replace(window, wish=wish)
+        return wanted, Window(wanted, signals.step)
 
-    def _within(self, rollouts: int) -> int:
+    def within(self, rollouts: int) -> int:
+        """Return the number nearest to ``rollouts`` that is allowed."""
         return max(self.least, min(rollouts, self.most))
 
+    def _enough(self, rollouts: int, signals: Signals) -> int:
+        waited = min(signals.wait_share, 1.0)
+        factor = (1.0 - self.wait_share) / (1.0 - waited) if waited < 1.0 else math.inf
+        return max(rollouts + 1, math.ceil(max(rollouts, 1) * min(factor, 2.0) - _ROUNDING))
 
-def _enough(rollouts: int, signals: Signals, target: float) -> int:
-    waited = min(signals.wait_share, 1.0)
-    factor = (1.0 - target) / (1.0 - waited) if waited < 1.0 else math.inf
-    return max(rollouts + 1, math.ceil(max(rollouts, 1) * min(factor, 2.0)))
+    def _spare(self, rollouts: int, signals: Signals) -> int:
+        needed = signals.busy_share * min(signals.ready, rollouts)
+        return max(math.ceil(needed - _ROUNDING), math.ceil(rollouts / 2))
+
+
+_ROUNDING = 1e-6
+"""What a share of seconds may be off by, so that it does not ask for one rollout more."""

@@ -9,9 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Final, Literal
 
 from asyncflow.api.names import RoleName
+
+REFUSED: Final = 2
+"""Exit status of a process that refuses its input (manifest, checkpoint, ledger): another attempt would end so, too."""
+DISRUPTED: Final = 3
+"""Exit status of a process that lost what it worked on because another process ended. It begins again, and that is no
+failure of its role."""
+MOST_DISRUPTIONS: Final = 100
+"""Most ends of that kind within the window of a role's restarts, so that it does not begin again for ever."""
 
 Durable = Literal["ledger", "checkpoints"]
 

@@ -9,8 +9,8 @@ met, its first weights are published), a rollout to generate (its first weights 
 for a role that starts after it.
 
 Invariants: a role's exit status says how it ended (0: done, or told to by the driver; 1: an error that a restart may
-mend; 2: one that it cannot; 128 + n: ended by signal n), and an error is logged with its words; the event loop of a
-role never computes, so that heartbeats go on.
+mend; 2: one that it cannot; 3: what it worked on was lost with another process; 128 + n: ended by signal n), and an
+error is logged with its words; the event loop of a role never computes, so that heartbeats go on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from asyncflow import clock
@@ -30,14 +30,14 @@ from asyncflow.api.job import RLJob
 from asyncflow.api.load import Manifest, load
 from asyncflow.api.names import HOST_ENV
 from asyncflow.api.queue import TransferQueue
-from asyncflow.errors import AsyncFlowError, CheckpointError, Diverged, LedgerCorrupt, ManifestError
+from asyncflow.errors import AsyncFlowError, CheckpointError, Diverged, LedgerCorrupt, ManifestError, RowsLost
 from asyncflow.net.loop import Loop
+from asyncflow.plan.roles import DISRUPTED, REFUSED
 from asyncflow.roles.post import LOOPBACK, JobPost, Post, QueuePost, RoleOptions, keys_of_job
 from asyncflow.telemetry.logs import setup_logging
 
 log = logging.getLogger(__name__)
 
-REFUSED = 2
 _SELDOM = (20_000, 20, 100)
 """Thresholds of the garbage collector's generations (``gc.set_threshold``)."""
 BEYOND_REPAIR = (ManifestError, CheckpointError, LedgerCorrupt, Diverged)
@@ -61,8 +61,15 @@ def run_role(
         errors = list(_leaves(group))
         for error in errors:
             log.error("%s", error)
-        status = REFUSED if any(map(_is_final, errors)) else 1
+        status = _status(errors)
     return status
+
+
+def _status(errors: Sequence[AsyncFlowError]) -> int:
+    """Return the exit status of a role that ended because of ``errors``."""
+    if any(map(_is_final, errors)):
+        return REFUSED
+    return DISRUPTED if any(isinstance(error, RowsLost) for error in errors) else 1
 
 
 @contextlib.contextmanager

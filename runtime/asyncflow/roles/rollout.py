@@ -98,6 +98,7 @@ async def serve(post: JobPost) -> None:
             metrics=metrics,
         )
         metrics.watch_busy(worker.meter.busy)
+        metrics.watch_busy(worker.meter.occupied, what="occupied")
         draining = asyncio.create_task(_drain_when_told(post, worker))
         try:
             await worker.run()

@@ -28,8 +28,8 @@ Spawn = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
 class Desk:
     """Holds the jobs of one instance.
 
-    changed: called whenever something may now begin or be claimed; spawn: runs a coroutine as a task of the worker.
-    lost: rows whose lease ended here.
+    changed: called whenever something may now begin or be claimed; holding: told how many rows are here whenever that
+    changes; spawn: runs a coroutine as a task of the worker. lost: rows whose lease ended here.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class Desk:
         instance: Instance,
         settings: RolloutSettings,
         changed: Callable[[], None],
+        holding: Callable[[int], None],
         spawn: Spawn,
     ) -> None:
         self.lost = 0
@@ -46,6 +47,7 @@ class Desk:
         self._instance = instance
         self._settings = settings
         self._changed = changed
+        self._holding = holding
         self._spawn = spawn
         self._jobs: set[Job] = set()
 
@@ -63,6 +65,7 @@ class Desk:
         """Hold rows that a claim gave, and fetch their prompts."""
         jobs = [Job(row=row) for row in rows]
         self._jobs.update(jobs)
+        self._holding(len(self._jobs))
         never = {work.id for work in self._instance.take([job.work for job in jobs])}
         if never:
             self._spawn(self.give_back([job for job in jobs if job in never], reason="it needs too old a version"))
@@ -120,6 +123,7 @@ class Desk:
     def forget(self, job: Job) -> None:
         """Have nothing more to do with a row: delivered, given back or lost."""
         self._jobs.discard(job)
+        self._holding(len(self._jobs))
         job.gone = True
         self._instance.release(job)
         if job.task is not None and job.task is not asyncio.current_task():

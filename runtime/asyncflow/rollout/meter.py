@@ -2,7 +2,8 @@
 
 Invariant: ``generate`` counts the time with at least one running sequence; ``receive`` the time in which there was none
 although there was work, which waited for other weights (on their way, or here and not loaded yet); ``swap`` the time in
-which weights were loaded. The three never overlap.
+which weights were loaded. The three never overlap. ``occupied`` counts the time with at least one row on lease: what a
+rollout has to do, waiting for weights and rewards included.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ class Meter:
 
     def __init__(self, metrics: RolloutMetrics) -> None:
         self.busy = BusyClock()
+        self.occupied = BusyClock()
         self.fenced = 0
         self.delivered = 0
         self.swaps = 0
         self._metrics = metrics
         self._generating = False
         self._waiting = False
+        self._holding = False
         self._lap = (time.monotonic(), 0.0, 0.0)
 
     def running(self, sequences: int, *, waiting: bool) -> None:
@@ -50,6 +53,12 @@ class Meter:
         if waiting != self._waiting:
             self._waiting = waiting
             (self.busy.begin if waiting else self.busy.end)("receive")
+
+    def holding(self, rows: int) -> None:
+        """Take in how many rows there are on lease."""
+        if bool(rows) != self._holding:
+            self._holding = not self._holding
+            (self.occupied.begin if self._holding else self.occupied.end)("rows")
 
     def lap(self) -> Lap:
         """Give the seconds since it was asked last, or since the start."""

@@ -75,7 +75,12 @@ class RolloutWorker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._wish: int | None = None
         self._desk = Desk(
-            queue=queue, instance=instance, settings=settings, changed=self._changed.set, spawn=self._spawn
+            queue=queue,
+            instance=instance,
+            settings=settings,
+            changed=self._changed.set,
+            holding=self.meter.holding,
+            spawn=self._spawn,
         )
         self._delivery = Delivery(queue, settled=self._settled, call_s=settings.call_s)
         self._claimers = [
@@ -122,6 +127,7 @@ class RolloutWorker:
             "tokens_generated_train": tokens.get("train", 0),
             "tokens_generated_eval": tokens.get("eval", 0),
             "busy_s": self.meter.generate_s,
+            "held_s": self.meter.occupied.total(),
             "swap_stall_s": self.meter.stall_s,
             "swaps": self.meter.swaps,
             "delivered": self.meter.delivered,

@@ -49,9 +49,9 @@ class RoleMetrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
 
-    def watch_busy(self, busy: BusyClock) -> None:
-        """Show ``busy`` as ``asyncflow_<role>_busy_seconds_total{cause}``; the cause "any" is their union."""
-        self.registry.register(_BusyCollector(f"asyncflow_{self.role}_busy_seconds", busy))
+    def watch_busy(self, busy: BusyClock, *, what: str = "busy") -> None:
+        """Show ``busy`` as ``asyncflow_<role>_<what>_seconds_total{cause}``; the cause "any" is their union."""
+        self.registry.register(_BusyCollector(f"asyncflow_{self.role}_{what}_seconds", busy))
 
     def watch_rpc(self, counters: RpcCounters) -> None:
         """Show the counters of this role's RPC server as ``asyncflow_<role>_rpc_*_total``."""

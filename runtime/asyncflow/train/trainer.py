@@ -34,6 +34,7 @@ from asyncflow.errors import (
     Diverged,
     ProtocolError,
     Refused,
+    RowsLost,
     StaleHandle,
 )
 from asyncflow.identity import Version
@@ -143,7 +144,7 @@ class Trainer:
     async def run(self) -> int:
         """Train; return the last completed step. Raises Fenced when a newer attempt of the trainer has begun.
 
-        Raises StaleHandle where samples of a slot were lost with a storage unit (they can be made again only for a step
+        Raises RowsLost where samples of a slot were lost with a storage unit (they can be made again only for a step
         that begins anew) and Diverged where the gradients are not finite any more. What is complete is in a checkpoint
         then, so that no other step begins anew.
         """
@@ -155,9 +156,13 @@ class Trainer:
             log.info("leaving after step %d", self.step)
             await self._publication.announced(within_s=_GRACE_S)
             await self._save_completed()
-        except (StaleHandle, Diverged):
+        except Diverged:
             await self._save_completed()
             raise
+        except StaleHandle as error:
+            await self._save_completed()
+            hint = f"Step {self.step + 1} begins again"
+            raise RowsLost(error.what, where=error.where, hint=hint) from error
         finally:
             self._publication.close()
             self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,6 +1,13 @@
+"""What nodes have left, counted object by object."""
+
+import asyncio
+import weakref
+from collections.abc import AsyncIterator
+
 import pytest
 
-from asyncflow_operator.capacity import amount, free, needs
+from asyncflow_operator.capacity import Capacity, amount, is_open, needs, room, take
+from asyncflow_operator.cluster.kinds import NODE, Kind
 
 
 @pytest.mark.parametrize(
@@ -22,13 +29,53 @@ def test_a_pod_needs_its_containers_together_or_its_largest_init_container() -> 
     assert needs(spec | {"overhead": {"cpu": "250m"}})["cpu"] == 2.0
 
 
+def node(name: str, *, ready: str = "True", **spec: object) -> dict[str, object]:
+    allocatable = {"cpu": "8", "npu": "16"}
+    status = {"conditions": [{"type": "Ready", "status": ready}], "allocatable": allocatable}
+    return {"metadata": {"name": name}, "spec": spec, "status": status}
+
+
 def test_what_is_left_of_nodes_that_take_pods() -> None:
-    ready = {"conditions": [{"type": "Ready", "status": "True"}], "allocatable": {"cpu": "8", "npu": "16"}}
-    nodes = [
-        {"metadata": {"name": "a"}, "status": ready},
-        {"metadata": {"name": "cordoned"}, "status": ready, "spec": {"unschedulable": True}},
-        {"metadata": {"name": "lost"}, "status": ready | {"conditions": [{"type": "Ready", "status": "Unknown"}]}},
-    ]
-    left = list(free(nodes, {"a": {"npu": 4.0}}))
-    assert [node.name for node in left] == ["a"]
-    assert left[0].free == {"cpu": 8.0, "npu": 12.0}
+    nodes = [node("a"), node("cordoned", unschedulable=True), node("lost", ready="Unknown"), {"metadata": {}}]
+    assert [is_open(each) for each in nodes] == [True, False, False, False]
+    left = {"a": room(nodes[0])}
+    assert left == {"a": {"cpu": 8.0, "npu": 16.0}}
+    for where in ("a", "elsewhere", ""):
+        take(left, {"nodeName": where, "containers": [container("500m")]})
+    take(left, {"containers": [container("4")]})
+    assert left == {"a": {"cpu": 7.5, "npu": 16.0}}
+
+
+class Pages:
+    """An API server with many large nodes; most: of them that were in memory at a time."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.most = 0
+
+    async def pages(self, kind: Kind, *, size: int = 500, **_: object) -> AsyncIterator[dict[str, object]]:
+        made: weakref.WeakSet[Large] = weakref.WeakSet()
+        for first in range(0, self.count if kind is NODE else 0, size):
+            items = [Large(node(f"node-{number}")) for number in range(first, min(first + size, self.count))]
+            made.update(items)
+            yield {"items": items}
+            del items
+            self.most = max(self.most, len(made))
+
+
+class Large(dict[str, object]):
+    """A node of which one can tell whether anybody has it still."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+async def test_of_many_nodes_few_are_in_memory_at_a_time() -> None:
+    server = Pages(2000)
+    told = asyncio.Event()
+    capacity = Capacity(server, wanted=lambda: True, news=told.set)  # type: ignore[arg-type]
+    looking = asyncio.create_task(capacity.run())
+    await asyncio.wait_for(told.wait(), 20)
+    looking.cancel()
+    assert capacity.nodes is not None
+    assert len(capacity.nodes) == 2000
+    assert server.most <= 300

@@ -62,7 +62,7 @@ def test_the_fleet_is_counted_without_names() -> None:
         return SimpleNamespace(status=status, model=SimpleNamespace(spec=SimpleNamespace(failure_policy=policy)))
 
     store = Store(lambda _kind, raw, _before: raw["view"], lambda *_: None)
-    for number, view in enumerate((job("Running", 1), job("Running", 3), job("Failed", 0))):
+    for number, view in enumerate((job("Running", 1), job("Running", 3), job("Failed", 5))):
         meta = {"name": f"j{number}", "namespace": "ns", "uid": str(number), "resourceVersion": "1"}
         store.put("RLJob", {"metadata": meta, "view": view})
     metrics = Metrics()
@@ -70,7 +70,7 @@ def test_the_fleet_is_counted_without_names() -> None:
     value = metrics.registry.get_sample_value
     assert value("asyncflow_operator_jobs_count", {"phase": "Running"}) == 2
     assert value("asyncflow_operator_jobs_stalled_count") == 3
-    assert value("asyncflow_operator_restart_budget_used_ratio", {"role": "rollout"}) == 0.75
+    assert value("asyncflow_operator_restart_budget_used_ratio", {"role": "rollout"}) == 0.75, "of those that go on"
 
 
 def test_a_log_record_is_one_line_of_json_with_its_extras() -> None:

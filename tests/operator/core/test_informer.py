@@ -20,6 +20,9 @@ class Server:
         self.installed = False
         self.asked = 0
 
+    async def settle(self, _: object) -> None:
+        return
+
     async def pages(self, *_: object, **__: object) -> AsyncIterator[dict[str, Any]]:
         self.asked += 1
         if not self.installed:

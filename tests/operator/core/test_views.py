@@ -7,6 +7,7 @@ import pytest
 from asyncflow.api.document import parse
 from asyncflow_operator.cluster.owners import mine
 from asyncflow_operator.cluster.views import controller_of, object_view, pod_view, scalers
+from asyncflow_operator.observed import Assigned
 
 POD: dict[str, Any] = {
     "metadata": {
@@ -84,6 +85,49 @@ def test_why_a_pod_waits() -> None:
     assert (view.waiting, view.waiting_message) == ("ImagePullBackOff", "no such image")
     gate = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}
     assert pod_view(pod(phase="Pending", conditions=[gate])).gated
+
+
+@pytest.mark.parametrize(("code", "phase"), [(0, "Succeeded"), (1, "Failed")])
+def test_a_sidecar_that_runs_on_does_not_hide_the_end_of_our_container(code: int, phase: str) -> None:
+    sidecar = {"name": "istio-proxy", "state": {"running": {"startedAt": "2026-11-21T10:00:01Z"}}}
+    view = pod_view(pod(phase="Running", containerStatuses=[sidecar, ended(code)]))
+    assert (view.phase, view.exit_code, view.leftover) == (phase, code, True)
+    assert not pod_view(pod(phase=phase, containerStatuses=[ended(code)])).leftover
+    assert not pod_view(POD).leftover
+
+
+def conditions(**statuses: str) -> list[dict[str, str]]:
+    return [{"type": kind, "status": status} for kind, status in statuses.items()]
+
+
+def test_a_pod_whose_node_does_not_answer_is_told_from_one_that_is_not_ready() -> None:
+    """The node controller takes Ready away and nothing else; a kubelet says the same of both conditions."""
+    assert pod_view(pod(phase="Running", conditions=conditions(Ready="False", ContainersReady="True"))).unreachable
+    for kept in (conditions(Ready="True", ContainersReady="True"), conditions(Ready="False", ContainersReady="False")):
+        assert not pod_view(pod(phase="Running", conditions=kept)).unreachable
+    gated = pod(phase="Running", conditions=conditions(Ready="False", ContainersReady="True"))
+    gated["spec"] = gated["spec"] | {"readinessGates": [{"conditionType": "example.com/gate"}]}
+    assert not pod_view(gated).unreachable
+
+
+def test_until_when_a_pod_that_is_deleted_may_stay() -> None:
+    raw = copy.deepcopy(POD)
+    raw["metadata"] |= {"deletionTimestamp": "2026-11-21T10:00:35Z", "deletionGracePeriodSeconds": 30}
+    view = pod_view(raw)
+    assert (view.deleting, view.ends_by, view.forced) == (True, view.created + 35, False)
+    raw["metadata"]["deletionGracePeriodSeconds"] = 0
+    assert pod_view(raw).forced
+    assert (pod_view(POD).ends_by, pod_view(POD).forced) == (None, False)
+
+
+def test_the_claims_of_a_pod() -> None:
+    raw = copy.deepcopy(POD)
+    raw["spec"]["volumes"] = [
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "ledger", "persistentVolumeClaim": {"claimName": "j-ledger"}},
+    ]
+    assert pod_view(raw).claims == ("j-ledger",)
+    assert pod_view(POD).claims == ()
 
 
 @pytest.mark.parametrize("lacking", ["spec", "status"])
@@ -165,3 +209,30 @@ def test_what_only_a_newer_version_knows_is_passed_over() -> None:
     seen = mine("RLJob", newer, None)
     assert seen.model is not None
     assert (seen.problem, seen.status.phase, seen.status.failures["trainer"].attempt) == ("", "Succeeded", 3)
+
+
+def test_what_kueue_has_given_a_workload() -> None:
+    update = {"name": "trainer", "nodeSelector": {"zone": "b"}}
+    status = {
+        "conditions": [{"type": "QuotaReserved", "status": "True", "message": "reserved"}],
+        "admission": {
+            "podSetAssignments": [
+                {"name": "trainer", "flavors": {"cpu": "big", "memory": "big", "npu": "a3"}},
+                {"name": "driver", "count": 1},
+            ]
+        },
+        "admissionChecks": [{"name": "p", "podSetUpdates": [update]}],
+    }
+    meta = {"name": "demo", "uid": "u", "resourceVersion": "7"}
+    view = object_view({"metadata": meta, "status": status}, kind="Workload")
+    assert (view.phase, view.said, view.version) == ("Reserved", "reserved", "7")
+    assert view.assigned == {"trainer": Assigned(flavors=("a3", "big"), more=(update,)), "driver": Assigned()}
+    assert object_view({"metadata": {"name": "demo"}}, kind="Workload").phase == "Pending"
+
+
+def test_what_keeps_a_pod_from_being_scheduled_and_from_going() -> None:
+    raw = copy.deepcopy(POD)
+    raw["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
+    raw["metadata"]["finalizers"] = ["kueue.x-k8s.io/managed"]
+    view = pod_view(raw)
+    assert (view.gates, view.finalizers) == (("kueue.x-k8s.io/admission",), ("kueue.x-k8s.io/managed",))

@@ -1,19 +1,52 @@
 """What a gang scheduler's object says, and what becomes of it."""
 
-import pytest
+from dataclasses import replace
+from typing import Any
 
+import pytest
+from model_samples import DESIRED, START, job_of, pod_view
+
+from asyncflow.plan import plan
+from asyncflow_operator.actions import Report
 from asyncflow_operator.cluster.views import object_view
-from asyncflow_operator.decide.admission import admitted, evicted, given_back, waits_for
-from asyncflow_operator.observed import ObjectView, Ref
+from asyncflow_operator.decide.admission import (
+    admitted,
+    changeable,
+    evicted,
+    given_back,
+    pods_ready,
+    queued_again,
+    released,
+    waits_for,
+)
+from asyncflow_operator.decide.moments import written
+from asyncflow_operator.observed import Found, JobState, ObjectView, Owner, Ref
 
 WORKLOAD = Ref("Workload", "demo")
+OWNER = Owner(kind="RLJob", namespace="team", name="demo", uid="uid-job")
+BEFORE = "2026-11-21T10:00:00Z"
+ADMISSION = {"podSetAssignments": [{"name": "trainer", "flavors": {"cpu": "big", "memory": "big"}}]}
+KUEUE = job_of(scheduling={"gang": "kueue"})
 
 
-def workload(**conditions: tuple[str, str]) -> dict[Ref, ObjectView]:
-    """As Kueue leaves it: by type, status and message."""
-    stated = [{"type": kind, "status": status, "message": words} for kind, (status, words) in conditions.items()]
-    raw = {"metadata": {"name": "demo", "uid": "u"}, "status": {"conditions": stated}}
-    return {WORKLOAD: object_view(raw, kind="Workload")}
+def workload(admission: Any = None, **conditions: tuple[str, str]) -> dict[Ref, ObjectView]:
+    """As Kueue leaves it: by type, status and message; the reason is the message's first word."""
+    stated = [
+        {"type": kind, "status": status, "message": said, "reason": said.split(" ")[0], "lastTransitionTime": BEFORE}
+        for kind, (status, said) in conditions.items()
+    ]
+    meta = {"name": "demo", "uid": "u", "resourceVersion": "7"}
+    status = {"conditions": stated} | ({"admission": admission} if admission else {})
+    return {WORKLOAD: object_view({"metadata": meta, "status": status}, kind="Workload")}
+
+
+def state(objects: dict[Ref, ObjectView], *, job=KUEUE, **found: Found) -> JobState:
+    flavors = {Ref("ResourceFlavor", name): each for name, each in found.items()}
+    return JobState(owner=OWNER, job=job, objects=objects, found=flavors)
+
+
+def after(report: Report) -> dict[str, tuple[str, str]]:
+    return {each["type"]: (each["status"], each["reason"]) for each in report.status["conditions"]}
 
 
 @pytest.mark.parametrize(
@@ -23,21 +56,34 @@ def workload(**conditions: tuple[str, str]) -> dict[Ref, ObjectView]:
         (workload(), False, False),
         (workload(QuotaReserved=("True", "")), False, False),
         (workload(QuotaReserved=("True", ""), Admitted=("True", "")), True, False),
-        (workload(Admitted=("True", ""), Evicted=("True", "preempted")), False, True),
+        (workload(QuotaReserved=("True", ""), Admitted=("True", ""), Evicted=("True", "preempted")), False, True),
+        (workload(ADMISSION, Evicted=("True", "preempted")), False, True),
+        (workload(QuotaReserved=("False", ""), Admitted=("False", ""), Evicted=("True", "gone")), False, False),
         (workload(Admitted=("True", ""), Evicted=("False", "")), True, False),
         (workload(Admitted=("True", ""), Finished=("True", "")), False, False),
     ],
 )
 def test_pods_are_made_while_a_workload_is_admitted_and_no_longer(objects, may, must):
-    assert admitted(objects, gang="kueue") is may
-    assert evicted(objects, gang="kueue") is must
-    assert admitted(objects, gang="volcano")
-    assert not evicted(objects, gang="none")
+    assert admitted(state(objects)) is may
+    assert evicted(state(objects)) is must
+    assert admitted(state({}, job=job_of(scheduling={"gang": "volcano"})))
+
+
+def test_pods_are_made_once_it_is_known_where_their_flavors_are():
+    placed = workload(ADMISSION, QuotaReserved=("True", ""), Admitted=("True", ""))
+    assert not admitted(state(placed))
+    assert waits_for(state(placed)) == "", "it is being read"
+    refused = Found(problem="resourceflavors.kueue.x-k8s.io is forbidden")
+    assert not admitted(state(placed, big=refused))
+    said = "ResourceFlavor big cannot be read: resourceflavors.kueue.x-k8s.io is forbidden"
+    assert waits_for(state(placed, big=refused)) == said
+    assert admitted(state(placed, big=Found(content={"spec": {}})))
 
 
 def test_what_a_workload_waits_for_is_kueues_to_say():
-    assert waits_for(workload(QuotaReserved=("False", "8 more cpu needed"))) == "8 more cpu needed"
-    assert waits_for({}) == "it has said nothing yet"
+    said = waits_for(state(workload(QuotaReserved=("False", "8 more cpu needed"))))
+    assert said == "Kueue has not admitted the job's Workload: 8 more cpu needed"
+    assert waits_for(state({})).endswith("it has said nothing yet")
 
 
 def test_what_holds_a_place_is_given_back_once():
@@ -46,3 +92,67 @@ def test_what_holds_a_place_is_given_back_once():
     objects = {ref: ObjectView(ref=ref, uid=ref.kind) for ref in (WORKLOAD, group, service)}
     assert [(each.ref, each.uid) for each in given_back(objects)] == [(WORKLOAD, "Workload"), (group, "PodGroup")]
     assert given_back({group: ObjectView(ref=group, uid="u", deleting=True)}) == ()
+
+
+@pytest.mark.parametrize(("why", "at_once"), [("Preempted by a", "True"), ("PodsReadyTimeout is over", "False")])
+def test_an_evicted_workload_waits_again_where_it_was_in_its_queue(why, at_once):
+    placed = {"QuotaReserved": ("True", "Reserved"), "Admitted": ("True", "Admitted"), "PodsReady": ("True", "Started")}
+    (report,) = queued_again(workload(ADMISSION, **placed, Evicted=("True", why)), now=START)
+    assert (report.ref, report.version, report.status["admission"]) == (WORKLOAD, "7", None)
+    reason = why.split(" ")[0]
+    assert after(report) == {
+        "Evicted": ("True", reason),
+        "Requeued": (at_once, reason),
+        "QuotaReserved": ("False", "Pending"),
+        "Admitted": ("False", "NoReservation"),
+        "PodsReady": ("False", "WaitForStart"),
+    }
+    times = {each["type"]: each["lastTransitionTime"] for each in report.status["conditions"]}
+    assert times == dict.fromkeys(times, written(START)) | {"Evicted": BEFORE}
+    assert queued_again(workload(ADMISSION, **placed), now=START) == ()
+
+
+def test_kueue_is_told_whether_all_pods_are_ready_and_that_once():
+    placed = {"QuotaReserved": ("True", "Reserved"), "Admitted": ("True", "Admitted")}
+
+    def told(lacks: list[str], **ready: tuple[str, str]) -> tuple[str, str] | None:
+        reports = pods_ready(workload(ADMISSION, **placed, **ready), lacks=lacks, now=START)
+        return after(reports[0])["PodsReady"] if reports else None
+
+    some = ["trainer 1/2"]
+    assert told(some) == ("False", "WaitForStart")
+    assert told(some, PodsReady=("False", "WaitForStart")) is None
+    assert told([], PodsReady=("False", "WaitForStart")) == ("True", "Started")
+    assert told([], PodsReady=("True", "Started")) is None
+    assert told(some, PodsReady=("True", "Started")) == ("False", "WaitForRecovery")
+    assert told(some, PodsReady=("False", "WaitForRecovery")) is None
+    assert told([], PodsReady=("False", "WaitForRecovery")) == ("True", "Recovered")
+    assert told([], PodsReady=("True", "Recovered")) is None
+    assert pods_ready(workload(QuotaReserved=("False", "")), lacks=some, now=START) == ()
+
+
+def test_pods_of_the_core_are_freed_of_what_kueue_puts_on_pods_and_others_are_left_to_it():
+    role = plan(job_of(scheduling={"gang": "kueue"}, rollout={"replicas": 2, "minReplicas": 1})).role("rollout")
+    held = {
+        "gates": ("kueue.x-k8s.io/admission", "example.com/mine", "kueue.x-k8s.io/topology"),
+        "finalizers": ("kueue.x-k8s.io/managed",),
+    }
+    pods = [pod_view("rollout", index, **held) for index in (0, 1)]
+    (release,) = released(state({}), role, pods)
+    assert (release.ref.name, release.uid) == (pods[0].name, pods[0].uid)
+    assert (release.gates, release.finalizers) == (("example.com/mine",), ())
+    (release,) = released(state({}), role, [replace(pods[0], finalizers=())])
+    assert release.finalizers is None
+    assert released(state({}), role, [pod_view("rollout", gates=("example.com/mine",))]) == ()
+    assert released(state({}, job=job_of()), role, pods) == ()
+
+
+def test_a_workload_that_holds_quota_is_not_changed():
+    asked = state({})
+    manifests = DESIRED.supporting(asked)
+    (wanted,) = (each for each in manifests if each["kind"] == "Workload")
+    assert changeable(wanted, {})
+    assert changeable(wanted, workload(QuotaReserved=("False", "")))
+    for placed in ({"QuotaReserved": ("True", "")}, {"QuotaReserved": ("True", ""), "Admitted": ("True", "")}):
+        assert not changeable(wanted, workload(**placed))
+    assert all(changeable(each, workload(Admitted=("True", ""))) for each in manifests if each is not wanted)

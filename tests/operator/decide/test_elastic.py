@@ -5,7 +5,7 @@ from dataclasses import replace
 from model import World
 from model_samples import JOB, START, job_of
 
-from asyncflow.api.status import DriverStatus, JobStatus, QueueDepth, RolloutState
+from asyncflow.api.status import DriverStatus, ElasticityRecord, JobStatus, QueueDepth, RecentFigures, RolloutState
 from asyncflow_operator.decide.elastic import target
 from asyncflow_operator.decide.moments import Alarm, written
 from asyncflow_operator.observed import JobState, Owner, Probe
@@ -14,13 +14,32 @@ OWNER = Owner(kind="RLJob", namespace="team", name="demo", uid="uid-job")
 BOUNDS = {"replicas": 2, "minReplicas": 1, "maxReplicas": 6}
 
 
-def state(*, wait: float = 0.5, ready: int = 0, status: JobStatus | None = None, at: float = START, **elasticity):
+THERE = ElasticityRecord(replicas=2, step=1)
+"""Two rollouts have been there since the first step."""
+
+
+def state(
+    *,
+    wait: float = 0.5,
+    busy: float = 1.0,
+    ready: int = 0,
+    step: int = 5,
+    status: JobStatus | None = None,
+    at: float = START,
+    **elasticity,
+):
     job = job_of(rollout=BOUNDS, elasticity=elasticity)
     rollouts = tuple(RolloutState(id=f"w{index}", index=index, state="ready") for index in range(2))
     seen = DriverStatus(
-        phase="Running", step=5, steps=10, trainer_wait_share=wait, queue=QueueDepth(ready=ready), rollouts=rollouts
+        phase="Running",
+        step=step,
+        steps=10,
+        recent=RecentFigures(since=step - 3, wait_share=wait, busy_share=busy),
+        queue=QueueDepth(ready=ready),
+        rollouts=rollouts,
     )
-    return JobState(owner=OWNER, job=job, status=status or JobStatus(), probe=Probe(status=seen, at=at))
+    status = status or JobStatus(elasticity=THERE)
+    return JobState(owner=OWNER, job=job, status=status, probe=Probe(status=seen, at=at))
 
 
 def look(seen: JobState, now: float = START):
@@ -35,11 +54,29 @@ def test_without_a_policy_the_spec_counts():
 def test_a_wish_is_shown_and_followed_when_it_has_lasted():
     found = look(state(enabled=True))
     assert (found.replicas, found.acts, found.reason) == (2, True, "Following")
-    assert (found.fields["wish"], found.fields["wish_time"]) == ("more", written(START))
+    wish = {"wish": "more", "wish_time": written(START)}
+    assert found.fields["elasticity"] == THERE.model_copy(update=wish)
     later = state(enabled=True, status=JobStatus(**found.fields), at=START + 60)
     followed = look(later, START + 60)
     assert followed.replicas == 4
-    assert followed.fields == {"desired_replicas": 4, "wish": None, "wish_time": None}
+    assert followed.fields == {"desired_replicas": 4, "elasticity": ElasticityRecord(replicas=4, step=5)}
+
+
+def test_what_a_change_did_is_seen_before_the_next_one():
+    changed = JobStatus(desired_replicas=4, elasticity=ElasticityRecord(replicas=4, step=5))
+    at_once = {"enabled": True, "stabilizationSeconds": 0}
+    found = look(state(status=changed, step=9, **at_once))
+    begins = ElasticityRecord(replicas=4, step=9)
+    assert (found.replicas, found.fields["elasticity"]) == (4, begins), "those that were added are not there yet"
+    rests = {"status": JobStatus(**found.fields), "wait": 0.0, "busy": 0.5} | at_once
+    assert look(state(step=11, **rests)).replicas == 4, "its figures begin before the change"
+    assert look(state(step=12, **rests)).replicas == 2
+
+
+def test_in_the_default_schedule_rollouts_that_have_too_little_to_do_go():
+    """Nothing piles up there: no more is generated than the next step takes."""
+    idle = state(enabled=True, stabilizationSeconds=0, wait=0.0, busy=0.5, ready=0)
+    assert look(idle).replicas == 1
 
 
 def test_what_it_wanted_is_kept_within_bounds_while_nothing_is_known():
@@ -50,10 +87,12 @@ def test_what_it_wanted_is_kept_within_bounds_while_nothing_is_known():
 
 
 def test_a_dry_run_shows_and_does_nothing():
-    before = JobStatus(desired_replicas=2, wish="more", wish_time=written(START - 60))
-    found = look(state(enabled=True, dryRun=True, status=before))
+    record = ElasticityRecord(replicas=2, step=1, wish="more", wish_time=written(START - 60))
+    found = look(state(enabled=True, dryRun=True, status=JobStatus(desired_replicas=2, elasticity=record)))
     assert (found.replicas, found.acts, found.reason) == (2, False, "DryRun")
     assert found.fields["desired_replicas"] == 4
+    shown = look(state(enabled=True, dryRun=True, step=6, status=JobStatus(**found.fields)))
+    assert shown.fields["desired_replicas"] == 4, "until it has decided again"
 
 
 def test_somebody_else_who_scales_switches_it_off():
@@ -66,11 +105,11 @@ def test_somebody_else_who_scales_switches_it_off():
 def test_the_policy_scales_a_running_job():
     world = World(job_of(rollout=BOUNDS, elasticity={"enabled": True, "stabilizationSeconds": 20}))
     world.settle()
-    world.step = 3
-    for _ in range(60):
+    for _ in range(120):
+        world.step += 1
         world.look_at_driver()
-        starving = world.probe.status.model_copy(update={"trainer_wait_share": 0.6})
-        world.probe = replace(world.probe, status=starving)
+        recent = RecentFigures(since=max(0, world.step - 3), wait_share=0.6)
+        world.probe = replace(world.probe, status=world.probe.status.model_copy(update={"recent": recent}))
         world.see_all()
         world.reconcile(JOB)
         world.kubelets_work()
@@ -82,5 +121,5 @@ def test_the_policy_scales_a_running_job():
 
 
 def test_a_dry_run_starts_from_what_is_done_and_not_from_what_it_would_have_done():
-    content = state(enabled=True, dryRun=True, wait=0.05, status=JobStatus(desired_replicas=6))
+    content = state(enabled=True, dryRun=True, wait=0.05, status=JobStatus(desired_replicas=6, elasticity=THERE))
     assert look(content).fields["desired_replicas"] == 2

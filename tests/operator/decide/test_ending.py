@@ -1,5 +1,7 @@
 """The end of a job: suspended and resumed, succeeded, failed, too late, too old."""
 
+from dataclasses import replace
+
 import pytest
 from model import World
 from model_samples import JOB, QUEUE, dead, job_of, names
@@ -55,7 +57,7 @@ def test_a_resumed_job_begins_the_next_attempt():
 def test_a_driver_that_never_saves_is_not_waited_for_for_ever():
     world = running()
     world.edit(suspend=True)
-    for _ in range(40):
+    for _ in range(25):
         world.look_at_driver()
         world.see_all()
         world.reconcile(JOB)
@@ -220,3 +222,21 @@ def test_no_end_is_a_failure_while_a_job_is_suspended():
     world.settle()
     assert world.status.phase == "Suspended"
     assert world.status.restarts == {}
+
+
+def test_a_job_is_suspended_and_ends_though_a_node_does_not_answer():
+    world = running()
+    world.lose_node_of(world.with_role("storage")[0])
+    world.edit(suspend=True)
+    world.settle()
+    assert (world.status.phase, world.pods) == ("Suspended", {})
+
+
+def test_what_a_sidecar_keeps_alive_of_a_finished_job_goes():
+    world = running()
+    world.succeed()
+    driver = world.with_role("driver")[0]
+    world.pods[driver.name] = replace(driver, leftover=True)
+    world.settle()
+    assert world.status.phase == "Succeeded"
+    assert world.with_role("driver") == []

@@ -6,7 +6,7 @@ import pytest
 from model_samples import START, dead, pod_view
 
 from asyncflow.api.status import RoleRecord
-from asyncflow.plan.roles import Readiness, Resources, RestartPolicy, Role
+from asyncflow.plan.roles import MOST_DISRUPTIONS, Readiness, Resources, RestartPolicy, Role
 from asyncflow_operator.decide.failure import DISMISSED_S, End, cleared, delay, end_of, take_stock
 from asyncflow_operator.decide.moments import Alarm, read
 
@@ -41,6 +41,8 @@ def stock(pods, record=None, *, now=START + 10, of=None):
         (dead("rollout", code=1), End.FAILED),
         (dead("rollout", code=137, disrupted=True), End.TAKEN),
         (dead("rollout", code=2), End.REFUSED),
+        (dead("rollout", code=3), End.DISRUPTED),
+        (dead("rollout", code=3, disrupted=True), End.TAKEN),
         (dead("rollout", code=2, disrupted=True), End.TAKEN),
         (dead("rollout", code=0), End.DONE),
         (replace(dead("rollout"), exit_code=None), End.FAILED),
@@ -66,6 +68,26 @@ def test_who_was_taken_away_uses_no_budget_but_gets_a_new_attempt():
     for pod in (dead("rollout", disrupted=True), pod_view("rollout", deleting=True)):
         record = stock([pod]).record
         assert (record.restarts, record.attempt, record.counted) == (0, 1, (pod.uid,))
+
+
+def test_an_end_that_was_anothers_fault_uses_no_budget_but_waits_and_is_bounded():
+    ranks = [dead("trainer", 0, code=1), dead("trainer", 1, code=3)]
+    gang = role(gang=True, policy=replace(POLICY, max_restarts=0))
+    first = stock(ranks, of=gang)
+    assert (first.record.restarts, first.record.disruptions, first.record.attempt) == (0, 1, 1)
+    assert (first.record.in_a_row, first.verdict) == (1, None)
+    assert "lost what it worked on" in first.notes[0].message
+    record = first.record
+    for attempt in range(1, MOST_DISRUPTIONS + 1):
+        last = stock([dead("trainer", attempt=attempt, code=3)], record, of=gang)
+        record = last.record
+        assert (last.verdict is None) == (attempt < MOST_DISRUPTIONS)
+    assert last.verdict is not None
+    assert last.verdict.reason == "BudgetExceeded"
+    assert f"{MOST_DISRUPTIONS} restarts of trainer" in last.verdict.message
+    window = START + 10 + POLICY.window_s
+    later = stock([dead("trainer", attempt=record.attempt, code=3, at=window)], record, of=gang, now=window).record
+    assert (later.restarts, later.disruptions) == (0, 1)
 
 
 def test_of_a_gang_one_end_counts_for_all_ranks():
@@ -112,7 +134,13 @@ def test_the_budget_is_one_of_a_window():
     assert last.verdict.reason == "BudgetExceeded"
     assert "demo-rollout-0 ended with exit code 1" in last.verdict.message
     assert "3 restarts of rollout within 1m are used up" in last.verdict.message
-    assert stock([], record, now=START + 100).verdict is None
+    alarm = Alarm(START + 40)
+    assert take_stock(role(), [], record, alarm).record == record
+    assert alarm.again_in_s == 60, "when the window is over"
+    forgotten = stock([], record, now=START + 100)
+    assert forgotten.verdict is None
+    assert (forgotten.record.restarts, forgotten.record.window_start) == (0, None)
+    assert forgotten.record.attempt == record.attempt
     later = stock([dead("rollout", attempt=4, at=START + 120)], record, now=START + 120)
     assert (later.record.restarts, later.verdict) == (1, None)
     assert read(later.record.window_start) == START + 120

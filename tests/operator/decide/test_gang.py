@@ -1,13 +1,15 @@
 """The trainer's ranks: one attempt at a time, begun together, given up together."""
 
 import pytest
-from model_samples import START, dead, pod_view
+from model import World
+from model_samples import START, dead, job_of, pod_view
 
 from asyncflow.api.status import RoleRecord
 from asyncflow.plan.roles import Readiness, Resources, RestartPolicy, Role
 from asyncflow_operator.decide.failure import take_stock
 from asyncflow_operator.decide.gang import caught_up, next_attempt, tend_gang
 from asyncflow_operator.decide.moments import Alarm
+from asyncflow_operator.decide.seats import OVERDUE_S
 
 ROLE = Role(
     name="trainer",
@@ -99,3 +101,27 @@ def test_an_attempt_that_is_known_elsewhere_is_never_given_again(known, pods):
 
 def test_the_next_attempt_is_one_more():
     assert next_attempt(WHOLE) == RoleRecord(attempt=3)
+
+
+def test_the_ranks_of_an_older_attempt_are_not_waited_for_on_a_node_that_does_not_answer():
+    old = ranks(0, attempt=1, deleting=True, ends_by=START + 90)
+    assert tend(old, RoleRecord(attempt=2), now=START + 90 + OVERDUE_S - 1)[1].remove == ()
+    (forced,) = tend(old, RoleRecord(attempt=2), now=START + 90 + OVERDUE_S)[1].remove
+    assert (forced.uid, forced.grace_s) == (old[0].uid, 0)
+    silent = ranks(0, attempt=1, deleting=True, ends_by=START + 500, unreachable=True)
+    assert [delete.grace_s for delete in tend(silent, RoleRecord(attempt=2))[1].remove] == [0]
+    held = ranks(0, attempt=1, deleting=True, ends_by=START, forced=True)
+    assert tend(held, RoleRecord(attempt=2))[1].remove == ()
+
+
+def test_a_gang_that_loses_a_node_begins_again_without_anybodys_help():
+    world = World(job_of(trainer={"replicas": 2}))
+    world.settle()
+    rank = world.with_role("trainer")[1]
+    world.lose_node_of(rank)
+    world.calm(3)
+    assert world.status.attempt == 0, "the cluster has not given the node up yet"
+    world.take(world.pods[rank.name])
+    world.settle()
+    assert [pod.attempt for pod in world.with_role("trainer")] == [1, 1]
+    assert world.status.failures["trainer"].restarts == 0

@@ -78,7 +78,7 @@ class ClusterMachine(RuleBasedStateMachine):
     @rule(which=WHICH)
     def a_pod_moves_on(self, which):
         pod = self.some(which)
-        if pod is None:
+        if pod is None or pod.uid in self.world.silent:
             return
         if pod.deleting:
             self.world.vanish(pod)
@@ -106,6 +106,17 @@ class ClusterMachine(RuleBasedStateMachine):
     def a_pod_is_evicted(self, which):
         if pod := self.some(which, phase="Running"):
             self.world.end(pod, code=137, disrupted=True)
+
+    @rule(which=WHICH, given_up=st.booleans())
+    def a_node_stops_answering(self, which, given_up):
+        if pod := self.some(which, phase="Running"):
+            self.world.lose_node_of(pod)
+            if given_up and not pod.deleting:
+                self.world.take(self.world.pods[pod.name])
+
+    @rule()
+    def the_nodes_return(self):
+        self.world.nodes_return()
 
     @rule(which=WHICH)
     def a_person_deletes_a_pod(self, which):
@@ -179,6 +190,7 @@ class ClusterMachine(RuleBasedStateMachine):
         world = self.world
         world.quota = False
         world.refuses.clear()
+        world.give_nodes_up()
         if world.spec.suspend:
             world.settle()
             assert world.status.phase == "Suspended"

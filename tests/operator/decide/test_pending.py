@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from model_samples import job_of, pending, pod_view
+from model_samples import START, job_of, pending, pod_view
 
 from asyncflow.plan import plan
-from asyncflow_operator.decide.pending import why_pending
-from asyncflow_operator.observed import Denial, NodeFree, ObjectView, Ref
+from asyncflow_operator.decide.moments import Alarm
+from asyncflow_operator.decide.pending import ATTACH_S, why_lacking, why_pending
+from asyncflow_operator.observed import Denial, JobState, NodeFree, ObjectView, Owner, Ref
 
 NPU = "huawei.com/Ascend910"
 SCHEDULER = "0/3 nodes are available: 3 Insufficient huawei.com/Ascend910."
@@ -18,8 +19,18 @@ NODES = (
 
 
 def why(*pods, nodes=NODES, objects=None, denied=(), ending=False, gang="none", **spec):
-    roles = plan(job_of(**({"trainer": {"accelerator": {"profile": "ascend-a3", "count": 16}}} | spec))).roles
-    return why_pending(roles, pods, objects=objects or {}, nodes=nodes, denied=denied, ending=ending, gang=gang)
+    usual = {"trainer": {"accelerator": {"profile": "ascend-a3", "count": 16}}, "scheduling": {"gang": gang}}
+    job = job_of(**(usual | spec))
+    state = JobState(
+        owner=Owner(kind="RLJob", namespace="team", name="demo", uid="uid-job"),
+        job=job,
+        pods=tuple(pods),
+        objects=objects or {},
+        nodes=nodes,
+        denied=tuple(denied),
+        namespace_ending=ending,
+    )
+    return why_pending(plan(job).roles, state)
 
 
 def test_nothing_waits():
@@ -105,6 +116,35 @@ def test_gangs_name_who_places_them():
     found = why(pending("rollout", unschedulable=words), gang="volcano", nodes=NODES)
     assert found.reason == "Gang"
     assert "Volcano" in found.message
+
+
+def lacking(pod, *, now=START + 100):
+    return why_lacking([f"{pod.role} 0/1"], [pod], ran=True, alarm=Alarm(now))
+
+
+def test_a_node_that_does_not_answer_is_named():
+    found = lacking(pod_view("trainer", ready=False, unreachable=True))
+    assert found.reason == "NodeLost"
+    assert "trainer 0/1 ready: node-1 does not answer" in found.message
+    assert "limits.nodeLostSeconds" in found.message
+    leaving = lacking(pod_view("trainer", ready=False, deleting=True, ends_by=START + 120))
+    assert leaving.reason == "Terminating"
+    assert "demo-trainer-0 has yet to go from node-1" in leaving.message
+    assert "--force" not in found.message + leaving.message
+
+
+def test_a_volume_that_is_still_attached_elsewhere_is_named():
+    begins = {"node": "node-2", "scheduled": True, "waiting": "ContainerCreating", "created": START}
+    mounts = pending("trainer", claims=("demo-checkpoints",), **begins)
+    found = lacking(mounts)
+    assert found.reason == "VolumeAttach"
+    assert "demo-trainer-0 on node-2" in found.message
+    assert "demo-checkpoints" in found.message
+    assert "node.kubernetes.io/out-of-service" in found.message
+    alarm = Alarm(START + 10)
+    assert why_lacking(["trainer 0/1"], [mounts], ran=True, alarm=alarm).reason == "Starting"
+    assert alarm.again_in_s == ATTACH_S - 10
+    assert lacking(pending("trainer", **begins)).reason == "Starting"
 
 
 def test_what_stops_everything_comes_first():

@@ -214,3 +214,35 @@ def test_a_rollout_that_fails_on_its_way_out_uses_no_budget():
     world.settle()
     assert world.status.restarts == {}
     assert world.status.failures["rollout"].attempt == 0
+
+
+def test_a_rollout_whose_node_is_gone_is_replaced_at_once_under_its_name():
+    world = World(job_of(rollout={"replicas": 3, "minReplicas": 0, "maxReplicas": 8}))
+    world.settle()
+    lost = world.with_role("rollout")[1]
+    others = [pod for pod in world.pods.values() if pod.uid != lost.uid]
+    world.lose_node_of(lost)
+    world.take(world.pods[lost.name])
+    world.calm(3)
+    assert [(pod.index, pod.attempt, pod.ready) for pod in world.with_role("rollout")] == [
+        (0, 0, True),
+        (1, 1, True),
+        (2, 0, True),
+    ]
+    assert all(pod in world.pods.values() for pod in others)
+    assert world.status.failures["rollout"].restarts == 0
+    assert "NodeLost" in world.notes
+
+
+def test_a_rollout_on_its_way_out_whose_node_is_gone_is_not_waited_for():
+    world = World(job_of(rollout={"replicas": 3, "minReplicas": 0, "maxReplicas": 8}))
+    world.settle()
+    world.edit(rollout={"replicas": 1})
+    world.see_all()
+    world.reconcile(JOB)
+    for each in world.status.draining:
+        world.lose_node_of(world.pods[each.name])
+        world.take(world.pods[each.name])
+    world.settle()
+    assert len(world.with_role("rollout")) == 1
+    assert world.status.draining == ()

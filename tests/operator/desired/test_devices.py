@@ -99,7 +99,8 @@ def test_nodes_of_the_right_kind_are_demanded_and_their_taint_tolerated(desired:
     (term,) = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     (kind,) = term["matchExpressions"]
     assert (kind["key"], "module-a3-16" in kind["values"]) == ("accelerator-type", True)
-    assert spec["tolerations"] == [{"key": "huawei.com/Ascend910", "operator": "Exists", "effect": "NoSchedule"}]
+    (devices,) = (each for each in spec["tolerations"] if each["effect"] == "NoSchedule")
+    assert devices == {"key": "huawei.com/Ascend910", "operator": "Exists", "effect": "NoSchedule"}
 
 
 @pytest.mark.parametrize(
@@ -125,6 +126,19 @@ def test_nodes_of_the_right_kind_are_demanded_and_their_taint_tolerated(desired:
 )
 def test_only_what_no_runtime_brings_is_mounted_from_the_host(profile, runtime, gang, expected):
     assert host_paths(PROFILES[profile], runtime=runtime, gang=gang) == expected
+
+
+@pytest.mark.parametrize("profile", ["nvidia", *ASCEND])
+@pytest.mark.parametrize("asked", [{}, {"runtimeClassName": "vendor"}])
+def test_a_runtime_class_is_set_only_where_it_is_asked_for(desired: Desired, job_state: JobStates, profile, asked):
+    """Most nodes have the vendor's runtime as their usual one; a class that a cluster has not would stop every pod."""
+    accelerator = {"profile": profile, "count": 8}
+    spec = desired.pod(job_state(trainer={"accelerator": accelerator}, template={"podSpec": asked}), "trainer", 0, 0)[
+        "spec"
+    ]
+    assert spec.get("runtimeClassName") == asked.get("runtimeClassName")
+    paths = [volume["hostPath"]["path"] for volume in spec["volumes"] if "hostPath" in volume]
+    assert paths == (["/usr/local/Ascend/driver"] if profile == "ascend-a5" else [])
 
 
 @pytest.mark.parametrize("nothing", ["", None])

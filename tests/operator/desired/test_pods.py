@@ -142,6 +142,39 @@ def test_nobody_else_scores(desired: Desired, job_state: JobStates, role):
     assert "initContainers" not in desired.pod(job_state(), role, 0, 0)["spec"]
 
 
+def tolerated(pod: Manifest) -> dict[str, int | None]:
+    """For how long a pod stays on a node that is not ready or does not answer."""
+    tolerations = [each for each in pod["spec"]["tolerations"] if each.get("effect") == "NoExecute"]
+    return {each["key"].removeprefix("node.kubernetes.io/"): each.get("tolerationSeconds") for each in tolerations}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_rollout_leaves_a_lost_node_at_once_and_others_after_a_while(
+    desired: Desired, job_state: JobStates, queue_state: Callable[..., QueueState], role
+):
+    pod = desired.pod(job_state(limits={"nodeLostSeconds": 45}), role, 0, 0)
+    assert tolerated(pod) == {"not-ready": 45, "unreachable": 0 if role == "rollout" else 45}
+    assert tolerated(desired.pod(job_state(), "trainer", 0, 0)) == {"not-ready": 120, "unreachable": 120}
+    if role in ("controller", "storage"):
+        assert tolerated(desired.queue_pod(queue_state(), role, 0, 0)) == {"not-ready": 120, "unreachable": 120}
+
+
+@pytest.mark.parametrize("key", ["node.kubernetes.io/unreachable", None])
+def test_what_a_template_says_about_lost_nodes_counts(desired: Desired, job_state: JobStates, key):
+    own = {"operator": "Exists", "effect": "NoExecute"} | ({"key": key, "tolerationSeconds": 900} if key else {})
+    pod = desired.pod(job_state(template={"podSpec": {"tolerations": [own]}}), "rollout", 0, 0)
+    ours = [each for each in pod["spec"]["tolerations"] if each != own]
+    assert [each["key"] for each in ours] == (["node.kubernetes.io/not-ready"] if key else [])
+
+
+@pytest.mark.parametrize("wrong", [7, ["odd"], {"key": "a"}])
+def test_a_template_that_is_wrong_about_tolerations_is_for_the_api_server_to_refuse(
+    desired: Desired, job_state: JobStates, wrong
+):
+    said = desired.pod(job_state(template={"podSpec": {"tolerations": wrong}}), "rollout", 0, 0)["spec"]["tolerations"]
+    assert said[:1] == wrong if isinstance(wrong, list) else said == wrong
+
+
 @pytest.mark.parametrize(
     ("role", "grace"), [("driver", 10), ("controller", 10), ("storage", 130), ("trainer", 13), ("rollout", 26)]
 )

@@ -10,11 +10,11 @@ only when all its seats are down. The verdict, once given, never changes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from asyncflow.plan.roles import Role
+from asyncflow.plan.roles import MOST_DISRUPTIONS, Role
 from asyncflow.substrates.local.exits import ExitStatus
 from asyncflow.substrates.local.restart import SETTLED_S, Budget, delay
 
@@ -86,6 +86,9 @@ class Crew:
         """Seat every replica, to be started at ``now``; ``attempts`` names the roles whose first attempt is not 0."""
         first = attempts or {}
         self._budgets: dict[str, Budget] = {role.name: Budget(role.restart) for role in roles}
+        self._disruptions: dict[str, Budget] = {
+            role.name: Budget(replace(role.restart, max_restarts=MOST_DISRUPTIONS)) for role in roles
+        }
         self._led = any(role.leader for role in roles)
         self._unit_of: dict[Seat, _Unit] = {}
         self._verdict: Verdict | None = None
@@ -154,8 +157,9 @@ class Crew:
         if status.final:
             self._verdict = Verdict(ok=False, culprit=seat, status=status, reason="it refuses its input")
             return [], None
-        if not self._budgets[seat.role].grant(now):
-            limit = unit.role.restart
+        budget = (self._disruptions if status.disrupted else self._budgets)[seat.role]
+        if not budget.grant(now):
+            limit = budget.policy
             reason = f"all {limit.max_restarts} restarts within {limit.window_s:.0f} s are used up"
             self._verdict = Verdict(ok=False, culprit=seat, status=status, reason=reason)
             return [], None

@@ -9,8 +9,7 @@ import os
 import signal
 from dataclasses import dataclass
 
-REFUSED = 2
-"""Exit status of a role that refuses its input (manifest, checkpoint, ledger): starting it again cannot help."""
+from asyncflow.plan.roles import DISRUPTED, REFUSED
 
 CANNOT_START = 127
 """Exit status that stands for a process that the kernel would not start."""
@@ -39,6 +38,11 @@ class ExitStatus:
     def final(self) -> bool:
         """Whether another attempt would end in the same way."""
         return self.status == REFUSED
+
+    @property
+    def disrupted(self) -> bool:
+        """Whether the process lost what it worked on with another one, which is no failure of its role."""
+        return self.status == DISRUPTED
 
     def __str__(self) -> str:
         if not self.signal:

@@ -1,0 +1,116 @@
+"""The chart's rules, evaluated by Prometheus' own engine over series that running processes have exposed.
+
+    scraped = scrape(text, namespace="team", rljob="math")
+    check(course(scraped, minutes=60, changes={...}), minutes=60, firing=[{"alertname": "AsyncFlowQueueFull", ...}])
+
+Names and labels are those of a real scrape, so a rule that asks for what nobody exposes stays silent; only time is
+simulated, by ``promtool test rules``, because alerts wait for minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kube.build import binary
+
+RULES: Final = Path(__file__).parents[1] / "charts" / "asyncflow" / "files" / "alerts.yaml"
+_DEADLINE_S: Final = 60.0
+
+
+class Series(NamedTuple):
+    """One series: its name and its labels, sorted."""
+
+    name: str
+    labels: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        return self.name + "{" + ", ".join(f"{key}={json.dumps(value)}" for key, value in self.labels) + "}"
+
+    def has(self, name: str, labels: Mapping[str, str]) -> bool:
+        """Return whether it is one of the series ``name`` with these labels."""
+        return self.name == name and labels.items() <= dict(self.labels).items()
+
+
+class Change(NamedTuple):
+    """What becomes of the series ``name`` with ``labels``: it begins at ``to``, if given, and moves ``by`` a minute."""
+
+    name: str
+    labels: Mapping[str, str]
+    by: float = 0.0
+    to: float | None = None
+
+
+class RuleError(AssertionError):
+    """The rules do not say what was expected of them."""
+
+
+def scrape(text: str, **target: str) -> dict[Series, float]:
+    """Return what a process has exposed, with the labels that the scraper adds to it."""
+    return {
+        Series(sample.name, tuple(sorted({**sample.labels, **target}.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def course(scraped: Mapping[Series, float], *, minutes: int, changes: Iterable[Change] = ()) -> dict[str, str]:
+    """Return how series go on: as they are, but for ``changes``. Raises RuleError where a change is of no series."""
+    values = {series: (value, 0.0) for series, value in scraped.items()}
+    for change in changes:
+        meant = [series for series in values if series.has(change.name, change.labels)]
+        if not meant:
+            raise RuleError(f"nobody exposes {change.name} with {dict(change.labels)}")
+        for series in meant:
+            values[series] = (values[series][0] if change.to is None else change.to, change.by)
+    return {str(series): f"{first:g}+{by:g}x{minutes}" for series, (first, by) in values.items()}
+
+
+def check(
+    series: Mapping[str, str],
+    *,
+    minutes: int,
+    firing: Sequence[Mapping[str, str]] | None = None,
+    values: Mapping[str, float] | None = None,
+) -> None:
+    """Have the rules evaluated each minute. Raises RuleError where they say anything else than expected.
+
+    firing: the labels of all alerts that fire at the end; values: of expressions, each of one sample without labels.
+    """
+    expected: list[dict[str, object]] = []
+    if firing is not None:
+        samples = [
+            {"labels": str(Series("ALERTS", tuple(sorted({**alert, "alertstate": "firing"}.items())))), "value": 1}
+            for alert in firing
+        ]
+        expected.append({"expr": 'ALERTS{alertstate="firing"}', "exp_samples": samples})
+    for expression, value in (values or {}).items():
+        expected.append({"expr": expression, "exp_samples": [{"labels": "{}", "value": value}]})
+    group = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": course} for name, course in series.items()],
+        "promql_expr_test": [{"eval_time": f"{minutes}m", **each} for each in expected],
+    }
+    whole = {"rule_files": [str(RULES)], "evaluation_interval": "1m", "fuzzy_compare": True, "tests": [group]}
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        json.dump(whole, file)
+        file.flush()
+        _promtool("test", "rules", file.name)
+
+
+def lint() -> None:
+    """Have Prometheus read the rules, templates included. Raises RuleError where it refuses one."""
+    _promtool("check", "rules", "--lint=all", "--lint-fatal", str(RULES))
+
+
+def _promtool(*words: str) -> None:
+    command = [binary("promtool"), *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+    if ended.returncode != 0:
+        raise RuleError(f"promtool {' '.join(words)}:\n{ended.stdout}{ended.stderr}")

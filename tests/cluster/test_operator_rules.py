@@ -1,0 +1,87 @@
+"""Alerts about the operator, as Prometheus evaluates them over what a real one exposes."""
+
+from collections.abc import Iterator
+
+import pytest
+from one_job import OneJob
+from scripted_driver import ScriptedDrivers
+
+from kube.plane import ControlPlane
+from operator_process import OperatorProcess
+from prometheus import Change, Series, check, course, scrape
+
+PREFIX = "asyncflow_operator_"
+TARGET = {"namespace": "asyncflow-system", "pod": "asyncflow-operator-0", "instance": "10.0.0.1:8080"}
+ON = {"severity": "warning"}
+Scraped = dict[Series, float]
+
+
+@pytest.fixture(scope="module")
+def scraped(kwok_plane: ControlPlane, shared_operator: OperatorProcess, drivers: ScriptedDrivers) -> Iterator[Scraped]:
+    """What an operator exposes of which one job's driver is silent, and another one's pod has a name that is taken."""
+    quiet = OneJob(kwok_plane, "jobs", "quiet", drivers.of("jobs", "quiet")).create()
+    taken = OneJob(kwok_plane, "jobs", "taken", drivers.of("jobs", "taken"))
+    pod = {"containers": [{"name": "other", "image": "other"}], "nodeSelector": {"none": "such"}}
+    path = "/api/v1/namespaces/jobs/pods"
+    kwok_plane.api.create(path, {"metadata": {"name": "taken-driver-0"}, "spec": pod})
+    taken.create()
+    quiet.until_phase("Running")
+    quiet.annotate("storage-0", exit="1")
+    quiet.until(lambda: quiet.restarts() == {"storage": 1}, "a restart that is counted")
+    quiet.driver.silent = True
+    failed = {"asyncflow_operator_probes_total": {}, "asyncflow_operator_reconciles_total": {"kind": "RLJob"}}
+    for name, labels in failed.items():
+        kwok_plane.wait_until(
+            lambda name=name, labels=labels: shared_operator.total(name, outcome="failed", **labels), f"a failed {name}"
+        )
+    yield scrape(shared_operator.get("/metrics")[1], **TARGET)
+    quiet.delete()
+    taken.delete()
+    kwok_plane.api.delete(f"{path}/taken-driver-0")
+
+
+def working(outcome: str, *, per_minute: float) -> list[Change]:
+    """Reconciles and probes that all end in the same way, and the waits of objects for their turn, which are short."""
+    return [
+        Change(f"{PREFIX}reconciles_total", {"kind": "RLJob", "outcome": outcome}, by=per_minute),
+        Change(f"{PREFIX}probes_total", {"outcome": outcome}, by=per_minute),
+        Change(f"{PREFIX}wait_seconds_bucket", {}, by=per_minute),
+        Change(f"{PREFIX}restart_budget_used_ratio", {}, to=0.1),
+        Change(f"{PREFIX}watch_age_seconds", {}, to=30),
+    ]
+
+
+def test_of_an_operator_that_works_nothing_is_said(scraped: Scraped) -> None:
+    check(course(scraped, minutes=60, changes=working("ok", per_minute=100)), minutes=60, firing=[])
+
+
+def test_reconciles_and_probes_that_fail_are_told(scraped: Scraped) -> None:
+    """One object that fails for good is tried again once a minute."""
+    changes = working("failed", per_minute=1)
+    told = [
+        {"alertname": "AsyncFlowReconcileErrors", "kind": "RLJob", **ON},
+        {"alertname": "AsyncFlowProbeFailures", **ON},
+    ]
+    check(course(scraped, minutes=60, changes=changes), minutes=60, firing=told)
+
+
+def test_a_budget_that_is_nearly_used_is_told_until_its_window_is_over(scraped: Scraped) -> None:
+    used = [*working("ok", per_minute=100), Change(f"{PREFIX}restart_budget_used_ratio", {"role": "storage"}, to=0.9)]
+    told = [{"alertname": "AsyncFlowRestartBudgetNearlyUsed", "role": "storage", **ON}]
+    check(course(scraped, minutes=10, changes=used), minutes=10, firing=told)
+
+
+def test_an_operator_that_is_behind_or_deaf_or_leads_no_more_is_told(scraped: Scraped) -> None:
+    work = working("ok", per_minute=100)
+    slow = [
+        Change(f"{PREFIX}wait_seconds_bucket", {"le": le}, by=0)
+        for le in ("0.001", "0.002", "0.005", "0.01", "0.02", "0.05", "0.1", "0.2", "0.5", "1.0", "2.0", "5.0", "10.0")
+    ]
+    told = [{"alertname": "AsyncFlowOperatorBehind", **ON}]
+    check(course(scraped, minutes=60, changes=[*work, *slow]), minutes=60, firing=told)
+    deaf = Change(f"{PREFIX}watch_age_seconds", {}, by=60)
+    told = [{"alertname": "AsyncFlowWatchSilent", "severity": "critical"}]
+    check(course(scraped, minutes=60, changes=[*work, deaf]), minutes=60, firing=told)
+    nobody = Change(f"{PREFIX}leads_flag", {}, to=0)
+    told = [{"alertname": "AsyncFlowOperatorNotLeading", "severity": "critical"}]
+    check(course(scraped, minutes=60, changes=[*work, nobody]), minutes=60, firing=told)

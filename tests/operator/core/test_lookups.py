@@ -1,0 +1,102 @@
+"""Objects of the cluster that jobs refer to: read where they are asked for, and nobody waits for them."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from asyncflow_operator import lookups
+from asyncflow_operator.cluster.kinds import Kind
+from asyncflow_operator.cluster.refusals import Refusal
+from asyncflow_operator.lookups import Lookups
+from asyncflow_operator.observe import Key
+from asyncflow_operator.observed import Found, Ref
+
+FLAVOR = Ref("ResourceFlavor", "big")
+CLASS = Ref("PriorityClass", "none")
+JOB = Key("RLJob", "team", "demo")
+
+
+class Server:
+    """Has one flavor. asked: how often for each object."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self.labels = {"pool": "big"}
+
+    async def settle(self, _: Kind) -> None:
+        return
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> dict[str, Any]:
+        assert namespace == ""
+        self.asked[f"{kind.plural}/{name}"] += 1
+        if kind.name != "ResourceFlavor":
+            raise Refusal(f"{kind.plural} {name!r} not found", where="get", status=404)
+        return {"metadata": {"name": name, "managedFields": ["x" * 1000]}, "spec": {"nodeLabels": dict(self.labels)}}
+
+
+@asynccontextmanager
+async def running(server: Server, *, keep_s: float = 60) -> AsyncIterator[tuple[Lookups, asyncio.Queue[Key]]]:
+    news: asyncio.Queue[Key] = asyncio.Queue()
+    found = Lookups(server, news=news.put_nowait, keep_s=keep_s)  # type: ignore[arg-type]
+    task = asyncio.create_task(found.run())
+    try:
+        yield found, news
+    finally:
+        task.cancel()
+
+
+async def told(news: asyncio.Queue[Key]) -> Key:
+    return await asyncio.wait_for(news.get(), 10)
+
+
+async def test_what_is_asked_for_is_read_and_who_asked_is_told() -> None:
+    server = Server()
+    async with running(server) as (found, news):
+        assert found.find(FLAVOR, by=JOB) is None
+        assert await told(news) == JOB
+        assert found.find(FLAVOR, by=JOB) == Found(content={"spec": {"nodeLabels": {"pool": "big"}}})
+        assert found.find(CLASS, by=JOB) is None
+        await told(news)
+        read = found.find(CLASS, by=JOB)
+        assert read is not None
+        assert "'none' not found" in read.problem
+        assert server.asked == {"resourceflavors/big": 1, "priorityclasses/none": 1}
+
+
+async def test_every_change_is_told_to_who_asked_once(monkeypatch) -> None:
+    monkeypatch.setattr(lookups, "FRESH_S", 0.0)
+    monkeypatch.setattr(lookups, "_LOOK_S", 0.01)
+    server = Server()
+    async with running(server) as (found, news):
+        found.find(FLAVOR, by=JOB)
+        await told(news)
+        for pool in ("other", "third"):
+            await read_again(server, times=2)
+            server.labels = {"pool": pool}
+            assert await told(news) == JOB
+        assert found.find(FLAVOR, by=JOB) == Found(content={"spec": {"nodeLabels": {"pool": "third"}}})
+
+
+async def test_what_nobody_asks_for_is_forgotten(monkeypatch) -> None:
+    monkeypatch.setattr(lookups, "FRESH_S", 0.0)
+    monkeypatch.setattr(lookups, "_LOOK_S", 0.01)
+    server = Server()
+    async with running(server, keep_s=0.2) as (found, news):
+        found.find(FLAVOR, by=JOB)
+        await told(news)
+        await read_again(server, times=2)
+        read = -1
+        async with asyncio.timeout(10):
+            while read != server.asked.total():
+                read = server.asked.total()
+                await asyncio.sleep(0.1)
+        assert found.find(FLAVOR, by=JOB) is None
+
+
+async def read_again(server: Server, *, times: int) -> None:
+    before = server.asked.total()
+    async with asyncio.timeout(10):
+        while server.asked.total() < before + times:
+            await asyncio.sleep(0.01)

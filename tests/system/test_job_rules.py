@@ -1,0 +1,86 @@
+"""Alerts and recorded figures of jobs, as Prometheus evaluates them over what a job's processes really expose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from pod_world import pods
+
+from asyncflow.api.load import load_job
+from asyncflow.plan import plan
+from prometheus import Change, RuleError, Series, check, course, lint, scrape
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+ROOT = Path(__file__).parents[2]
+COUNTING = ROOT / "examples" / "counting.yaml"
+SETTINGS = ["transferQueue.controllers=2", "transferQueue.storageUnits=1", "algorithm.steps=10000"]
+JOB = {"namespace": "team", "rljob": "math"}
+STEP = "asyncflow_driver_step"
+TARGET = "asyncflow_driver_target_step"
+Scraped = dict[Series, float]
+
+
+@pytest.fixture(scope="module")
+def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
+    """What every process of a job exposes amid its run, with the labels of the chart's PodMonitor."""
+    with pods(tmp_path_factory.mktemp("job"), COUNTING, SETTINGS, leader="driver") as made:
+        made.seat(*plan(load_job(COUNTING, SETTINGS)).roles)
+        made.start()
+        made.until_step(1)
+        found: Scraped = {}
+        for name, pod in made.pods.items():
+            place = {"pod": f"math-{name}", "instance": f"{pod.host}:9571", "role": pod.role.name}
+            found |= scrape(pod.ask("/metrics"), **JOB, **place, index=str(pod.index))
+        yield found
+
+
+def total(scraped: Scraped, name: str) -> float:
+    return sum(value for series, value in scraped.items() if series.name == name)
+
+
+def told(scraped: Scraped, *changes: Change, minutes: int, firing: list[str], **labels: str) -> None:
+    """Expect these alerts about the job, with these further labels, beside an operator that leads."""
+    series = course(scraped, minutes=minutes, changes=changes) | {"asyncflow_operator_leads_flag": f"1x{minutes}"}
+    labels = JOB | {"severity": "warning"} | labels
+    check(series, minutes=minutes, firing=[{"alertname": alert, **labels} for alert in firing])
+
+
+def test_prometheus_reads_the_rules() -> None:
+    lint()
+
+
+def test_a_job_that_makes_no_step_has_stalled_until_it_is_done(scraped: Scraped) -> None:
+    told(scraped, minutes=60, firing=["AsyncFlowJobStalled"])
+    told(scraped, Change(STEP, {}, by=1, to=0), minutes=60, firing=[])
+    told(scraped, Change(STEP, {}, to=total(scraped, TARGET)), minutes=60, firing=[])
+
+
+def test_a_full_queue_and_a_silent_controller_are_told(scraped: Scraped) -> None:
+    steps = Change(STEP, {}, by=1, to=0)
+    full = Change("asyncflow_storage_held_bytes", {}, to=0.99 * total(scraped, "asyncflow_storage_limit_bytes"))
+    told(scraped, steps, full, minutes=30, firing=["AsyncFlowQueueFull"])
+    silent = Change("asyncflow_controller_silence_seconds", {"controller": "1"}, by=60)
+    told(scraped, steps, silent, minutes=30, firing=["AsyncFlowQueueControllerSilent"], controller="1")
+
+
+def test_what_the_autoscaler_follows_is_what_the_rollouts_have_to_do_now(scraped: Scraped) -> None:
+    """However little they had to do since the job began."""
+    autoscaler = yaml.safe_load((ROOT / "examples/kubernetes/autoscaler.yaml").read_text())
+    (metric,) = autoscaler["spec"]["metrics"]
+    assert metric["external"]["target"] == {"type": "AverageValue", "averageValue": "800m"}
+    recorded = f"rljob:{metric['external']['metric']['name']}:rate5m"
+    occupied = "asyncflow_rollout_occupied_seconds_total"
+    work = [Change(occupied, {"index": "0"}, by=60), Change(occupied, {"index": "1"}, by=15)]
+    check(course(scraped, minutes=30, changes=work), minutes=30, values={f"sum({recorded})": 1.25})
+    check(course(scraped, minutes=30), minutes=30, values={f"sum({recorded})": 0.0})
+
+
+def test_a_rule_about_what_nobody_exposes_is_found_out(scraped: Scraped) -> None:
+    with pytest.raises(RuleError, match="nobody exposes asyncflow_driver_steps"):
+        course(scraped, minutes=1, changes=[Change("asyncflow_driver_steps", {})])
+    with pytest.raises(RuleError, match="AsyncFlowJobStalled"):
+        told(scraped, minutes=60, firing=[])
