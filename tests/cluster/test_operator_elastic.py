@@ -124,20 +124,6 @@ def test_whoever_else_scales_switches_the_policy_off(jobs: dict[str, OneJob]) ->
     assert len(job.pods("rollout")) == 3
 
 
-def test_the_units_of_a_jobs_queue_follow_the_job_and_whoever_scales_the_queue(jobs: dict[str, OneJob]) -> None:
-    job = jobs["watched"]
-    job.until_phase("Running")
-    before = job.uids()
-    job.edit(transferQueue={"storageUnits": 3})
-    job.until(lambda: set(job.pods("storage")) == {"storage-0", "storage-1", "storage-2"}, "a third unit")
-    job.kubectl("scale", f"tq/{job.name}", "--replicas=1")
-    job.until(lambda: set(job.pods("storage")) == {"storage-0"}, "the upper units to be gone")
-    assert job.uids().items() <= before.items()
-    job.edit(transferQueue={"storageUnits": 2, "bytesPerUnit": "300Mi"})
-    job.until(lambda: job.child("transferqueues")["spec"]["bytesPerUnit"] == "300Mi", "the rest to follow the job")
-    assert job.child("transferqueues")["spec"]["storageUnits"] == 1, "a person's number stays"
-
-
 def test_a_queue_that_stands_alone_starts_in_order_heals_scales_and_goes(
     kwok_plane: ControlPlane, shared_operator: OperatorProcess
 ) -> None:

@@ -4,7 +4,6 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import foreign_kinds
 import pytest
 
 from asyncflow.api.job import RLJob
@@ -17,6 +16,7 @@ from asyncflow_operator.decide.upkeep import intact
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
 from asyncflow_operator.observed import JobState, Owner, QueueState, Ref
 from asyncflow_operator.watch import project
+from kube import foreign
 from kube.plane import ControlPlane
 from kube.rest import Refused
 
@@ -80,7 +80,7 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def known(plane: ControlPlane) -> ControlPlane:
-    foreign_kinds.install(plane)
+    foreign.install(plane)
     return plane
 
 
