@@ -229,10 +229,16 @@ class Hands:
                 raise
 
     async def _tell(self, namespace: str, action: Report) -> None:
-        """Write parts of a status. Raises Refusal (``conflict``) where the object has changed in the meantime."""
+        """Write parts of a status, unless the object has changed since: its watch makes for another look then."""
         kind = BY_NAME[action.ref.kind]
         body = {"metadata": {"resourceVersion": action.version}, "status": action.status}
-        self._store.put(kind.name, await self._api.merge(kind, namespace, action.ref.name, body, subresource="status"))
+        try:
+            raw = await self._api.merge(kind, namespace, action.ref.name, body, subresource="status")
+        except Refusal as refused:
+            if not (refused.absent or refused.conflict):
+                raise
+        else:
+            self._store.put(kind.name, raw)
 
     def _report(self, owner: Owner, action: str, target: str, *errors: AsyncFlowError) -> None:
         about: dict[str, Any] = {"object": f"{owner.kind}/{owner.namespace}/{owner.name}", "target": target}

@@ -104,13 +104,8 @@ def mine(kind: str, raw: Json, before: Mine | None) -> Mine:
 
 
 def begun(status: Any) -> bool:
-    """Say whether pods were made for an object of ours, by its status."""
-    match status:
-        case JobStatus():
-            return status.start_time is not None or status.phase != "Pending"
-        case QueueStatus():
-            return status.address is not None
-    return False
+    """Return whether pods were made for an object of ours, by its status."""
+    return isinstance(status, JobStatus | QueueStatus) and status.begun
 
 
 def recalled(view: Mine, raw: Json, config: Json) -> Mine:

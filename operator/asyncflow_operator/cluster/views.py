@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any, Final
@@ -39,11 +39,13 @@ def pod_view(raw: Json) -> PodView:
     meta, spec, status = raw["metadata"], raw.get("spec") or {}, raw.get("status") or {}
     labels = meta.get("labels") or {}
     conditions = {each["type"]: each for each in status.get("conditions") or ()}
-    main: Json = next((each for each in status.get("containerStatuses") or () if each.get("name") == CONTAINER), {})
+    containers: Sequence[Json] = status.get("containerStatuses") or ()
+    main: Json = next((each for each in containers if each.get("name") == CONTAINER), {})
     state = main.get("state") or {}
     running, ended = state.get("running") or {}, state.get("terminated") or {}
     phase = status.get("phase", "Pending")
-    if leftover := bool(ended) and phase == "Running":
+    over = bool(ended) and phase == "Running"
+    if over:
         phase = "Failed" if ended.get("exitCode") else "Succeeded"
     waiting, waiting_message = _waiting(status)
     scheduled = conditions.get("PodScheduled") or {}
@@ -61,7 +63,7 @@ def pod_view(raw: Json) -> PodView:
         ends_by=seconds(meta.get("deletionTimestamp")),
         forced=meta.get("deletionGracePeriodSeconds") == 0,
         unreachable=_unreachable(spec, conditions) and phase == "Running",
-        leftover=leftover,
+        leftover=over and any("running" in (each.get("state") or {}) for each in containers),
         created=seconds(meta.get("creationTimestamp")) or 0.0,
         started=seconds(running.get("startedAt") or ended.get("startedAt")),
         finished=seconds(ended.get("finishedAt")),

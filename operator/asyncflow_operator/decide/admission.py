@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-from asyncflow.plan.roles import Role
+from asyncflow.api.names import DIGEST
+from asyncflow.plan import plan
 from asyncflow_operator.actions import Delete, Release, Report
 from asyncflow_operator.decide.moments import written
 from asyncflow_operator.desired.objects import KUEUE
-from asyncflow_operator.observed import JobState, Manifest, ObjectView, PodView, Ref
+from asyncflow_operator.observed import JobState, Manifest, ObjectView, Ref
 
 _WORKLOAD: Final = "Workload"
 _GANGS: Final = frozenset(("PodGroup", _WORKLOAD))
@@ -86,11 +87,13 @@ def pods_ready(objects: Objects, *, lacks: Collection[str], now: float) -> tuple
     return tuple(reports)
 
 
-def released(state: JobState, role: Role, pods: Iterable[PodView]) -> tuple[Release, ...]:
+def released(state: JobState) -> tuple[Release, ...]:
     """Return what takes away what Kueue has put on pods of the core: they wait as one Workload, which is admitted."""
     if state.job is None or state.job.spec.scheduling.gang != "kueue":
         return ()
-    core = [(pod, _without(pod.gates), _without(pod.finalizers)) for pod in pods if pod.index < role.core]
+    cores: dict[str, int] = {role.name: role.core for role in plan(state.job).roles}
+    pods = (pod for pod in state.pods if pod.index < cores.get(pod.role, 0))
+    core = [(pod, _without(pod.gates), _without(pod.finalizers)) for pod in pods]
     return tuple(
         Release(ref=Ref("Pod", pod.name), uid=pod.uid, gates=gates, finalizers=finalizers)
         for pod, gates, finalizers in core
@@ -106,8 +109,14 @@ def _without(names: tuple[str, ...]) -> tuple[str, ...] | None:
 
 def changeable(manifest: Manifest, objects: Objects) -> bool:
     """Return whether an object may be written now: all but a Workload that holds quota."""
-    view = objects.get(Ref(manifest["kind"], manifest["metadata"]["name"]))
-    return manifest["kind"] != _WORKLOAD or view is None or view.phase not in _HOLDS_QUOTA
+    return manifest["kind"] != _WORKLOAD or not any(view.phase in _HOLDS_QUOTA for view in _workloads(objects))
+
+
+def outgrown(wanted: Iterable[Manifest], objects: Objects) -> bool:
+    """Return whether a Workload that holds quota is not what is wanted now."""
+    digests = {each["metadata"]["annotations"][DIGEST] for each in wanted if each["kind"] == _WORKLOAD}
+    held = {view.digest for view in _workloads(objects) if view.phase in _HOLDS_QUOTA}
+    return bool(digests and held) and digests != held
 
 
 def _workloads(objects: Objects) -> list[ObjectView]:

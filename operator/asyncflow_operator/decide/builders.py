@@ -8,7 +8,7 @@ that mounts it, and again when a pod that has a node does not begin for ``UNBEGU
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -62,8 +62,8 @@ class Upkeep:
     """
 
     write: tuple[Apply, ...]
-    absent: frozenset[Ref]
-    going: frozenset[Ref]
+    absent: Mapping[Ref, Manifest]
+    going: Mapping[Ref, Manifest]
     changed: tuple[Ref, ...]
 
     def with_needs(self, pods: Iterable[Manifest]) -> Iterator[Apply]:
@@ -81,22 +81,24 @@ def upkeep(
     alarm: Alarm,
 ) -> Upkeep:
     """Compare what is wanted with what was seen. begins: whether the first pod that mounts the Secret is made now."""
-    write, absent, going, changed = [], set(), set(), []
+    absent: dict[Ref, Manifest] = {}
+    going: dict[Ref, Manifest] = {}
+    write, changed = [], []
     for manifest in manifests:
         action = Apply(manifest=manifest)
         view = seen.get(action.ref)
         if action.ref.kind == "Secret" and not (begins or _missed(action.ref.name, pods, alarm)):
             continue
         if view is None or view.deleting:
-            absent.add(action.ref)
+            absent[action.ref] = manifest
         if view is not None and view.deleting:
-            going.add(action.ref)
+            going[action.ref] = manifest
         elif view is None or view.digest != manifest["metadata"]["annotations"][DIGEST]:
             write.append(action)
         elif not intact(view.held, manifest):
             write.append(action)
             changed.append(action.ref)
-    return Upkeep(write=tuple(write), absent=frozenset(absent), going=frozenset(going), changed=tuple(changed))
+    return Upkeep(write=tuple(write), absent=absent, going=going, changed=tuple(changed))
 
 
 def put_back(changed: Iterable[Ref], denied: Collection[Denial], *, owner: str) -> Iterator[Note]:
@@ -107,8 +109,8 @@ def put_back(changed: Iterable[Ref], denied: Collection[Denial], *, owner: str) 
         yield Note(type="Warning", reason="PutBack", message=f"{words}: change that instead")
 
 
-def needs(pod: Manifest, objects: Collection[Ref]) -> frozenset[Ref]:
-    """Return those of ``objects`` that ``pod`` refers to, and the policies, which must be there before it runs."""
+def needs(pod: Manifest, objects: Mapping[Ref, Manifest]) -> frozenset[Ref]:
+    """Return those of ``objects`` that ``pod`` refers to, and its policies, which must be there before it runs."""
     spec = pod["spec"]
     named = {Ref("ServiceAccount", spec.get("serviceAccountName", ""))}
     for volume in spec.get("volumes", ()):
@@ -116,7 +118,16 @@ def needs(pod: Manifest, objects: Collection[Ref]) -> frozenset[Ref]:
             named.add(Ref("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]))
         for source in volume.get("projected", {}).get("sources", ()):
             named |= {Ref(kind, source[key]["name"]) for key, kind in _PROJECTED.items() if key in source}
-    return frozenset(ref for ref in objects if ref in named or ref.kind == "NetworkPolicy")
+    labels = pod["metadata"]["labels"].items()
+    return frozenset(ref for ref, manifest in objects.items() if ref in named or _selects(manifest, labels))
+
+
+def _selects(manifest: Manifest, labels: ItemsView[str, str]) -> bool:
+    """Return whether ``manifest`` is a policy of the pods that have these labels."""
+    if manifest["kind"] != "NetworkPolicy":
+        return False
+    selected: Mapping[str, str] = manifest["spec"]["podSelector"]["matchLabels"]
+    return selected.items() <= labels
 
 
 def _missed(secret: str, pods: Iterable[PodView], alarm: Alarm) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.status import JobStatus, Phase
 from asyncflow_operator.actions import Ask, Delete, Plan
-from asyncflow_operator.decide.admission import given_back, queued_again
+from asyncflow_operator.decide.admission import given_back, queued_again, released
 from asyncflow_operator.decide.draft import Draft
 from asyncflow_operator.decide.failure import End, Verdict, end_of
 from asyncflow_operator.decide.gang import next_attempt
@@ -57,7 +57,7 @@ def after_the_end(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> 
     """Take away what a finished job does not need, and the job itself when its time to live is over."""
     kept = _kept(state, keeps_failures=spec.limits.keep_on_failure)
     draft.take_away(removed((pod for pod in state.pods if pod.uid not in kept), draft.alarm))
-    draft.do_first(given_back(state.objects))
+    draft.do_first(given_back(state.objects) + released(state))
     ttl, finished = spec.limits.ttl_seconds_after_finished, read(state.status.completion_time)
     if ttl is not None and finished is not None and not draft.alarm.until(finished + ttl):
         draft.do_then([Delete(ref=Ref("RLJob", state.owner.name), uid=state.owner.uid)])
@@ -83,6 +83,7 @@ def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
         _say_suspended(draft, done=False)
         return draft.plan(figures=FIGURES)
     draft.take_away(removed(state.pods, draft.alarm))
+    draft.do_first(released(state))
     done = not state.pods
     if done:
         draft.do_first(given_back(state.objects) if spec.suspend else queued_again(state.objects, now=draft.now))

@@ -18,7 +18,15 @@ from asyncflow.api.status import JobStatus, RoleRecord
 from asyncflow.plan import plan as plan_of
 from asyncflow.plan.roles import Role
 from asyncflow_operator.actions import Plan
-from asyncflow_operator.decide.admission import admitted, changeable, evicted, pods_ready, released
+from asyncflow_operator.decide.admission import (
+    admitted,
+    changeable,
+    evicted,
+    given_back,
+    outgrown,
+    pods_ready,
+    released,
+)
 from asyncflow_operator.decide.builders import DesiredJob, needs, put_back, upkeep
 from asyncflow_operator.decide.draft import Draft, accept, refuse
 from asyncflow_operator.decide.elastic import Target, target
@@ -39,6 +47,10 @@ _MOMENT_S: Final = 10.0
 """Seconds within which a pod that was put on record may still be on its way to the API server."""
 _ELSEWHERE: Final = frozenset(QUEUE_ROLES)
 """Roles whose pods belong to the job's TransferQueue, which decides about them."""
+_OUTGROWN: Final = (
+    "Kueue has admitted the job as it was: what pods ask for beyond that is not counted until the job is suspended and "
+    "resumed"
+)
 _UNFIT: Final = frozenset(("Refused", "BudgetExceeded"))
 """Reasons of a queue's condition Degraded with which its job cannot go on."""
 
@@ -50,6 +62,7 @@ def decide_job(state: JobState, *, now: float, desired: DesiredJob) -> Plan:
         return Plan()
     draft = Draft(owner=state.owner, before=state.status, now=now)
     if job is None:
+        draft.do_first(() if state.status.begun else given_back(state.objects))
         return refuse(draft, problem=state.problem, reason=state.problem_reason)
     if phase in FINISHED:
         return after_the_end(draft, state, job.spec)
@@ -80,8 +93,10 @@ class _Running:
         if not state.status.images:
             draft.fields |= {"images": desired.images(job)}
         self._pinned = replace(state, status=draft.after())
+        supporting = desired.supporting(self._pinned)
+        self._outgrown = outgrown(supporting, state.objects)
         self._kept = upkeep(
-            [each for each in desired.supporting(self._pinned) if changeable(each, state.objects)],
+            [each for each in supporting if changeable(each, state.objects)],
             seen=state.objects,
             pods=state.pods,
             begins=self._may_make and driver_of(state) is None,
@@ -152,7 +167,6 @@ class _Running:
             else:
                 more = tend(role, pods, record, open_=self._open(role), alarm=self._draft.alarm)
             moves += more
-            self._draft.do_first(released(self._state, role, pods))
         self._draft.fields |= self._remembered() | wanted.fields
         self._carry_out(moves)
         return staying
@@ -162,6 +176,7 @@ class _Running:
         if moves.make and state.status.start_time is None:
             draft.fields |= {"start_time": written(draft.now)}
         draft.take_away(moves.remove)
+        draft.do_first(released(state))
         draft.do_first(moves.ask)
         if not state.namespace_ending:
             children = upkeep(desired.children(state), seen=state.objects, alarm=draft.alarm)
@@ -184,6 +199,8 @@ class _Running:
         if phase == "Running" != state.status.phase:
             draft.note(phase, "The job is running")
         board, lacks = draft.board, lacking(self._roles, self._ready)
+        if self._outgrown and not state.problem:
+            board.say("Accepted", True, "Accepted", _OUTGROWN)
         board.say(
             "Ready", not lacks, "Waiting" if lacks else "Ready", f"Only {', '.join(lacks)} ready" if lacks else ""
         )

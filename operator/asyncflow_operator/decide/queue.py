@@ -20,7 +20,7 @@ from asyncflow.plan import plan as plan_of
 from asyncflow.plan.queue import queue_roles
 from asyncflow.plan.roles import Role
 from asyncflow_operator.actions import Plan
-from asyncflow_operator.decide.admission import admitted, released
+from asyncflow_operator.decide.admission import admitted
 from asyncflow_operator.decide.builders import DesiredQueue, Upkeep, needs, put_back, upkeep
 from asyncflow_operator.decide.draft import Draft, accept, refuse
 from asyncflow_operator.decide.failure import Verdict, take_stock
@@ -116,8 +116,6 @@ def _act(draft: Draft[QueueStatus], state: QueueState, setting: _Setting, desire
         records[role.name] = stock.record
         draft.notes.extend(stock.notes)
         verdict = verdict or stock.verdict
-        if state.job is not None:
-            draft.do_first(released(state.job, role, pods))
         if stock.verdict is None:
             may = setting.admitted and may_start(role, setting.around, ready, ran=setting.ran, gang=setting.gang)
             waits = kept.going if state.job is None else kept.absent

@@ -16,7 +16,7 @@ from asyncflow.api.base import Spec
 from asyncflow.api.durability import LimitsSpec
 from asyncflow.api.job import RLJob
 from asyncflow.api.learning import RewardSpec
-from asyncflow.api.names import LABEL_QUEUE, QUEUE_ROLES, RPC_PORT, RoleName, service
+from asyncflow.api.names import LABEL_QUEUE, QUEUE_ROLES, REWARD_CONTAINER, RPC_PORT, RoleName, service
 from asyncflow.api.placement import SchedulingSpec, TemplateSpec
 from asyncflow.api.queue import LEAVE_S, StoreSpec, TransferQueue
 from asyncflow.plan import plan
@@ -104,7 +104,10 @@ def job_blueprint(
     registry: Registry,
     granted: Membership = Membership(),
 ) -> Blueprint:
-    """Return the blueprint of a role of a job. pinned: images by role; granted: what the gang scheduler gave.
+    """Return the blueprint of a role of a job.
+
+    pinned: images by role, and of what scores, which the images of jobs that began before there was that cannot do;
+    granted: what the gang scheduler gave.
 
     Raises KeyError where the job has no such role.
     """
@@ -132,7 +135,7 @@ def job_blueprint(
         first_slot=_before(role, [other for other in planned.roles if other.resources.accelerators]),
         scheduling=spec.scheduling,
         store=spec.transfer_queue.store if name == "storage" else None,
-        reward=spec.reward if name == "rollout" else None,
+        reward=spec.reward if name == "rollout" and (not pinned or REWARD_CONTAINER in pinned) else None,
         readers=("trainer", "rollout") if name == "storage" else (),
         granted=granted,
     )

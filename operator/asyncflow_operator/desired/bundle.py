@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from asyncflow.api.job import RLJob
-from asyncflow.api.names import RoleName
+from asyncflow.api.names import REWARD_CONTAINER, RoleName
 from asyncflow.api.queue import TransferQueue
 from asyncflow.plan import plan
 from asyncflow.plan.queue import queue_roles
@@ -110,12 +110,13 @@ class Desired:
         return make_pod(blueprint, index=index, attempt=attempt)
 
     def images(self, job: RLJob) -> dict[str, str]:
-        """Give the image of each role as a job begins with it; its status pins them."""
+        """Return the image of each role, and of what scores, as a job begins with it; its status pins them."""
         registry = self.settings.registry
-        return {
+        images: dict[str, str] = {
             role.name: image_of(role, templates=templates_of(job, role.name), pinned={}, registry=registry)
             for role in plan(job).roles
         }
+        return images | {REWARD_CONTAINER: images["rollout"]}
 
     def token(self, owner: Owner) -> str:
         """Give the bearer token of the POST routes of a job's driver."""

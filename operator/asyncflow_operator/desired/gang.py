@@ -130,7 +130,7 @@ def make_gang(
         named = priority_class(job, family.owner)
         priority = _priority(named, found) if named is not None else {}
         if priority is not None:
-            return (_workload(scheduling, family, core, active=not job.spec.suspend, priority=priority),)
+            return (_workload(scheduling, family, core, priority=priority),)
     return ()
 
 
@@ -157,12 +157,10 @@ def _workload(
     family: Family,
     core: Sequence[tuple[Role, Manifest]],
     *,
-    active: bool,
     priority: Manifest,
 ) -> Manifest:
     spec: Manifest = {
         **priority,
-        "active": active,
         "queueName": scheduling.queue or _KUEUE_USUAL,
         "podSets": [
             {"name": role.name, "count": role.core, "template": {"spec": _shape(pod["spec"])}} for role, pod in core

@@ -42,7 +42,8 @@ def make_budget(family: Family, *, roles: Sequence[RoleName], pods: int) -> Mani
 def make_egress_policy(family: Family, *, network: bool) -> Manifest:
     """Let the pods in which samples are scored open connections to the family and to DNS only; with network, to all.
 
-    A policy is of a pod, so it holds for the rollout too, which dials nobody else.
+    A policy is of a pod, so it holds for the rollout too, which dials nobody else. Its name cannot be that of a job,
+    which has no dot.
     """
     inside: list[Manifest] = [
         {"to": [{"podSelector": {"matchLabels": dict(family.selector)}}]},
@@ -50,7 +51,7 @@ def make_egress_policy(family: Family, *, network: bool) -> Manifest:
     ]
     selector = {"matchLabels": {**family.selector, LABEL_ROLE: "rollout"}}
     spec = {"podSelector": selector, "policyTypes": ["Egress"], "egress": [{}] if network else inside}
-    name = f"{family.name}-rewards"
+    name = f"{family.name}.rewards"
     return stamped(make_object("networking.k8s.io/v1", "NetworkPolicy", family, name=name, body={"spec": spec}))
 
 

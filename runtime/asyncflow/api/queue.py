@@ -144,6 +144,11 @@ class QueueStatus(Spec):
     failures: Annotated[dict[str, RoleRecord], Field(max_length=16)] = Field(default_factory=dict)
     """By role: ends and attempts, as far as they must be remembered."""
 
+    @property
+    def begun(self) -> bool:
+        """Whether pods were made for the queue."""
+        return self.address is not None
+
 
 class TransferQueue(Spec):
     """A streaming two-dimensional table: rows are samples, columns are fields, tasks are consumers."""

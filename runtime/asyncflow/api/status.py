@@ -326,4 +326,10 @@ class JobStatus(Spec):
     images: Annotated[dict[str, Annotated[str, StringConstraints(max_length=512)]], Field(max_length=16)] = Field(
         default_factory=dict
     )
-    """By role: image, pinned when the job was created."""
+    """By role, and of what scores: image, pinned when the job began."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether pods were made for the job, also where it waits now to be resumed."""
+        attempted = any(record.attempt for record in self.failures.values())
+        return self.start_time is not None or self.phase != "Pending" or attempted

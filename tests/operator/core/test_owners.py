@@ -61,6 +61,11 @@ def test_what_has_not_begun_is_refused() -> None:
     assert seen(raw(rollout=VLLM)).model is None
 
 
+def test_what_waits_to_be_resumed_has_begun() -> None:
+    waits = {"phase": "Pending", "failures": {"trainer": {"attempt": 1}}}
+    assert seen(raw(status=waits), raw(generation=2, status=waits, rollout=VLLM)).model is not None
+
+
 @pytest.mark.parametrize("phase", ["Suspending", "Suspended"])
 def test_nothing_is_resumed_by_a_spec_that_is_refused(phase: str) -> None:
     status = {"phase": phase}

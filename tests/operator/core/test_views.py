@@ -93,6 +93,9 @@ def test_a_sidecar_that_runs_on_does_not_hide_the_end_of_our_container(code: int
     view = pod_view(pod(phase="Running", containerStatuses=[sidecar, ended(code)]))
     assert (view.phase, view.exit_code, view.leftover) == (phase, code, True)
     assert not pod_view(pod(phase=phase, containerStatuses=[ended(code)])).leftover
+    beside = pod(phase="Running", containerStatuses=[ended(code)], initContainerStatuses=[sidecar])
+    view = pod_view(beside)
+    assert (view.phase, view.leftover) == (phase, False), "a kubelet ends what was started before our container"
     assert not pod_view(POD).leftover
 
 

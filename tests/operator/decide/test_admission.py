@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 from model_samples import DESIRED, START, job_of, pod_view
 
-from asyncflow.plan import plan
-from asyncflow_operator.actions import Report
+from asyncflow.api.names import DIGEST
+from asyncflow.api.status import JobStatus, RoleRecord
+from asyncflow_operator.actions import Release, Report
 from asyncflow_operator.cluster.views import object_view
+from asyncflow_operator.decide import decide_job
 from asyncflow_operator.decide.admission import (
     admitted,
     changeable,
@@ -132,19 +134,48 @@ def test_kueue_is_told_whether_all_pods_are_ready_and_that_once():
 
 
 def test_pods_of_the_core_are_freed_of_what_kueue_puts_on_pods_and_others_are_left_to_it():
-    role = plan(job_of(scheduling={"gang": "kueue"}, rollout={"replicas": 2, "minReplicas": 1})).role("rollout")
+    job = job_of(scheduling={"gang": "kueue"}, rollout={"replicas": 2, "minReplicas": 1})
     held = {
         "gates": ("kueue.x-k8s.io/admission", "example.com/mine", "kueue.x-k8s.io/topology"),
         "finalizers": ("kueue.x-k8s.io/managed",),
     }
-    pods = [pod_view("rollout", index, **held) for index in (0, 1)]
-    (release,) = released(state({}), role, pods)
+    pods = tuple(pod_view("rollout", index, **held) for index in (0, 1))
+    (release,) = released(replace(state({}, job=job), pods=pods))
     assert (release.ref.name, release.uid) == (pods[0].name, pods[0].uid)
     assert (release.gates, release.finalizers) == (("example.com/mine",), ())
-    (release,) = released(state({}), role, [replace(pods[0], finalizers=())])
+    (release,) = released(replace(state({}, job=job), pods=(replace(pods[0], finalizers=()),)))
     assert release.finalizers is None
-    assert released(state({}), role, [pod_view("rollout", gates=("example.com/mine",))]) == ()
-    assert released(state({}, job=job_of()), role, pods) == ()
+    assert released(replace(state({}, job=job), pods=(pod_view("rollout", gates=("example.com/mine",)),))) == ()
+    assert released(replace(state({}, job=job_of()), pods=pods)) == ()
+
+
+@pytest.mark.parametrize("phase", ["Suspending", "Succeeded"])
+def test_pods_of_a_job_that_ends_are_freed_of_it_too(phase: str):
+    held = pod_view("trainer", finalizers=("kueue.x-k8s.io/managed",), deleting=True)
+    ends = replace(state({}), pods=(held,), status=JobStatus(phase=phase, start_time=written(START)))
+    actions = [action for stage in decide_job(ends, now=START, desired=DESIRED).stages for action in stage]
+    assert [action.finalizers for action in actions if isinstance(action, Release)] == [()]
+
+
+def test_a_job_that_has_not_begun_and_is_refused_gives_its_place_back():
+    refused = replace(state(workload(QuotaReserved=("False", "")), job=None), problem="wrong", problem_reason="Invalid")
+    (stage,) = decide_job(refused, now=START, desired=DESIRED).stages
+    assert [action.ref for action in stage] == [WORKLOAD]
+    attempted = JobStatus(failures={"trainer": RoleRecord(attempt=1)})
+    assert decide_job(replace(refused, status=attempted), now=START, desired=DESIRED).stages == ()
+
+
+def test_a_job_that_outgrows_what_kueue_has_admitted_says_so():
+    placed = workload(ADMISSION, QuotaReserved=("True", ""), Admitted=("True", ""))
+    (wanted,) = (each for each in DESIRED.supporting(state({})) if each["kind"] == "Workload")
+    same = replace(placed[WORKLOAD], digest=wanted["metadata"]["annotations"][DIGEST])
+    for view, words in ((same, ""), (replace(same, digest="another"), "not counted until the job is suspended")):
+        known = state({WORKLOAD: view}, big=Found(content={"spec": {}}))
+        plan = decide_job(known, now=START, desired=DESIRED)
+        (accepted,) = (each for each in plan.status["conditions"] if each["type"] == "Accepted")
+        assert accepted["status"] == "True"
+        assert words in accepted.get("message", "")
+        assert bool(words) == bool(accepted.get("message"))
 
 
 def test_a_workload_that_holds_quota_is_not_changed():

@@ -41,6 +41,16 @@ def test_a_suspended_job_has_saved_and_released_everything():
     assert world.status.start_time is None
 
 
+def test_a_job_that_is_paused_saves_before_it_is_suspended():
+    world = running()
+    world.driver_phase = "Paused"
+    world.edit(suspend=True)
+    world.see_all()
+    world.look_at_driver()
+    world.reconcile(JOB)
+    assert world.suspending
+
+
 def test_a_resumed_job_begins_the_next_attempt():
     world = running()
     world.edit(suspend=True)

@@ -9,7 +9,7 @@ from model_samples import DESIRED, JOB, QUEUE, START, job_of, names, pending, po
 from asyncflow.api.status import JobStatus
 from asyncflow_operator.actions import Apply, Delete, Plan
 from asyncflow_operator.decide import decide_job
-from asyncflow_operator.decide.builders import UNBEGUN_S
+from asyncflow_operator.decide.builders import UNBEGUN_S, needs
 from asyncflow_operator.desired.keys import secret_name
 from asyncflow_operator.observed import JobState, ObjectView, Owner, Ref
 
@@ -334,6 +334,16 @@ def test_no_pod_is_made_without_what_it_needs(kind: str):
     world.refuses.clear()
     world.settle()
     assert names(world.pods.values()) == ALL
+
+
+def test_a_pod_needs_the_policies_that_are_about_it_and_no_others():
+    state = JobState(owner=owner(), job=job_of())
+    policies = [each for each in DESIRED.supporting(state) if each["kind"] == "NetworkPolicy"]
+    absent = {Apply(manifest=each).ref: each for each in policies}
+    both = {Ref("NetworkPolicy", "demo"), Ref("NetworkPolicy", "demo.rewards")}
+    assert set(absent) == both
+    assert needs(DESIRED.pod(state, "rollout", 0, 0), absent) == both
+    assert needs(DESIRED.pod(state, "trainer", 0, 0), absent) == {Ref("NetworkPolicy", "demo")}
 
 
 def test_pods_wait_for_what_an_earlier_job_has_left_behind():

@@ -69,6 +69,13 @@ def test_what_is_waited_for_is_told():
     assert stalled.message == "No step for more than 15m, after step 3 of 60; it waits for 1 storage"
 
 
+def test_a_job_that_is_paused_has_stalled_and_says_why():
+    seen = DriverStatus(phase="Paused", steps=60, last_step_at=written(START), waiting_for="a person:\x1b[2J 9 of 16")
+    paused, again = verdict(now=START + 1, seen=seen)
+    assert (paused.status, paused.reason, paused.message) == ("True", "Paused", "a person: [2J 9 of 16")
+    assert again is None
+
+
 def test_a_trainer_that_began_again_gets_its_time():
     seen = DriverStatus(step=3, steps=60, step_p95=6.0, last_step_at=written(START + 20))
     again = [pod_view("trainer", started=START + 500)]

@@ -50,7 +50,8 @@ def test_a_pod_of_the_core_is_in_the_group_and_another_is_not(
 
 def test_kueue_admits_the_core_as_one_workload(desired: Desired, job_state: JobStates):
     spec = gang_of(desired, state_of(job_state, "kueue"))["spec"]
-    assert (spec["active"], spec["queueName"]) == (True, "rl")
+    assert spec["queueName"] == "rl"
+    assert "active" not in spec, "whoever stops a Workload by that field decides"
     assert {each["name"]: each["count"] for each in spec["podSets"]} == {
         "driver": 1,
         "controller": 1,
@@ -62,10 +63,6 @@ def test_kueue_admits_the_core_as_one_workload(desired: Desired, job_state: JobS
     assert trainer["containers"][0]["resources"]["limits"] == {"huawei.com/Ascend910": "16"}
     assert trainer["nodeSelector"] == {"accelerator": "huawei-Ascend910"}
     assert "command" not in trainer["containers"][0]
-
-
-def test_a_suspended_job_gives_its_quota_back(desired: Desired, job_state: JobStates):
-    assert gang_of(desired, state_of(job_state, "kueue", suspend=True))["spec"]["active"] is False
 
 
 def test_kueue_admits_a_rollout_above_the_minimum_by_itself(desired: Desired, job_state: JobStates):

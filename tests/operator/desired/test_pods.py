@@ -281,6 +281,16 @@ def test_another_version_of_the_operator_changes_no_pod_of_a_job_that_has_begun(
         assert newer.pod(pinned, role, 0, 0) == desired.pod(begun, role, 0, 0)
 
 
+def test_a_job_that_began_with_images_that_score_in_the_rollout_stays_so(desired: Desired, job_state: JobStates):
+    begun = job_state()
+    assert begun.job is not None
+    images = {role: image for role, image in desired.images(begun.job).items() if role in ROLES}
+    assert "rewards" not in images
+    older = desired.pod(replace(begun, status=JobStatus(images=images)), "rollout", 0, 0)
+    assert "initContainers" not in older["spec"]
+    assert "initContainers" in desired.pod(begun, "rollout", 0, 0)["spec"]
+
+
 def test_the_digest_follows_what_the_user_says_of_the_role_and_nothing_else(
     desired: Desired, newer: Desired, job_state: JobStates
 ):

@@ -28,7 +28,7 @@ def test_what_a_small_job_needs_and_no_more(desired: Desired, job_state: JobStat
         "ConfigMap/math",
         f"Secret/{secret_name(b'm' * 32, job_state().owner)}",
         "NetworkPolicy/math",
-        "NetworkPolicy/math-rewards",
+        "NetworkPolicy/math.rewards",
         "Service/math-driver",
         "PodDisruptionBudget/math",
     ]
@@ -71,14 +71,14 @@ def test_only_the_family_talks_to_pods_and_watchers_reach_one_port(desired: Desi
 
 
 def test_where_samples_are_scored_only_the_family_and_names_can_be_reached(desired: Desired, job_state: JobStates):
-    spec = by_name(desired.supporting(job_state()))["NetworkPolicy/math-rewards"]["spec"]
+    spec = by_name(desired.supporting(job_state()))["NetworkPolicy/math.rewards"]["spec"]
     assert spec["podSelector"] == {"matchLabels": {"asyncflow.dev/job": "math", "asyncflow.dev/role": "rollout"}}
     assert spec["policyTypes"] == ["Egress"]
     family, names = spec["egress"]
     assert family == {"to": [{"podSelector": {"matchLabels": {"asyncflow.dev/job": "math"}}}]}
     assert {(port["protocol"], port["port"]) for port in names["ports"]} == {("UDP", 53), ("TCP", 53)}
     opened = job_state(reward={"function": "mine:score", "network": True})
-    assert by_name(desired.supporting(opened))["NetworkPolicy/math-rewards"]["spec"]["egress"] == [{}]
+    assert by_name(desired.supporting(opened))["NetworkPolicy/math.rewards"]["spec"]["egress"] == [{}]
 
 
 def config_of(desired: Desired, state: JobState) -> str:
