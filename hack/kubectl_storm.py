@@ -401,6 +401,7 @@ class Storm:
             (BY_NAME["Service"], f"{name}-driver"),
             (BY_NAME["PodDisruptionBudget"], name),
             (BY_NAME["NetworkPolicy"], name),
+            (BY_NAME["NetworkPolicy"], f"{name}.rewards"),
             (QUEUE, name),
             (SYNC, name),
         ):

@@ -17,6 +17,7 @@ from typing import Any
 
 from scale import ROOT, job
 
+import operator_rights
 from driver_double import DriverDouble
 from kube.plane import ControlPlane
 from kubectl_storm import Storm, jobs_of
@@ -30,7 +31,8 @@ def weather(plane: ControlPlane, drivers: DriverDouble, *, seed: int, events: in
     namespace = f"storm-{seed}"
     plane.api.create("/api/v1/namespaces", {"metadata": {"name": namespace}})
     options = {"namespace": namespace, "namespaces": namespace, "probe_url": drivers.url, "probe_seconds": 0.5}
-    user = plane.kubeconfig(namespace, "system:masters")
+    operator_rights.grant(plane, namespace)
+    user = operator_rights.account(plane, namespace)
     operator = OperatorProcess(plane, namespace, kubeconfig=user, **options)
     operator.start()
     operator.lead()
@@ -50,6 +52,8 @@ def weather(plane: ControlPlane, drivers: DriverDouble, *, seed: int, events: in
     figures["events"] = dict(collections.Counter(event.split()[0] for event in storm.events))
     figures["peak_mib"] = operator.peak_bytes() >> 20
     assert "Traceback" not in operator.log, operator.log
+    figures["refused_rights"] = sorted(map(str, operator_rights.refused(operator_rights.of(plane, namespace))))
+    assert not figures["refused_rights"], figures
     figures["exit_status"] = operator.stop()
     return figures
 

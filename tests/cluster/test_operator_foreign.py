@@ -23,6 +23,8 @@ from kube.rest import Refused
 DESIRED = Desired(DesiredSettings(registry=Registry(prefix="registry", tag="1"), master=b"m" * 32))
 CLAIM = {"claim": {"size": "1Gi"}}
 KINDS = sorted(kind.name for kind in BY_NAME.values() if kind.name != "RLJob")
+SERVED = {kind.name: kind.at(kind.older) if kind.older else kind for kind in BY_NAME.values()}
+"""As the plane of these tests has them, which has an older Kueue."""
 CHANGED = sorted(set(KINDS) - {"Pod", "Secret"})
 """Kinds whose objects are changed when something else is wanted."""
 
@@ -61,32 +63,34 @@ class Cluster:
         return next(each for each in made if each["kind"] == kind)
 
     def path(self, manifest: dict[str, Any]) -> str:
-        return BY_NAME[manifest["kind"]].path(self.owner.namespace, manifest["metadata"]["name"])
+        return SERVED[manifest["kind"]].path(self.owner.namespace, manifest["metadata"]["name"])
 
     def create_foreign(self, manifest: dict[str, Any], **meta: Any) -> dict[str, Any]:
         """Make an object of the same name as a person does."""
-        body = json.loads(json.dumps(manifest))
+        kind = SERVED[manifest["kind"]]
+        body = json.loads(json.dumps(kind.written(manifest)))
         body["metadata"] = {"name": manifest["metadata"]["name"]} | meta
-        return self.plane.api.create(BY_NAME[manifest["kind"]].path(self.owner.namespace), body)
+        return self.plane.api.create(kind.path(self.owner.namespace), body)
 
     async def apply(self, manifest: dict[str, Any]) -> Failures:
         return await self.hands.carry_out(self.owner, [[Apply(manifest=manifest)]])
 
     def see(self, kind: str, name: str) -> None:
         """Have the store know an object as a watch does."""
-        path = BY_NAME[kind].path(self.owner.namespace, name)
+        path = SERVED[kind].path(self.owner.namespace, name)
         self.store.put(kind, self.plane.api.get(path))
 
 
 @pytest.fixture(scope="module")
 def known(plane: ControlPlane) -> ControlPlane:
-    foreign.install(plane)
+    foreign.install(plane, kueue=foreign.OLDER)
     return plane
 
 
 @pytest.fixture
 async def cluster(known: ControlPlane, namespace: str) -> AsyncIterator[Cluster]:
     api = await Api.connect(kubeconfig=known.admin, connections=8)
+    await api.settle(BY_NAME["Workload"])
     yield Cluster(known, api, namespace)
     await api.close()
 
