@@ -152,7 +152,8 @@ class Storm:
         """Compare everything of others with what it was. Raises AssertionError."""
         for path, before in self.foreign.items():
             assert self._api.exists(path), f"{path} is gone, after {self.events[-20:]}"
-            assert _identity(self._api.get(path)) == before, f"{path} was touched, after {self.events[-20:]}"
+            after = _identity(self._api.get(path))
+            assert after == before, f"{path} was touched: {before} is {after} after {self.events[-20:]}"
 
     # What people do to jobs.
 
@@ -435,8 +436,12 @@ class Storm:
 
 
 def _identity(raw: Json) -> str:
-    """Return what of an object another manager could have changed; its status is its own controller's."""
-    meta = {key: raw["metadata"].get(key) for key in ("uid", "labels", "annotations", "ownerReferences")}
+    """Return what of an object another manager could have changed; its status is its own controller's, and so are the
+    annotations of Kubernetes, which binds claims.
+    """
+    meta = {key: raw["metadata"].get(key) for key in ("uid", "labels", "ownerReferences")}
+    annotations = raw["metadata"].get("annotations") or {}
+    meta["annotations"] = {key: value for key, value in annotations.items() if ".kubernetes.io/" not in key}
     said = {key: value for key, value in raw.items() if key in ("spec", "data", "automountServiceAccountToken")}
     if "spec" in said:
         said["spec"] = {key: value for key, value in said["spec"].items() if key not in ("nodeName", "volumeName")}

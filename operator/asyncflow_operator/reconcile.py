@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncflow_operator.actions import Action, Ask, Plan
+from asyncflow_operator.actions import Action, Ask, Delete, Plan
 from asyncflow_operator.cluster.apply import Hands
 from asyncflow_operator.cluster.events import Recorder
 from asyncflow_operator.cluster.owners import Mine
@@ -85,7 +85,7 @@ class Reconciler:
             state = self._observe(mine)
             plan = self._decided(key, state, now)
         resting, retry_in_s = self._refused.resting(key, mine.owner.generation)
-        stages = [[each for each in stage if isinstance(each, Ask) or each.ref not in resting] for stage in plan.stages]
+        stages = [[each for each in stage if _is_due(each, resting)] for stage in plan.stages]
         again_in_s = min(filter(None, (plan.again_in_s, retry_in_s)), default=None)
         if plan.status is None and not any(stages) and not plan.notes:
             due = None if again_in_s is None else now + again_in_s
@@ -123,6 +123,11 @@ class Reconciler:
         retry_in_s = self._refused.resting(key, owner.generation)[1]
         again_in_s = min(filter(None, (plan.again_in_s, retry_in_s)), default=None)
         return Outcome(again_in_s=again_in_s, failed=bool(failures.errors), denied=bool(failures.denied))
+
+
+def _is_due(action: Action, resting: frozenset[Ref]) -> bool:
+    """Return whether an action is not left alone: what is to go goes, though a change to it was refused."""
+    return isinstance(action, Ask | Delete) or action.ref not in resting
 
 
 def _targets(stages: Sequence[Sequence[Action]]) -> set[Ref]:

@@ -8,8 +8,8 @@ from kubernetes.aio.client.configuration import Configuration
 
 from asyncflow.api.document import parse
 from asyncflow.api.status import DriverStatus
-from asyncflow_operator.actions import Plan
-from asyncflow_operator.cluster.apply import Hands
+from asyncflow_operator.actions import Apply, Delete, Plan
+from asyncflow_operator.cluster.apply import Failures, Hands
 from asyncflow_operator.cluster.client import Api
 from asyncflow_operator.cluster.events import Recorder
 from asyncflow_operator.cluster.store import Store
@@ -40,10 +40,11 @@ class World:
         self.store = Store(project, lambda *_: None)
         self.observer = Observer(self.store, probe=lambda _: self.probe, nodes=lambda: None, refused=self.refused)
         api = Api(Configuration(host="http://127.0.0.1:1"))
+        self.hands = Hands(api, self.store, NoDriver())
         self.reconciler = Reconciler(
             observer=self.observer,
             decide=dict.fromkeys(("RLJob", "TransferQueue", "WeightSync"), self._decide),
-            hands=Hands(api, self.store, NoDriver()),
+            hands=self.hands,
             recorder=Recorder(api, reporter="test"),
             refused=self.refused,
             metrics=Metrics(),
@@ -89,6 +90,23 @@ async def test_when_its_time_has_come_it_is_decided_again_though_nothing_changed
     world.now += 20
     await world.reconciler.look(JOB)
     assert len(world.decided) == 2
+
+
+async def test_what_was_refused_is_left_alone_unless_it_is_to_go(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+
+    async def carry_out(_: Owner, stages: Any, **__: Any) -> Failures:
+        done.extend(action for stage in stages for action in stage)
+        return Failures()
+
+    monkeypatch.setattr(world.hands, "carry_out", carry_out)
+    world.put_job()
+    refused, other = Ref("Workload", "quickstart"), Ref("Service", "quickstart")
+    world.refused.note(JOB, 1, [Denial(refused, "no", missing=False)], tried=[refused], ends=False)
+    writes = [Apply(manifest={"kind": ref.kind, "metadata": {"name": ref.name}}) for ref in (refused, other)]
+    world.plan = Plan(stages=((*writes, Delete(ref=refused, uid="w")),))
+    await world.reconciler.look(JOB)
+    assert done == [writes[1], Delete(ref=refused, uid="w")]
 
 
 async def test_an_object_that_is_not_there_is_gone(world: World) -> None:
