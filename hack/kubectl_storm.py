@@ -32,6 +32,8 @@ _EDIT: Final = {"fieldManager": "kubectl-edit"}
 _EXPECTED: Final = frozenset((400, 403, 404, 409, 422))
 """What a person is told who comes too late, or asks for what cannot be, or meets the quota."""
 _GONE: Final = 404
+_QUEUE_KILLS: Final = 8
+"""Fewer than the failures after which a role of a queue that stands alone stays down."""
 _LABELS: Final = "app.kubernetes.io/managed-by=asyncflow-operator"
 _ROLES: Final = ("driver", "controller", "storage", "rollout", "trainer")
 _BUDGET: Final = {"maxRestarts": 100_000, "windowSeconds": 100_000, "backoffSeconds": 0}
@@ -86,7 +88,7 @@ class Storm:
         self._jobs = jobs
         self._queue = queue
         self._dice = random.Random(seed)
-        self._serial = 0
+        self._killed: Counter[tuple[str, str]] = Counter()
         self.foreign: dict[str, str] = {}
         self.events: list[str] = []
 
@@ -309,6 +311,11 @@ class Storm:
         pod = self._some(POD)
         if pod is None or pod.get("status", {}).get("phase") != "Running":
             return ""
+        labels = pod["metadata"]["labels"]
+        role = (labels.get("asyncflow.dev/queue"), labels.get("asyncflow.dev/role"))
+        if role[0] == self._queue and self._killed[role] >= _QUEUE_KILLS:
+            return ""
+        self._killed[role] += 1
         self._patch(_path(POD, pod), {"metadata": {"annotations": {"kwok.test/exit": self._dice.choice(("1", "137"))}}})
         return f"kill {_called(POD, pod)}"
 
