@@ -2,17 +2,21 @@
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from asyncflow.api.job import RLJob
+from asyncflow.api.status import JobStatus, RoleRecord
 from asyncflow_operator.actions import Apply
 from asyncflow_operator.cluster.apply import Failures, Hands
 from asyncflow_operator.cluster.client import Api
 from asyncflow_operator.cluster.kinds import BY_NAME, OURS, POD
 from asyncflow_operator.cluster.store import Store
+from asyncflow_operator.decide.moments import Alarm
 from asyncflow_operator.decide.upkeep import intact
+from asyncflow_operator.decide.writing import to_write
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
 from asyncflow_operator.observed import JobState, Owner, QueueState, Ref
 from asyncflow_operator.watch import project
@@ -27,6 +31,16 @@ SERVED = {kind.name: kind.at(kind.older) if kind.older else kind for kind in BY_
 """As the plane of these tests has them, which has an older Kueue."""
 CHANGED = sorted(set(KINDS) - {"Pod", "Secret"})
 """Kinds whose objects are changed when something else is wanted."""
+
+
+SPEC: dict[str, Any] = {
+    "model": {"source": "tiny://reverse-digits"},
+    "data": {"train": {"source": "tiny://reverse-digits"}},
+    "reward": {"function": "task"},
+    "algorithm": {"steps": 10},
+    "sampling": {"maxTokens": 16},
+    "storage": {"ledger": CLAIM, "checkpoints": CLAIM},
+}
 
 
 class NoDriver:
@@ -46,15 +60,7 @@ class Cluster:
     def manifest(self, kind: str, **spec: Any) -> dict[str, Any]:
         """Give the object of this kind that the job needs."""
         gang = {"PodGroup": "volcano", "Workload": "kueue"}.get(kind, "none")
-        usual: dict[str, Any] = {
-            "model": {"source": "tiny://reverse-digits"},
-            "data": {"train": {"source": "tiny://reverse-digits"}},
-            "reward": {"function": "task"},
-            "algorithm": {"steps": 10},
-            "sampling": {"maxTokens": 16},
-            "storage": {"ledger": CLAIM, "checkpoints": CLAIM},
-            "scheduling": {"gang": gang},
-        }
+        usual = SPEC | {"scheduling": {"gang": gang}}
         job = RLJob.model_validate({"metadata": {"name": "math"}, "spec": usual | spec})
         state = JobState(owner=self.owner, job=job)
         queue = QueueState(owner=self.owner, queue=None, job=state)
@@ -218,3 +224,19 @@ async def test_what_somebody_changed_is_seen_and_put_back_and_what_he_added_stay
         assert {key: after.get(key) for key in ("data", "spec")} == {key: before.get(key) for key in ("data", "spec")}
         assert after["metadata"]["labels"] == before["metadata"]["labels"]
         assert intact(held(), manifest)
+
+
+async def test_a_status_whose_maps_become_empty_is_written(cluster: Cluster) -> None:
+    """The API server makes null of a map that is applied empty and had keys, and refuses that null."""
+    kind = BY_NAME["RLJob"]
+    path = kind.path(cluster.owner.namespace)
+    body = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": {"name": "math"}, "spec": SPEC}
+    owner = replace(cluster.owner, uid=cluster.plane.api.create(path, body)["metadata"]["uid"])
+    before = JobStatus()
+    for number in (1, 2):
+        after = JobStatus(restarts={"driver": 1}, failures={"driver": RoleRecord()}) if number == 1 else JobStatus()
+        status = to_write(before, after, figures=(), alarm=Alarm(number * 100.0))
+        assert status is not None
+        assert not await cluster.hands.write_status(owner, status)
+        before = after
+    assert "restarts" not in cluster.plane.api.get(f"{path}/math")["status"]

@@ -42,4 +42,9 @@ def _standing(conditions: Collection[Condition]) -> dict[str, tuple[str, str, in
 
 
 def _dump(status: S) -> dict[str, Any]:
-    return status.model_dump(mode="json", by_alias=True, exclude_none=True)
+    """Return the status as it is applied, without maps that are empty.
+
+    Of a map that loses its last key the API server makes ``null`` when it is applied empty, and then refuses that.
+    """
+    said = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return {name: value for name, value in said.items() if value != {}}

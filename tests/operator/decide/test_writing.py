@@ -84,3 +84,8 @@ def test_a_message_is_bounded():
     board = Board((), 1, START)
     board.say("Ready", True, "Ready", "x" * 10_000)
     assert len(board.shown[0].message) == 1024
+
+
+def test_a_map_that_has_become_empty_is_left_out_of_what_is_applied():
+    found, _ = write(status(restarts={"driver": 1}), status(restarts={}), now=START + 1)
+    assert "restarts" not in found
