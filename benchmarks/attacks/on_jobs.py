@@ -12,7 +12,7 @@ from jobs import ROLES, STEPS, Failed, Job, reason_of
 from power import cut
 from shim import Shim
 
-READ_BY_PEOPLE = ("metrics.jsonl", "events.jsonl", "lives.json", "run/processes.json")
+READ_BY_PEOPLE = ("metrics.jsonl", "events.jsonl", "lives.json", "rewards.json", "run/processes.json")
 
 
 def damaged_files(job: Job, _shim: Shim) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shlex
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
+import msgspec
 from rich.console import Console
 
 from asyncflow.api.job import RLJob, RLJobSpec
@@ -23,6 +23,7 @@ from asyncflow.api.load import load_job, name_of, to_yaml
 from asyncflow.api.overrides import latest
 from asyncflow.commands.manifest import folder_of, resolved_job
 from asyncflow.commands.preflight import preflight
+from asyncflow.driver.journal import METRICS
 from asyncflow.durable import write_whole
 from asyncflow.errors import CheckpointError
 from asyncflow.plan.job import plan
@@ -79,7 +80,8 @@ def _sets(overrides: Sequence[str]) -> str:
 
 def _say_what_was_kept(job: RLJob, folder: Path, *, file: Path, output: Path | None, overrides: Sequence[str]) -> None:
     """Say how far a run that has not ended well came, what of it is kept, and how to go on."""
-    made, steps, kept = _last_step(folder / "metrics.jsonl"), job.spec.algorithm.steps, _kept_step(folder)
+    steps, kept = job.spec.algorithm.steps, _kept_step(folder)
+    made = _last_step(folder / METRICS, steps=steps)
     where = f" --output {shlex.quote(str(output))}" if output else ""
     again = f"asyncflow run {shlex.quote(str(file))}{where}"
     if not made:
@@ -95,15 +97,21 @@ def _say_what_was_kept(job: RLJob, folder: Path, *, file: Path, output: Path | N
     click.echo(f"{made} of {steps} steps were made, {words}. Go on with\n  {again} --resume")
 
 
-def _last_step(metrics: Path) -> int:
-    """Return the step of the last whole line of ``metrics.jsonl``, 0 where there is none."""
+class _Step(msgspec.Struct):
+    step: int
+
+
+def _last_step(metrics: Path, *, steps: int) -> int:
+    """Return the step of the last line of ``metrics.jsonl`` that tells of one of ``steps``, 0 where none does."""
     try:
         lines = metrics.read_bytes().splitlines()
     except OSError:
         return 0
     for line in reversed(lines):
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            return int(json.loads(line)["step"])
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            made = msgspec.json.decode(line, type=_Step).step
+            if 1 <= made <= steps:
+                return made
     return 0
 
 

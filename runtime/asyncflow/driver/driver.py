@@ -29,7 +29,7 @@ from asyncflow.driver.evaluation import Evaluation, EvaluationResult
 from asyncflow.driver.gauges import count_step, show
 from asyncflow.driver.groups import GroupPolicy, Groups
 from asyncflow.driver.inside import StepWatch
-from asyncflow.driver.journal import StateFile
+from asyncflow.driver.journal import LIVES, REWARDS, StateFile
 from asyncflow.driver.lives import Laps, Lives
 from asyncflow.driver.members import Members
 from asyncflow.driver.progress import Progress, line_of
@@ -94,7 +94,7 @@ class Driver:
             queue=queue,
             weights=self.weights,
             lives=self.lives,
-            memory=folder / "lives.json",
+            memory=folder / LIVES,
             started=self.progress.now,
             changed=self.wake.tell,
         )
@@ -118,7 +118,7 @@ class Driver:
             on_first=self._first_dispatch,
             on_skip=self.metrics.prompts_skipped.inc,
         )
-        kept = StateFile(folder / "rewards.json")
+        kept = StateFile(folder / REWARDS)
         self.rewards = RewardTally(
             needed=spec.algorithm.prompts_per_step * spec.algorithm.group_size,
             keep=kept.write,

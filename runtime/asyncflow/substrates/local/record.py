@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from asyncflow.driver.journal import ASIDE
 from asyncflow.durable import write_whole
 from asyncflow.errors import ManifestError
 
@@ -74,7 +75,7 @@ def load_record(path: Path) -> Record | None:
         what = f"the record of placements cannot be read: {error.strerror}"
         raise ManifestError(what, where=str(path), hint="Nothing was changed; try again") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
-        aside = path.with_name(f"{path.name}.bad")
+        aside = path.with_name(f"{path.name}{ASIDE}")
         log.warning(
             "the record of placements is damaged, see %s; the logs tell which attempts there were: %s", aside, wrong
         )
