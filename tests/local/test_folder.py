@@ -140,6 +140,15 @@ def test_a_damaged_record_is_set_aside_and_the_logs_tell_the_attempts(tmp_path, 
     assert attempts_in_logs(folder.path) == {"rollout": 5, "driver": 1, "trainer": 7}
 
 
+def test_an_attempt_whose_beginning_the_disk_did_not_take_counts_by_its_end(tmp_path):
+    folder = RunFolder.claim(begun(tmp_path / "run"), resume=True)
+    log = RoleLog(folder.log("rollout-0"))
+    log.begin(attempt=0, argv=["it"])
+    log.note("attempt 1 ended: SIGKILL")
+    folder.release()
+    assert attempts_in_logs(folder.path) == {"rollout": 2}
+
+
 def test_a_record_that_the_disk_does_not_give_now_is_left_as_it_is(tmp_path):
     (tmp_path / "processes.json").mkdir()
     with pytest.raises(ManifestError, match=r"cannot be read: Is a directory\. Nothing was changed; try again"):
