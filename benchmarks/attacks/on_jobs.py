@@ -1,4 +1,4 @@
-"""Attacks on whole jobs. Each has a job and a shim, does what its dice say, and raises Failed where it succeeded."""
+"""Attacks on whole jobs. Each has a job and a shim, does what its dice say, and raises Harmed where it succeeded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-from jobs import ROLES, STEPS, Failed, Job, reason_of
+from jobs import ROLES, STEPS, Harmed, Job, reason_of
 from power import cut
 from shim import Shim
 
@@ -87,7 +87,7 @@ def power_cut(job: Job, shim: Shim) -> None:
     job.succeed()
     begun = (job.folder / "logs" / "trainer-0.log").read_text()
     if had and f"begins at step {had[-1]}" not in begun:
-        raise Failed(f"training did not go on at the checkpoint of step {had[-1]}")
+        raise Harmed(f"training did not go on at the checkpoint of step {had[-1]}")
 
 
 def failing_checkpoint(job: Job, shim: Shim) -> None:
@@ -124,7 +124,7 @@ def only_read(job: Job, shim: Shim) -> None:
     status = job.wait()
     reason = reason_of(job.said)
     if status != 1 or not reason:
-        raise Failed(f"the run ended with status {status} and no sentence: {job.said[-3:]}")
+        raise Harmed(f"the run ended with status {status} and no sentence: {job.said[-3:]}")
     job.done.append(f"ended after {time.monotonic() - began:.1f} s: {reason.partition('error: ')[2][-120:]}")
     shim.heal()
     job.start(resume=True)
@@ -176,7 +176,7 @@ def fewer_units(job: Job, _shim: Shim) -> None:
     job.wait_until(lambda: job.steps_done() > before, "the next step")
     job.done.append(f"3 units, then {units}: the next step after {time.monotonic() - began:.1f} s")
     if time.monotonic() - began > 20:
-        raise Failed("the job stood still")
+        raise Harmed("the job stood still")
     job.succeed()
 
 
