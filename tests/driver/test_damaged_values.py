@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_progress import step_line
+from test_progress import AUDIT, step_line
 
 from asyncflow import clock
 from asyncflow.api.status import DriverStatus
@@ -21,7 +21,6 @@ from asyncflow.driver.progress import Progress
 from asyncflow.driver.rewards import RewardTally, Totals
 from asyncflow.driver.status import build_status
 from asyncflow.driver.summary import summarize
-from asyncflow.queue.protocol.messages import AuditReport
 
 STEPS = 16
 MADE = 5
@@ -30,20 +29,6 @@ ODD = [
     *(-1, 0, 1, MADE, 45, 2**53, 2**63, 10**30, 10**400),
     *(None, True, "", "x", "x" * 3000, [], {}, {"x" * 99: 1}, {str(kind): 1 for kind in range(40)}),
 ]
-AUDIT = AuditReport(
-    dispatched=8,
-    trained=8,
-    filtered=0,
-    dropped=0,
-    unfinished=0,
-    lost=0,
-    duplicated=0,
-    last_committed_step=2,
-    attempts=1,
-    redeliveries=0,
-    closed=True,
-    problems=[],
-)
 
 
 def sound() -> dict[str, Any]:

@@ -29,8 +29,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FILES = METRICS, EVENTS, LIVES, REWARDS, SUMMARY = (
-    *("metrics.jsonl", "events.jsonl"),
-    *("lives.json", "rewards.json", "summary.json"),
+    "metrics.jsonl",
+    "events.jsonl",
+    "lives.json",
+    "rewards.json",
+    "summary.json",
 )
 """The driver's files in the folder of a run."""
 ASIDE = ".bad"

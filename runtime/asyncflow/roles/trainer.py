@@ -156,7 +156,7 @@ def _settings(post: JobPost) -> TrainerSettings:
         whole=spec.schedule.whole_steps,
         slot_tokens=spec.trainer.backend.tokens_per_micro_batch,
         checkpoint_every=spec.storage.checkpoints.every,
-        leave_s=spec.limits.stop_seconds / 3,
+        leave_s=spec.limits.stop_seconds / 4,
     )
 
 

@@ -104,4 +104,4 @@ class TrainerSettings:
     checkpoint_every: int = 10
     extra_columns: tuple[str, ...] = ()
     patience_s: float = 120.0
-    leave_s: float = 2.5
+    leave_s: float = 2.0

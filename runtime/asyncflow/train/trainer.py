@@ -71,8 +71,7 @@ class Trainer:
     """One rank. folder: the model folder; materialise: puts θ_0 there, called by rank 0 when needed; report: takes
     rank 0's reports; directives: the driver's latest; begun: the gang has met, and the weights that it begins with are
     published; failed: told of each checkpoint that the disk refused; announced: told of each publication that ended how
-    many seconds it took; busy: forward, backward, optimizer and
-    checkpoints; waits: the rest.
+    many seconds it took; busy: forward, backward, optimizer and checkpoints; waits: the rest.
     """
 
     def __init__(
@@ -340,9 +339,12 @@ class Trainer:
         A trainer that leaves does not wait long for that. It writes no checkpoint without: one that outlived the ledger
         would cost the run, where a missing one costs the steps since the last.
         """
-        within_s = self._settings.leave_s if self._leaving.is_set() else _SYNC_S
+        sync, moment_s = partial(self._queue.sync, timeout=_SYNC_S), self._settings.leave_s
         try:
-            await persist(lambda: self._queue.sync(timeout=within_s), what="syncing the ledger", timeout=within_s)
+            await self._unless_leaving(persist(sync, what="syncing the ledger", timeout=_SYNC_S), moment_s=moment_s)
+        except Left:
+            hint = "Its steps since the last checkpoint are trained again"
+            raise DiskError(f"the ledger was not on disk within {moment_s:g} s", where="trainer", hint=hint) from None
         except (Refused, DeadlineExceeded) as error:
             raise DiskError(error.what, where=error.where, hint=error.hint) from error
         carried = self._publication.carried(step)
@@ -390,13 +392,13 @@ class Trainer:
         """Try until it succeeds; once the trainer is leaving, only for a moment longer (then Left)."""
         await self._unless_leaving(persist(attempt, what=what, timeout=self._settings.patience_s))
 
-    async def _unless_leaving(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _unless_leaving(self, work: Coroutine[Any, Any, None], *, moment_s: float = _GRACE_S) -> None:
         """Await ``work``; once the trainer is leaving, only for a moment longer (then Left)."""
         leaving = asyncio.create_task(self._leaving.wait())
         trying = asyncio.create_task(work)
         try:
             await asyncio.wait([leaving, trying], return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait([trying], timeout=_GRACE_S)
+            await asyncio.wait([trying], timeout=moment_s)
             if not trying.done():
                 raise Left
             trying.result()
