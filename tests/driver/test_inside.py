@@ -71,8 +71,7 @@ async def test_the_log_tells_of_progress_at_least_every_ten_seconds(
     with caplog.at_level(logging.INFO), pytest.raises(TimeoutError):
         await tell(words)
     assert [record.message for record in caplog.records] == [f"step 4 at {at:g}" for at in told]
-    assert told[0] == 0.0
-    assert 3.0 < max(after - before for before, after in pairwise([*told, now])) <= 8.0, "a busy loop has 2 s"
+    assert 3.0 < max(after - before for before, after in pairwise([0.0, *told, now])) <= 8.0, "a busy loop has 2 s"
 
 
 @pytest.mark.parametrize(

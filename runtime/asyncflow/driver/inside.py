@@ -66,5 +66,5 @@ class StepWatch:
 async def tell(words: Callable[[], str]) -> None:
     """Log ``words()`` again and again, whoever else is waited for."""
     while True:
-        log.info("%s", words())
         await asyncio.sleep(TELL_S)
+        log.info("%s", words())
