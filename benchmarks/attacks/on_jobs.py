@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from jobs import ROLES, STEPS, Harmed, Job, reason_of
 from power import cut
 from shim import Shim
 
+_NUMBER = re.compile(rb"(?<=[:,])\s*[0-9][0-9.]*")
 READ_BY_PEOPLE = ("metrics.jsonl", "events.jsonl", "lives.json", "rewards.json", "run/processes.json")
 
 
@@ -33,7 +35,7 @@ def _damage(job: Job, file: Path) -> str:
     data = bytearray(file.read_bytes())
     dice = job.dice
     at = dice.randrange(len(data) + 1)
-    match dice.choice(["flip", "cut", "garbage", "zeros", "nothing", "line"]):
+    match dice.choice(["flip", "cut", "garbage", "zeros", "nothing", "line", "number"]):
         case "flip" if data:
             data[min(at, len(data) - 1)] ^= 1 << dice.randrange(8)
             did = "flipped a bit of"
@@ -49,6 +51,10 @@ def _damage(job: Job, file: Path) -> str:
         case "line":
             data[at:at] = dice.choice([b"\n", b"{}\n", b'\n{"step":1}\n', b"\nnull\n", b'\n{"event":"evaluation"}\n'])
             did = "put a line into"
+        case "number" if numbers := list(_NUMBER.finditer(bytes(data))):
+            place, number = dice.choice(numbers), dice.choice([b"45", b"-3", b"NaN", b"1e18", b"9007199254740993"])
+            data[place.start() : place.end()] = number
+            did = f"put {number.decode()} for {place.group().decode()} into"
         case _:
             data.clear()
             did = "emptied"
