@@ -21,7 +21,7 @@ from pathlib import Path
 
 import on_jobs
 import on_queues
-from jobs import Failed, Job
+from jobs import Harmed, Job
 from shim import Shim, build
 
 
@@ -31,13 +31,13 @@ def attack(name: str, seed: int, folder: Path, made: Path) -> tuple[str, str]:
     if name in on_queues.ATTACKS:
         try:
             return on_queues.ATTACKS[name](folder, dice, shim), ""
-        except Failed as failed:
-            return "", str(failed)
+        except Harmed as harm:
+            return "", str(harm)
     job = Job(folder, dice, env=shim.env)
     try:
         on_jobs.ATTACKS[name](job, shim)
-    except Failed as failed:
-        return "; ".join(job.done), str(failed)
+    except Harmed as harm:
+        return "; ".join(job.done), str(harm)
     finally:
         shim.heal()
         job.end()

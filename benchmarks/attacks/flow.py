@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from jobs import Failed
+from jobs import Harmed
 
 from asyncflow.errors import AsyncFlowError, StaleHandle
 from asyncflow.queue.client.blocking import BlockingQueue
@@ -32,7 +32,7 @@ class Flow:
         self.errors: Counter[str] = Counter()
 
     def run(self, meanwhile: Callable[[], None], *, producers: int = 2, consumers: int = 2) -> None:
-        """Let rows flow while ``meanwhile`` goes on, then until all are out. Raises Failed unless each is out once."""
+        """Let rows flow while ``meanwhile`` goes on, then until all are out. Raises Harmed unless each is out once."""
         self.partition().declare(TASK, needs=["n"], lease_s=3.0)
         with ThreadPoolExecutor(producers + consumers) as threads:
             made = [threads.submit(self._produce, 1_000_000 * (1 + number)) for number in range(producers)]
@@ -95,8 +95,8 @@ class Flow:
         lost = [value for value in self.put - self.doubtful if not self.completed[value]]
         doubled = [value for value, times in self.completed.items() if times > 1]
         if lost or doubled:
-            raise Failed(
+            raise Harmed(
                 f"of {len(self.put)} rows {len(lost)} are lost, {len(doubled)} came twice: {lost[:3] + doubled[:3]}"
             )
         if len(self.put) < 100:
-            raise Failed(f"only {len(self.put)} rows were put: {dict(self.errors)}")
+            raise Harmed(f"only {len(self.put)} rows were put: {dict(self.errors)}")

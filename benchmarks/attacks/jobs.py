@@ -31,8 +31,8 @@ ROLES = ("rollout", "storage", "controller", "trainer", "driver")
 _ENDS_S = 200.0
 
 
-class Failed(Exception):
-    """The job is not as it must be."""
+class Harmed(Exception):
+    """An attack has done harm: something is not as it must be."""
 
 
 class Job:
@@ -74,13 +74,13 @@ class Job:
         return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
 
     def wait_until(self, reached: Callable[[], bool], what: str, *, within_s: float = 90.0) -> None:
-        """Wait; raises Failed where the run ends, or the time is over, before that."""
+        """Wait; raises Harmed where the run ends, or the time is over, before that."""
         deadline = time.monotonic() + within_s
         while not reached():
             if self.process is None or self.process.poll() is not None:
-                raise Failed(f"the run ended before {what}: {self.said[-3:]}")
+                raise Harmed(f"the run ended before {what}: {self.said[-3:]}")
             if time.monotonic() > deadline:
-                raise Failed(f"{what} did not come within {within_s:g} s")
+                raise Harmed(f"{what} did not come within {within_s:g} s")
             time.sleep(0.02)
 
     def wait_for_step(self, first: int, last: int) -> None:
@@ -113,7 +113,7 @@ class Job:
         deadline = time.monotonic() + 20
         while any(map(_alive, roles)):
             if time.monotonic() > deadline:
-                raise Failed("roles outlived their supervisor by 20 s")
+                raise Harmed("roles outlived their supervisor by 20 s")
             time.sleep(0.02)
 
     def interrupt(self) -> None:
@@ -129,12 +129,12 @@ class Job:
             return self.process.wait(_ENDS_S)
         except subprocess.TimeoutExpired:
             self.kill_tree()
-            raise Failed(f"the run hangs: {self.said[-3:]}") from None
+            raise Harmed(f"the run hangs: {self.said[-3:]}") from None
 
     def succeed(self) -> None:
-        """Wait for the end, and judge; raises Failed unless every sample counts once."""
+        """Wait for the end, and judge; raises Harmed unless every sample counts once."""
         if status := self.wait():
-            raise Failed(f"the run ended with status {status}: {self.said[-1:]}")
+            raise Harmed(f"the run ended with status {status}: {self.said[-1:]}")
         self.judge(self.folder)
 
     @staticmethod
@@ -144,11 +144,11 @@ class Job:
         report = audit_ledgers(folder / "ledger")
         found = (report.dispatched, report.trained, report.lost, report.duplicated)
         if not report.ok or found != (samples, samples, 0, 0):
-            raise Failed(f"dispatched, trained, lost, doubled: {found}; {report.problems}")
+            raise Harmed(f"dispatched, trained, lost, doubled: {found}; {report.problems}")
         newest = max((folder / "checkpoints").glob("step-*/manifest.json")).parent
         counts = np.load(newest / "counts.npy", allow_pickle=False)
         if not (counts[:samples] == 1).all() or counts[samples:].any():
-            raise Failed(f"{np.count_nonzero(counts[:samples] != 1)} samples do not count once in the weights")
+            raise Harmed(f"{np.count_nonzero(counts[:samples] != 1)} samples do not count once in the weights")
 
     def end(self) -> None:
         """Leave nothing behind."""

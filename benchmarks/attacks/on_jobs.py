@@ -1,18 +1,20 @@
-"""Attacks on whole jobs. Each has a job and a shim, does what its dice say, and raises Failed where it succeeded."""
+"""Attacks on whole jobs. Each has a job and a shim, does what its dice say, and raises Harmed where it succeeded."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import time
 from pathlib import Path
 
-from jobs import ROLES, STEPS, Failed, Job, reason_of
+from jobs import ROLES, STEPS, Harmed, Job, reason_of
 from power import cut
 from shim import Shim
 
-READ_BY_PEOPLE = ("metrics.jsonl", "events.jsonl", "lives.json", "run/processes.json")
+_NUMBER = re.compile(rb"(?<=[:,])\s*[0-9][0-9.]*")
+READ_BY_PEOPLE = ("metrics.jsonl", "events.jsonl", "lives.json", "rewards.json", "run/processes.json")
 
 
 def damaged_files(job: Job, _shim: Shim) -> None:
@@ -33,7 +35,7 @@ def _damage(job: Job, file: Path) -> str:
     data = bytearray(file.read_bytes())
     dice = job.dice
     at = dice.randrange(len(data) + 1)
-    match dice.choice(["flip", "cut", "garbage", "zeros", "nothing", "line"]):
+    match dice.choice(["flip", "cut", "garbage", "zeros", "nothing", "line", "number"]):
         case "flip" if data:
             data[min(at, len(data) - 1)] ^= 1 << dice.randrange(8)
             did = "flipped a bit of"
@@ -49,6 +51,10 @@ def _damage(job: Job, file: Path) -> str:
         case "line":
             data[at:at] = dice.choice([b"\n", b"{}\n", b'\n{"step":1}\n', b"\nnull\n", b'\n{"event":"evaluation"}\n'])
             did = "put a line into"
+        case "number" if numbers := list(_NUMBER.finditer(bytes(data))):
+            place, number = dice.choice(numbers), dice.choice([b"45", b"-3", b"NaN", b"1e18", b"9007199254740993"])
+            data[place.start() : place.end()] = number
+            did = f"put {number.decode()} for {place.group().decode()} into"
         case _:
             data.clear()
             did = "emptied"
@@ -87,7 +93,7 @@ def power_cut(job: Job, shim: Shim) -> None:
     job.succeed()
     begun = (job.folder / "logs" / "trainer-0.log").read_text()
     if had and f"begins at step {had[-1]}" not in begun:
-        raise Failed(f"training did not go on at the checkpoint of step {had[-1]}")
+        raise Harmed(f"training did not go on at the checkpoint of step {had[-1]}")
 
 
 def failing_checkpoint(job: Job, shim: Shim) -> None:
@@ -124,7 +130,7 @@ def only_read(job: Job, shim: Shim) -> None:
     status = job.wait()
     reason = reason_of(job.said)
     if status != 1 or not reason:
-        raise Failed(f"the run ended with status {status} and no sentence: {job.said[-3:]}")
+        raise Harmed(f"the run ended with status {status} and no sentence: {job.said[-3:]}")
     job.done.append(f"ended after {time.monotonic() - began:.1f} s: {reason.partition('error: ')[2][-120:]}")
     shim.heal()
     job.start(resume=True)
@@ -176,7 +182,7 @@ def fewer_units(job: Job, _shim: Shim) -> None:
     job.wait_until(lambda: job.steps_done() > before, "the next step")
     job.done.append(f"3 units, then {units}: the next step after {time.monotonic() - began:.1f} s")
     if time.monotonic() - began > 20:
-        raise Failed("the job stood still")
+        raise Harmed("the job stood still")
     job.succeed()
 
 

@@ -1,4 +1,4 @@
-"""Attacks on queues alone. Each has a folder, dice and a shim, and raises Failed where it succeeded."""
+"""Attacks on queues alone. Each has a folder, dice and a shim, and raises Harmed where it succeeded."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from flow import Flow
-from jobs import Failed
-from proxy import Proxy
+from jobs import Harmed
 from serve import address_in
 from shim import Shim
 
@@ -36,8 +35,10 @@ from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.protocol.unit_calls import Cells, Numbers
 from asyncflow.queue.table.table import Table
 
-sys.path.append(str(Path(__file__).parents[1] / "queue"))
+sys.path += [str(Path(__file__).parents[1] / "queue"), str(Path(__file__).parents[2] / "hack")]
 from servers import Servers, servers
+
+from cut_links import Proxy
 
 SERVE = Path(__file__).with_name("serve.py")
 MIB = 1 << 20
@@ -80,7 +81,7 @@ class Pair:
         deadline = time.monotonic() + 60
         while not (self.folder / role).exists():
             if time.monotonic() > deadline:
-                raise Failed(f"the {role} did not start")
+                raise Harmed(f"the {role} did not start")
             time.sleep(0.02)
 
 
@@ -171,14 +172,14 @@ def forked_clients(_folder: Path, dice: random.Random, _shim: Shim) -> str:
             with os.fdopen(pipe, "rb") as told:
                 theirs = json.loads(told.read() or b"null")
             if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) or theirs is None:
-                raise Failed("a forked client ended with an error")
+                raise Harmed("a forked client ended with an error")
             put, had = put + theirs[0], had + theirs[1]
         killing.join()
         had += _claim(rows)
         times = Counter(had)
         if sorted(had) != sorted(put):
             lost, doubled = set(put) - set(had), [value for value, count in times.items() if count > 1]
-            raise Failed(f"of {len(put)} rows {len(lost)} are lost, {len(doubled)} came twice")
+            raise Harmed(f"of {len(put)} rows {len(lost)} are lost, {len(doubled)} came twice")
         return f"{len(put)} rows of 4 clients, one controller killed"
 
 
@@ -248,7 +249,7 @@ def many_clients(_folder: Path, dice: random.Random, _shim: Shim) -> str:
                 "p", client=ask.request.client, group=ask.request.group, size=1, rows=[row], cells=cells, tags=[]
             )
             if list(rows) != [row]:
-                raise Failed(f"the row of client {number} was taken for that of another: {ok}, {list(rows)}")
+                raise Harmed(f"the row of client {number} was taken for that of another: {ok}, {list(rows)}")
         with contextlib.suppress(StopIteration):
             verb.send((Numbers([row]), []))
         living.add(row)
@@ -257,7 +258,7 @@ def many_clients(_folder: Path, dice: random.Random, _shim: Shim) -> str:
         table.books.outbox.clear()
         table.books.frees.clear()
     if table.books.rows.keys() != living:
-        raise Failed(f"{len(living)} rows should live, {len(table.books.rows)} do")
+        raise Harmed(f"{len(living)} rows should live, {len(table.books.rows)} do")
     return f"{CLIENTS} clients, {len(living)} rows live"
 
 
@@ -309,7 +310,7 @@ def large_puts(_folder: Path, dice: random.Random, _shim: Shim) -> str:
         for thread in (*threads, reader):
             thread.join()
     if harm:
-        raise Failed(f"half a put was seen: {harm[:3]}")
+        raise Harmed(f"half a put was seen: {harm[:3]}")
     return f"{seen['put']} puts, {seen['failed']} that failed, {seen['looks']} looks, {attempts.total()} units killed"
 
 

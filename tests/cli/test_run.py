@@ -2,6 +2,7 @@ import contextlib
 import os
 import pty
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.api.load import load_job
+from asyncflow.commands.run import last_step
 from asyncflow.models.tiny import write_config
 from asyncflow.net.hosts import host_and_port, server_of
 from asyncflow.net.stream.server import ANYBODY
@@ -103,12 +105,13 @@ def test_again_resume_and_fresh(manifest, tmp_path):
     assert (tmp_path / "out.1" / "job.yaml").exists()
 
 
-def interrupted(*arguments, cwd, until, **options):
-    """Run until ``until`` holds of the folder ``out``, then press Ctrl-C; give what was said last."""
-    run = start("run", *arguments, "--output", "out", cwd=cwd, **options)
-    record_of(cwd / "out")
+def interrupted(*arguments, cwd, until, folder=None, **options):
+    """Run until ``until`` holds of ``folder``, or of ``out``, then press Ctrl-C; give what was said last."""
+    run = start("run", *arguments, *([] if folder else ["--output", "out"]), cwd=cwd, **options)
+    folder = folder or cwd / "out"
+    record_of(folder)
     deadline = time.monotonic() + 20
-    while not until(cwd / "out"):
+    while not until(folder):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     run.send_signal(signal.SIGINT)
@@ -141,6 +144,32 @@ def test_ctrl_c_says_what_is_kept_and_how_to_go_on(manifest, tmp_path):
     assert "algorithm.steps:" not in said
     assert "of which 1 to 1 are kept; the others will be made again" in said
     assert load_job(tmp_path / "out" / "job.yaml").spec.algorithm.steps == 600
+
+
+def test_the_line_that_resumes_a_run_resumes_it(manifest, tmp_path):
+    manifest.write_text(manifest.read_text().replace("metadata: {name: little}", "metadata: {}"))
+    folder = tmp_path / "runs" / "foo"
+    said = interrupted(
+        *(manifest, "--set", "metadata.name=foo", "--set", "algorithm.steps=600"),
+        cwd=tmp_path,
+        folder=folder,
+        until=lambda out: steps_made(out) >= 1,
+        steps=600,
+        pause_s=0.1,
+    )
+    line = said.splitlines()[-1].strip()
+    assert line == f"asyncflow run {manifest} --output runs/foo --resume"
+    words = command(*shlex.split(line)[1:], steps=1, pause_s=0)
+    resumed = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (resumed.returncode, resumed.stderr) == (0, "")
+    assert f"files in {folder}" in resumed.stdout
+
+
+def test_a_line_beyond_the_last_step_does_not_count(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step":4}\n{"step":45}\n{"step":1e999}\n' + "[" * 100_000 + "\n{}\n\xff\n")
+    assert last_step(metrics, steps=16) == 4
+    assert last_step(metrics, steps=3) == 0
 
 
 def test_a_start_from_which_nothing_came_is_in_nobodys_way(manifest, tmp_path):

@@ -1,6 +1,6 @@
 import io
-import time
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -132,22 +132,33 @@ def test_after_a_while_without_news_it_is_said_how_far_things_are(status, line):
     assert still(status) == line
 
 
-def test_nothing_is_silent_for_longer_than_the_limit(monkeypatch, tmp_path):
-    """The driver answers the same all the time."""
-    monkeypatch.setattr(watch.Watch, "_ask", lambda *_: RUNNING.model_copy(update={"step_progress": INSIDE}))
-    monkeypatch.setattr(watch, "_QUIET_S", 0.2)
-    monkeypatch.setattr(teller, "_PERIOD_S", 0.05)
+@pytest.mark.parametrize("answers", [True, False])
+def test_nothing_is_silent_for_more_than_ten_seconds(monkeypatch, tmp_path, answers):
+    """The driver answers the same all the time, or does not, as slowly as it may."""
+    now = 0.0
+
+    def passed(seconds):
+        nonlocal now
+        now += seconds
+
+    def ask(*_):
+        passed(2 * teller._ANSWER_S)
+        return RUNNING.model_copy(update={"step_progress": INSIDE}) if answers else None
+
+    def collect(_):
+        passed(teller._PERIOD_S)
+        return now < 100.0, []
+
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(teller, "time", clock)
+    monkeypatch.setattr(watch, "time", clock)
+    monkeypatch.setattr(watch.Watch, "_ask", ask)
+    monkeypatch.setattr(watch.Watch, "_collect", collect)
     out = io.StringIO()
-    view = watch.Watch(name="q", folder=tmp_path, http_port=1, placed=list, console=Console(file=out))
-    view.start()
-    deadline = time.monotonic() + 20
-    while out.getvalue().count(INSIDE.words) < 3 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert view.close()
-    lines = [line for line in out.getvalue().splitlines() if INSIDE.words in line]
-    stamps = [float(line.split()[0]) for line in lines]
-    assert len(stamps) >= 3
-    assert all(after - before >= 0.2 - 0.1 for before, after in pairwise(stamps))
+    watch.Watch(name="q", folder=tmp_path, http_port=1, placed=list, console=Console(file=out))._show_lines()
+    stamps = [0.0, *(float(line.split()[0]) for line in out.getvalue().splitlines()), now]
+    assert max(after - before for before, after in pairwise(stamps)) <= 10.0
+    assert out.getvalue().count(INSIDE.words if answers else still(None)) < 30, "nor is it said all the time"
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from asyncflow.api.status import StepProgress
-from asyncflow.driver.inside import StepWatch
+from asyncflow.driver.inside import StepWatch, tell
 from asyncflow.queue.protocol.messages import PartitionSnapshot, StepState
 
 
@@ -47,6 +50,28 @@ async def test_what_is_generated_trained_and_published_is_told() -> None:
     second = await watch.look(step=4)
     assert (second.trained, second.tokens_per_second) == (7, 30)
     assert queue.asked == [4, 4]
+
+
+async def test_the_log_tells_of_progress_at_least_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now, told = 0.0, []
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if now > 60.0:
+            raise TimeoutError
+
+    def words() -> str:
+        told.append(now)
+        return f"step 4 at {now:g}"
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    with caplog.at_level(logging.INFO), pytest.raises(TimeoutError):
+        await tell(words)
+    assert [record.message for record in caplog.records] == [f"step 4 at {at:g}" for at in told]
+    assert 3.0 < max(after - before for before, after in pairwise([0.0, *told, now])) <= 8.0, "a busy loop has 2 s"
 
 
 @pytest.mark.parametrize(

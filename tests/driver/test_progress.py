@@ -12,6 +12,21 @@ from asyncflow.driver.progress import Progress
 from asyncflow.driver.summary import summarize
 from asyncflow.queue.protocol.messages import AuditReport
 
+AUDIT = AuditReport(
+    dispatched=8,
+    trained=8,
+    filtered=0,
+    dropped=0,
+    unfinished=0,
+    lost=0,
+    duplicated=0,
+    last_committed_step=2,
+    attempts=1,
+    redeliveries=0,
+    closed=True,
+    problems=[],
+)
+
 
 def step_line(step: int, *, attempt: int = 0, at: float = 0.0, **fields: Any) -> dict[str, Any]:
     line = {
@@ -126,23 +141,9 @@ def test_the_summary_counts_what_was_measured(tmp_path: Path) -> None:
     lives.observe("driver", role="driver", started=100.0, now=104.0)
     lives.observe("a", role="rollout", started=101.0, now=114.0, busy_s=2.0, tokens=60)
     lives.observe("b", role="rollout", started=118.0, now=130.0, tokens=30)
-    audit = AuditReport(
-        dispatched=8,
-        trained=8,
-        filtered=0,
-        dropped=0,
-        unfinished=0,
-        lost=0,
-        duplicated=0,
-        last_committed_step=2,
-        attempts=1,
-        redeliveries=0,
-        closed=True,
-        problems=[],
-    )
     summary = summarize(
         progress,
-        audit=audit,
+        audit=AUDIT,
         phase="Succeeded",
         finished=130.0,
         lives=lives,

@@ -1,6 +1,7 @@
 """Runs a supervisor over stand-ins: ``harness.py FOLDER ROLES END_S ACTIVE_S DISK_S``.
 
 ROLES: {"rollout": {"replicas": 1, "gang": false, "restarts": 3, "does": [BEHAVIOUR, ...]}, ...} as JSON.
+"missing": {"0": 2} names seats that cannot be started by attempts before the given one.
 """
 
 import asyncio
@@ -40,6 +41,8 @@ def main(path: str, parts: str, end_s: str, active_s: str, disk_s: str) -> int:
 
     def launch(seat: Seat, attempt: int) -> Launch:
         does = wanted[seat.role].get("does", [])
+        if attempt < wanted[seat.role].get("missing", {}).get(str(seat.index), 0):
+            return Launch(argv=["/nowhere/standin"], env={})
         return Launch(argv=[sys.executable, STANDIN, *does, "--", str(seat), str(attempt)], env={})
 
     async def run() -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.driver import journal
 from asyncflow.errors import ManifestError
 from asyncflow.substrates.local import folder as folders
 from asyncflow.substrates.local.crew import Seat
@@ -139,6 +140,15 @@ def test_a_damaged_record_is_set_aside_and_the_logs_tell_the_attempts(tmp_path, 
     assert attempts_in_logs(folder.path) == {"rollout": 5, "driver": 1, "trainer": 7}
 
 
+def test_an_attempt_whose_beginning_the_disk_did_not_take_counts_by_its_end(tmp_path):
+    folder = RunFolder.claim(begun(tmp_path / "run"), resume=True)
+    log = RoleLog(folder.log("rollout-0"))
+    log.begin(attempt=0, argv=["it"])
+    log.note("attempt 1 ended: SIGKILL")
+    folder.release()
+    assert attempts_in_logs(folder.path) == {"rollout": 2}
+
+
 def test_a_record_that_the_disk_does_not_give_now_is_left_as_it_is(tmp_path):
     (tmp_path / "processes.json").mkdir()
     with pytest.raises(ManifestError, match=r"cannot be read: Is a directory\. Nothing was changed; try again"):
@@ -255,7 +265,30 @@ def test_what_a_start_has_not_made_is_never_removed(tmp_path):
     assert sorted(file for file in tmp_path.rglob("*") if file.is_file()) == sorted(mine)
 
 
-@pytest.mark.parametrize("name", ["events.jsonl", "lives.json", "queue.yaml"])
+def test_nothing_of_a_driver_is_left_of_a_start_that_came_to_nothing(tmp_path):
+    files = {name for name in journal.FILES if name != journal.SUMMARY} | {f"{journal.LIVES}{journal.ASIDE}"}
+    for end in (lambda folder: folder.release(undo=True), lambda folder: folder.release()):
+        folder = RunFolder.claim(tmp_path / "run")
+        assert not files & {entry.name for entry in folder.path.iterdir()}
+        folder.job.write_text("kind: RLJob\n")
+        Record(mark="m", supervisor=1, started="", driver="", http="").save(folder.processes)
+        folder.processes.with_name(f"processes.json{journal.ASIDE}").touch()
+        for name in files:
+            (folder.path / name).touch()
+        end(folder)
+    RunFolder.claim(tmp_path / "run").release(undo=True)
+    assert not [entry for entry in tmp_path.rglob("*") if entry.is_file()]
+
+
+def test_a_step_of_which_only_a_damaged_line_is_left_is_progress(tmp_path):
+    path = begun(tmp_path / "run")
+    Record(mark="m", supervisor=1, started="", driver="", http="").save(path / "run" / "processes.json")
+    (path / f"{journal.METRICS}{journal.ASIDE}").write_text("{}\n")
+    with pytest.raises(ManifestError, match="already holds a run"):
+        RunFolder.claim(path)
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "lives.json", "rewards.json", "metrics.jsonl.bad", "queue.yaml"])
 def test_a_file_that_a_run_would_write_over_makes_a_folder_one_that_is_taken(tmp_path, name):
     (tmp_path / name).write_text("mine")
     with pytest.raises(ManifestError, match="already holds a run"):

@@ -133,6 +133,23 @@ def test_a_gang_ends_and_starts_again_as_one(start):
     assert run.alive(driver[0])
 
 
+@pytest.mark.parametrize("rank", ["0", "1", "2"])
+def test_a_gang_of_which_a_rank_cannot_be_started_starts_again_as_one(start, rank):
+    run = start(driver={}, trainer={"replicas": 3, "gang": True, "missing": {rank: 2}})
+    pids = [run.pids(f"trainer-{number}", 2)[0] for number in range(3)]
+    assert all(map(run.alive, pids))
+    assert not list(run.cwd.glob(f"trainer-{rank}.[01].json"))
+    assert "cannot be started: " in (run.folder / "logs" / f"trainer-{rank}.log").read_text()
+
+
+def test_a_gang_that_can_never_be_started_ends_the_run_and_says_why(start):
+    run = start(driver={}, trainer={"replicas": 3, "gang": True, "restarts": 1, "missing": {"0": 99}})
+    assert run.wait() == 1
+    said = run.said()
+    assert "trainer-0 ended with exit status 127 and all 1 restarts" in said
+    assert "Traceback" not in said
+
+
 def test_when_the_restarts_are_used_up_the_job_fails_and_says_why(start):
     run = start(driver={}, rollout={"restarts": 2, "does": ["crash-below=99"]})
     assert run.wait() == 1

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -113,12 +114,22 @@ def test_one_line_serves_a_queue_that_is_used_hit_ended_and_served_again(tmp_pat
     counts = counted(folder, capsys)
     assert (counts["put"], counts["cleared"], counts["remaining"]) == (110, 0, 110)
     assert "dispatched" not in counts
-    with serving(*words, cwd=tmp_path) as again, visiting(again.address()) as queue:
-        corpus = BlockingPartition(queue, "corpus")
-        corpus.put({"n": np.arange(5)})
-        assert len(corpus.claim("read", 8)) == 5, "the rows of before were lost with the memory of their units"
+    with serving(*words, "--units", "1", cwd=tmp_path) as again:
+        address, deadline = again.address(), time.monotonic() + 20
+        with visiting(address) as queue:
+            corpus = BlockingPartition(queue, "corpus")
+            corpus.put({"n": np.arange(5)})
+            assert len(corpus.claim("read", 8)) == 5, "the rows of before were lost with the memory of their units"
+        while len(units := looked(address, capsys)) != 1:
+            assert time.monotonic() < deadline, f"a unit that the queue has not any more is waited for: {units}"
+            time.sleep(0.2)
         again.end()
     assert counted(folder, capsys)["put"] == 115
+
+
+def looked(address: str, capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
+    assert cli.invoke(["queue", "ls", address, "--json"]) == 0
+    return list(json.loads(capsys.readouterr().out)["units"])
 
 
 def test_the_manifest_of_a_queue_is_run_as_the_manifest_of_a_job_is(tmp_path, capsys) -> None:

@@ -1,17 +1,23 @@
-"""One job through what it must survive, in small: its tree stopped, its tree killed, its files damaged, a unit less."""
+"""One job through what it must survive, in small: it is stopped and killed whole, its clock set, its files damaged."""
 
 import json
 import os
+import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from one_run import counted_once, finish, start, wait_for_step
 
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "attacks"))
+from shim import Shim, build
+
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 STEPS = 12
+DAY_S = 86_400
 SETTINGS = [
     f"algorithm.steps={STEPS}",
     "evaluation.every=6",
@@ -29,8 +35,11 @@ def pids(folder: Path) -> list[int]:
 
 def test_a_job_goes_on_after_its_tree_was_stopped_and_killed_and_its_files_were_damaged(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run = start("counting.yaml", folder, SETTINGS)
+    clock = Shim(build(tmp_path), tmp_path) if shutil.which("cc") else None
+    run = start("counting.yaml", folder, SETTINGS, env=clock.env if clock else None)
     wait_for_step(folder, 2, run)
+    if clock:
+        clock.set_clock(30 * DAY_S)
     tree = pids(folder)
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for pid in tree:
@@ -46,7 +55,9 @@ def test_a_job_goes_on_after_its_tree_was_stopped_and_killed_and_its_files_were_
     (folder / "run" / "processes.json").write_bytes(bytes(4096))
     finish(start("counting.yaml", folder, [*SETTINGS, "transferQueue.storageUnits=1"], "--resume"), within_s=150)
     counted_once(folder, STEPS * 8 * 4)
-    assert json.loads((folder / "summary.json").read_text())["steps"] == STEPS
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == STEPS
+    assert 0 < summary["wall_s"] < DAY_S / 24, "the clock went forward by a month meanwhile, and back"
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         json.loads(line)
     assert (folder / "metrics.jsonl.bad").read_bytes() == b"\xff no line\n"

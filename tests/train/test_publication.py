@@ -114,6 +114,18 @@ async def test_all_versions_are_announced_when_the_trainer_is_done(tmp_path: Pat
         assert world.catalogue.newest == Version(0, STEPS)
 
 
+async def test_each_publication_is_told_once_when_it_ends(tmp_path: Path) -> None:
+    told: list[float] = []
+    async with World(tmp_path) as world:
+        await world.dispatch(1, STEPS)
+        schedule = Schedule(steps=STEPS, lag=3, exact=True, sync_every=2)
+        seat = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=schedule, announced=told.append)
+        assert await seat.run() == STEPS
+    assert [said.published for said in seat.talk.reports] == [False, True, False, True]
+    assert len(told) == 3, "θ_0, θ_2 and θ_4"
+    assert all(seconds > 0 for seconds in told)
+
+
 async def test_a_trainer_that_is_told_to_leave_does_not_wait_for_a_publication_without_end(tmp_path: Path) -> None:
     async with World(tmp_path) as world:
         await world.dispatch(1, STEPS)

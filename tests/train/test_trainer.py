@@ -7,12 +7,13 @@ import random
 import signal
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from train_world import GROUPS, PARTITION, SIZE, Process, World, counting, take_seat, training
 
-from asyncflow.errors import Diverged, Fenced, ProtocolError, RowsLost, StaleHandle
+from asyncflow.errors import Diverged, Fenced, PeerLost, ProtocolError, RowsLost, StaleHandle
 from asyncflow.flow.schedule import Schedule
 from asyncflow.identity import Version
 from asyncflow.net.roster import Directives
@@ -174,6 +175,58 @@ async def test_leaving_writes_what_is_done_and_commits_it(tmp_path: Path) -> Non
         assert state.last_committed_step == 3
 
 
+async def test_leaving_writes_what_is_done_although_a_publication_fails(tmp_path: Path) -> None:
+    async with World(tmp_path) as world:
+        await world.dispatch(1, 3)
+        seat = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED, checkpoint_every=0)
+        announce, fails = seat.sender.announce, asyncio.Event()
+
+        async def failing(copied: Any, part: Any, **how: Any) -> bool:
+            if copied.version.step == 3:
+                await fails.wait()
+                raise ProtocolError("it cannot be announced", where="driver")
+            return await announce(copied, part, **how)
+
+        seat.sender.announce = failing  # type: ignore[method-assign]
+        running = asyncio.create_task(seat.run())
+        await until(lambda: seat.trainer.status()["waiting_for"] == "slot 0 of step 4", "the fourth step")
+        fails.set()
+        seat.trainer.leave()
+        with pytest.raises(ProtocolError, match="it cannot be announced"):
+            await running
+        assert counts(tmp_path)[: 3 * GROUPS * SIZE] == [1] * (3 * GROUPS * SIZE)
+
+
+@pytest.mark.parametrize("asked_before", [False, True])
+async def test_leaving_without_a_controller_is_over_in_time_and_leaves_no_checkpoint_that_the_ledger_may_lack(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, asked_before: bool
+) -> None:
+    async with World(tmp_path) as world:
+        await world.dispatch(1, 3)
+        seat = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED, checkpoint_every=2)
+        running = asyncio.create_task(seat.run())
+        await until(lambda: seat.trainer.status()["waiting_for"] == "slot 0 of step 4", "the fourth step")
+        tried = asyncio.Event()
+
+        async def away(**_: float) -> None:
+            tried.set()
+            raise PeerLost("nobody answers", where="controller")
+
+        seat.queue.sync = away  # type: ignore[assignment, method-assign]
+        if asked_before:
+            seat.talk.directives = Directives(checkpoint=1)
+            await asyncio.wait_for(tried.wait(), 20)
+        seat.trainer.leave()
+        async with asyncio.timeout(8):
+            assert await running == 3
+    assert (
+        "step 3 is not written, for the trainer leaves: trainer: the ledger was not on disk within 2 s" in caplog.text
+    )
+    saved = Checkpoints(tmp_path / "checkpoints").latest()
+    assert saved is not None
+    assert saved.manifest.step == 2
+
+
 async def test_directives_are_obeyed_between_micro_batches(tmp_path: Path) -> None:
     async with World(tmp_path) as world:
         await world.dispatch(1, 2)
@@ -243,7 +296,7 @@ async def test_a_step_that_lost_samples_on_the_way_is_refused(tmp_path: Path) ->
 
 @pytest.mark.parametrize("exact", [True, False])
 async def test_the_engine_is_measured_in_every_step_although_its_samples_are_of_older_weights(
-    tmp_path: Path, tiny_folder: Path, exact: bool
+    tmp_path: Path, tiny_folder: Path, exact: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with World(tmp_path) as world:
         await world.dispatch(1, STEPS)
@@ -261,6 +314,8 @@ async def test_the_engine_is_measured_in_every_step_although_its_samples_are_of_
     tokens = [said.metrics["logprob_gap_tokens"] for said in (*first.talk.reports, *again.talk.reports)]
     at_hand = [True, True, True, exact, True]
     assert [measured > 0 for measured in tokens] == at_hand, "θ_2 is in the checkpoint of step 3 only where it must be"
+    unmeasured = [record for record in caplog.records if "leaves out samples whose weights are not kept" in record.msg]
+    assert len(unmeasured) == (0 if exact else 1)
 
 
 async def test_both_loops_make_the_same_weights(tmp_path: Path, tiny_folder: Path) -> None:

@@ -95,6 +95,7 @@ async def take_seat(
     slot_tokens: int = 64,
     checkpoint_every: int = 2,
     whole: bool = False,
+    announced: Callable[[float], None] = lambda _: None,
 ) -> Seat:
     group = group or Alone()
     worker = f"trainer-{group.rank}-{attempt}"
@@ -130,6 +131,7 @@ async def take_seat(
         ),
         folder=model,
         materialise=lambda: None,
+        announced=announced,
     )
     return Seat(trainer, sender, queue, talk)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shlex
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
+import msgspec
 from rich.console import Console
 
 from asyncflow.api.job import RLJob, RLJobSpec
@@ -23,8 +23,9 @@ from asyncflow.api.load import load_job, name_of, to_yaml
 from asyncflow.api.overrides import latest
 from asyncflow.commands.manifest import folder_of, resolved_job
 from asyncflow.commands.preflight import preflight
+from asyncflow.driver.journal import METRICS
 from asyncflow.durable import write_whole
-from asyncflow.errors import CheckpointError
+from asyncflow.errors import CheckpointError, ManifestError
 from asyncflow.plan.job import plan
 from asyncflow.substrates.local.folder import RunFolder, remembered
 from asyncflow.substrates.local.resume import differences
@@ -65,7 +66,7 @@ def run(file: Path, *, output: Path | None, overrides: Sequence[str], resume: bo
     if not seen:
         leave(outcome)
     if outcome.exit_code and folder.job.exists():
-        _say_what_was_kept(job, folder.path, file=file, output=output, overrides=overrides)
+        _say_what_was_kept(job, folder.path, file=file, overrides=overrides)
     elif outcome.exit_code:
         click.echo(f"no step was made, so nothing is left in {folder.path}")
     if outcome.failure:
@@ -77,33 +78,57 @@ def _sets(overrides: Sequence[str]) -> str:
     return shlex.join(word for override in overrides for word in ("--set", override))
 
 
-def _say_what_was_kept(job: RLJob, folder: Path, *, file: Path, output: Path | None, overrides: Sequence[str]) -> None:
+def _say_what_was_kept(job: RLJob, folder: Path, *, file: Path, overrides: Sequence[str]) -> None:
     """Say how far a run that has not ended well came, what of it is kept, and how to go on."""
-    made, steps, kept = _last_step(folder / "metrics.jsonl"), job.spec.algorithm.steps, _kept_step(folder)
-    where = f" --output {shlex.quote(str(output))}" if output else ""
-    again = f"asyncflow run {shlex.quote(str(file))}{where}"
+    steps, kept = job.spec.algorithm.steps, _kept_step(folder)
+    made = last_step(folder / METRICS, steps=steps)
+    run = f"asyncflow run {shlex.quote(str(file))}"
     if not made:
+        where = _where(folder, usual=RUNS / job.name)
         sets = f" {_sets(overrides)}" if overrides else ""
-        click.echo(f"no step was made, so nothing is kept; begin again with\n  {again}{sets}")
+        click.echo(f"no step was made, so nothing is kept; begin again with\n  {run}{where}{sets}")
         return
+    where = _where(folder, usual=_bare_folder(file))
     if kept >= made:
         words = "and all of them are kept"
     elif kept:
         words = f"of which 1 to {kept} are kept; the others will be made again"
     else:
         words = "and none is in a checkpoint; they will be made again"
-    click.echo(f"{made} of {steps} steps were made, {words}. Go on with\n  {again} --resume")
+    click.echo(f"{made} of {steps} steps were made, {words}. Go on with\n  {run}{where} --resume")
 
 
-def _last_step(metrics: Path) -> int:
-    """Return the step of the last whole line of ``metrics.jsonl``, 0 where there is none."""
+def _bare_folder(file: Path) -> Path | None:
+    """Return the folder that ``asyncflow run FILE`` uses, None where the file alone does not tell."""
+    try:
+        return RUNS / name_of(file)
+    except ManifestError:
+        return None
+
+
+def _where(folder: Path, *, usual: Path | None) -> str:
+    """Return the words that name ``folder`` in a command for which it would be ``usual``."""
+    if usual is not None and folder == usual.absolute():
+        return ""
+    here = Path.cwd()
+    return f" --output {shlex.quote(str(folder.relative_to(here) if folder.is_relative_to(here) else folder))}"
+
+
+class _Step(msgspec.Struct):
+    step: int
+
+
+def last_step(metrics: Path, *, steps: int) -> int:
+    """Return the step of the last line of ``metrics.jsonl`` that tells of one of ``steps``, 0 where none does."""
     try:
         lines = metrics.read_bytes().splitlines()
     except OSError:
         return 0
     for line in reversed(lines):
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            return int(json.loads(line)["step"])
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            made = msgspec.json.decode(line, type=_Step).step
+            if 1 <= made <= steps:
+                return made
     return 0
 
 

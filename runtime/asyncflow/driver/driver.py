@@ -28,8 +28,8 @@ from asyncflow.driver.ending import Ending
 from asyncflow.driver.evaluation import Evaluation, EvaluationResult
 from asyncflow.driver.gauges import count_step, show
 from asyncflow.driver.groups import GroupPolicy, Groups
-from asyncflow.driver.inside import StepWatch
-from asyncflow.driver.journal import StateFile
+from asyncflow.driver.inside import StepWatch, tell
+from asyncflow.driver.journal import LIVES, REWARDS, StateFile
 from asyncflow.driver.lives import Laps, Lives
 from asyncflow.driver.members import Members
 from asyncflow.driver.progress import Progress, line_of
@@ -55,7 +55,6 @@ log = logging.getLogger(__name__)
 PULSE_S = 0.5
 REMEMBER_S = 5.0
 LOOK_S = 2.0
-TELL_S = 10.0
 FULL = 0.8
 """Share of the queue's bytes at which a checkpoint is forced, so that its commit frees them."""
 
@@ -94,7 +93,7 @@ class Driver:
             queue=queue,
             weights=self.weights,
             lives=self.lives,
-            memory=folder / "lives.json",
+            memory=folder / LIVES,
             started=self.progress.now,
             changed=self.wake.tell,
         )
@@ -118,7 +117,7 @@ class Driver:
             on_first=self._first_dispatch,
             on_skip=self.metrics.prompts_skipped.inc,
         )
-        kept = StateFile(folder / "rewards.json")
+        kept = StateFile(folder / REWARDS)
         self.rewards = RewardTally(
             needed=spec.algorithm.prompts_per_step * spec.algorithm.group_size,
             keep=kept.write,
@@ -178,6 +177,7 @@ class Driver:
             "advantages": self._groups.run,
             "the pulse": self._pulse,
             "progress": self._look_inside,
+            "the log": self._tell,
         }
         if self._evaluation is not None:
             loops |= {
@@ -306,17 +306,14 @@ class Driver:
             await asyncio.sleep(PULSE_S)
 
     async def _look_inside(self) -> None:
-        """Look into the step that is being made, and log it as long as nothing else is told."""
-        told, logged = self.progress.done, time.monotonic()
+        """Look into the step that is being made."""
         while True:
             step = self.progress.done + 1
             self._inside = await self._watch.look(step) if step <= self.progress.steps else None
-            if told != step:
-                told, logged = step, time.monotonic()
-            elif self._inside is not None and time.monotonic() - logged >= TELL_S:
-                logged = time.monotonic()
-                log.info("%s", self.status().words)
             await asyncio.sleep(LOOK_S)
+
+    async def _tell(self) -> None:
+        await tell(lambda: self.status().words)
 
     def _flow(self) -> Flow | None:
         newest = self.versions.newest

@@ -20,7 +20,7 @@ from pathlib import Path
 from asyncflow import clock
 from asyncflow.api.status import Phase
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
-from asyncflow.driver.journal import write_whole
+from asyncflow.driver.journal import SUMMARY, write_whole
 from asyncflow.driver.members import Members
 from asyncflow.driver.progress import Progress
 from asyncflow.driver.rewards import RewardTally
@@ -107,7 +107,7 @@ class Ending:
             devices=self.devices,
             prompts_skipped=self.prompts_skipped(),
         )
-        write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_whole(self.folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
         await self.members.dismiss(within_s=self.stop_s)
 
     async def _exported(self) -> None:

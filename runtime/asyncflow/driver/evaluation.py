@@ -30,6 +30,7 @@ from typing import Any
 from asyncflow.api.job import RLJobSpec
 from asyncflow.data.prompter import Prompter
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
+from asyncflow.driver.journal import Count, Finite, Share
 from asyncflow.driver.prompts import PROMPTS_PER_PUT, Overlong, PromptColumns
 from asyncflow.driver.rewards import RewardTally, failure_of
 from asyncflow.driver.tasks import EVAL
@@ -66,12 +67,12 @@ class EvaluationResult:
     greedy_reward: mean rewards of those of the same that have one (None in lines of older versions).
     """
 
-    step: int
-    prompts: int
-    accuracy: float
-    greedy: float | None
-    reward: float | None = None
-    greedy_reward: float | None = None
+    step: Count
+    prompts: Count
+    accuracy: Share
+    greedy: Share | None
+    reward: Finite | None = None
+    greedy_reward: Finite | None = None
 
 
 @dataclass(kw_only=True)

@@ -6,6 +6,8 @@ ranks, tokens and running sequences by the rollouts.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +18,10 @@ from asyncflow.driver.members import Members
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.queue.client.client import QueueClient
 
+log = logging.getLogger(__name__)
+
+TELL_S = 7.0
+"""Seconds between two lines of progress: an event loop that is busy for a while still keeps to the promised 10."""
 _WINDOW = 5
 """Looks over which the rate of generation is taken."""
 
@@ -55,3 +61,10 @@ class StepWatch:
         self._seen.append((now, tokens))
         since, before = self._seen[0]
         return max(0, tokens - before) / (now - since) if now > since else 0.0
+
+
+async def tell(words: Callable[[], str]) -> None:
+    """Log ``words()`` again and again, whoever else is waited for."""
+    while True:
+        await asyncio.sleep(TELL_S)
+        log.info("%s", words())

@@ -1,5 +1,7 @@
 """Files that people read, most of them lines, and that a restarted driver reads back.
 
+Numbers are bounded when they are read back, so that what is made of them can be said in a status.
+
 Invariants: whatever such a file holds, and whatever the disk does, the run goes on: a line that cannot be read is set
 aside in ``NAME.bad``, one that cannot be written is kept here and written with the next; a line is in the file whole or
 not at all, but for the last one of a writer that was killed, which is cut off when the file is opened again.
@@ -13,16 +15,36 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from asyncflow import durable
+from asyncflow.api.status import MOST_COUNTED
 from asyncflow.errors import AsyncFlowError
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+FILES = METRICS, EVENTS, LIVES, REWARDS, SUMMARY = (
+    "metrics.jsonl",
+    "events.jsonl",
+    "lives.json",
+    "rewards.json",
+    "summary.json",
+)
+"""The driver's files in the folder of a run."""
+ASIDE = ".bad"
+"""Ending of the file that takes what cannot be read of another."""
+
+Count = Annotated[int, Meta(ge=0, le=MOST_COUNTED)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]
+Moment = Annotated[float, Meta(ge=0, le=1e11)]
+"""Unix seconds, of which a date can be said."""
+Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
 
 FULL_DISK = "Free some space; the run can be resumed."
 
@@ -97,9 +119,9 @@ class Journal:
         sound, bad = [], []
         for written in whole:
             try:
-                line = json.loads(written)
+                line = msgspec.json.decode(written)
                 self._check(line)
-            except (ValueError, msgspec.ValidationError):
+            except (ValueError, msgspec.MsgspecError, RecursionError):
                 bad.append(written)
             else:
                 sound.append(written)
@@ -109,7 +131,7 @@ class Journal:
 
     def _set_aside(self, sound: list[bytes], bad: list[bytes]) -> None:
         """Keep the bad lines in a file of their own."""
-        aside = self.path.with_name(f"{self.path.name}.bad")
+        aside = self.path.with_name(f"{self.path.name}{ASIDE}")
         what = f"{len(bad)} line{'s' * (len(bad) > 1)} of {self.path.name} cannot be read"
         try:
             with aside.open("ab") as file:
@@ -141,8 +163,8 @@ class StateFile:
             return None
         except OSError as error:
             log.warning("%s cannot be read: %s", path, error)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
-            aside = path.with_name(f"{path.name}.bad")
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as wrong:
+            aside = path.with_name(f"{path.name}{ASIDE}")
             log.warning("%s is damaged, see %s: %s", path.name, aside, wrong)
             with contextlib.suppress(OSError):
                 path.rename(aside)

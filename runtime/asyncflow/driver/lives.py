@@ -17,16 +17,19 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, get_args
 
 from msgspec import Meta
 
+from asyncflow.api.names import RoleName
 from asyncflow.api.status import RecentFigures
+from asyncflow.driver.journal import Count, Moment, Seconds
 
 LAP_S: Final = 5.0
 """Least seconds of a lap: several heartbeats."""
 LAPS: Final = 3
 """Laps that the elastic policy looks at."""
+_ROLE: Final = f"^({'|'.join(get_args(RoleName))})$"
 
 
 @dataclass(kw_only=True)
@@ -37,14 +40,14 @@ class Life:
     something to do, waiting for weights or rewards included.
     """
 
-    role: str
-    started: float
-    seen: float
-    busy_s: Annotated[float, Meta(ge=0)] | None = None
-    busy_seen: float = 0.0
-    held_s: float = 0.0
-    held_since: float | None = None
-    tokens: Annotated[int, Meta(ge=0)] = 0
+    role: Annotated[str, Meta(pattern=_ROLE)]
+    started: Moment
+    seen: Moment
+    busy_s: Seconds | None = None
+    busy_seen: Moment = 0.0
+    held_s: Seconds = 0.0
+    held_since: Moment | None = None
+    tokens: Count = 0
 
 
 @dataclass(kw_only=True)

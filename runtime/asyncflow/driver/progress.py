@@ -22,47 +22,48 @@ import msgspec
 from msgspec import Meta, Struct
 
 from asyncflow.driver.evaluation import EvaluationResult
-from asyncflow.driver.journal import Journal
+from asyncflow.driver.journal import EVENTS, METRICS, Count, Finite, Journal, Moment, Seconds
 from asyncflow.train.report import TrainReport
 
 RECENT_STEPS = 10
+_LEAST_S = 1e-6
 AGAIN = "step made again"
 
 
-_Count = Annotated[int, Meta(ge=0)]
-_Seconds = Annotated[float, Meta(ge=0)]
+_Versions = Annotated[float, Meta(ge=-1e9, le=1e9)]
 
 
 class _Step(Struct, kw_only=True):
-    """What figures are drawn from in a line of ``metrics.jsonl``."""
+    """What figures are drawn from in a line of ``metrics.jsonl``, with the bounds of what is said of them."""
 
-    at: float
+    at: Moment
     step: Annotated[int, Meta(ge=1)]
-    attempt: _Count
-    samples: _Count
-    tokens: _Count
-    response_tokens: _Count
-    reward: float | None
-    staleness_start_max: float
-    staleness_start_mean: float
-    staleness_end_max: float
-    staleness_token_mean: float
-    logprob_gap_p99: float | None = None
-    wall_s: _Seconds
-    wait_s: _Seconds
+    attempt: Count
+    samples: Count
+    tokens: Count
+    response_tokens: Count
+    reward: Finite | None
+    staleness_start_max: _Versions
+    staleness_start_mean: _Versions
+    staleness_end_max: _Versions
+    staleness_token_mean: _Versions
+    logprob_gap_p99: Finite | None = None
+    wall_s: Seconds
+    wait_s: Seconds
+    skipped: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
 
 
 class _Event(Struct, kw_only=True):
     """What every line of ``events.jsonl`` has."""
 
     event: str
-    at: float
+    at: Moment
 
 
 class _Again(Struct, kw_only=True):
     """What ``AGAIN`` has besides."""
 
-    step: int
+    step: Count
 
 
 def line_of(report: TrainReport, *, at: float) -> dict[str, Any]:
@@ -86,12 +87,12 @@ class Progress:
 
     def __post_init__(self) -> None:
         """Read what an earlier driver of this run wrote."""
-        self._metrics = Journal(self.folder / "metrics.jsonl", check=lambda line: msgspec.convert(line, _Step))
-        self._events = Journal(self.folder / "events.jsonl", check=_told)
+        self._metrics = Journal(self.folder / METRICS, check=self._check_step)
+        self._events = Journal(self.folder / EVENTS, check=self._told)
         for line in self._metrics.lines:
             self._take(line)
         for line in self._events.lines:
-            match _told(line):
+            match self._told(line):
                 case _Again(step=step):
                     self._forget(step)
                 case EvaluationResult() as result:
@@ -150,7 +151,7 @@ class Progress:
     @property
     def done(self) -> int:
         """The newest step of the surviving history."""
-        return max([*self._by_step, *self._began_at], default=0)
+        return min(self.steps, max([*self._by_step, *self._began_at], default=0))
 
     @property
     def last_step_at(self) -> float | None:
@@ -165,7 +166,7 @@ class Progress:
         """Give the tokens trained in a second, over the recent steps that followed one of their own attempt."""
         recent = self._paces()[-RECENT_STEPS:]
         seconds = sum(pace for pace, _ in recent)
-        return sum(tokens for _, tokens in recent) / seconds if seconds > 0 else 0.0
+        return sum(tokens for _, tokens in recent) / seconds if seconds > _LEAST_S else 0.0
 
     def eta_seconds(self) -> float | None:
         """Give the seconds to the last step at the pace of the recent steps; None before there is a pace."""
@@ -202,10 +203,21 @@ class Progress:
             del self._by_step[later]
         self._by_step[step] = line
 
+    def _check_step(self, line: Any) -> None:
+        """Raise msgspec.ValidationError or ValueError for what is no step of this run."""
+        self._check_within(msgspec.convert(line, _Step).step)
 
-def _told(line: Any) -> _Event | _Again | EvaluationResult:
-    """Return what a line of ``events.jsonl`` says. Raises msgspec.ValidationError where it is none."""
-    event = msgspec.convert(line, _Event)
-    if event.event == AGAIN:
-        return msgspec.convert(line, _Again)
-    return msgspec.convert(line, EvaluationResult) if event.event == "evaluation" else event
+    def _told(self, line: Any) -> _Event | _Again | EvaluationResult:
+        """Return what a line of ``events.jsonl`` says. Raises as ``_check_step``."""
+        event = msgspec.convert(line, _Event)
+        if event.event == AGAIN:
+            return msgspec.convert(line, _Again)
+        if event.event != "evaluation":
+            return event
+        result = msgspec.convert(line, EvaluationResult)
+        self._check_within(result.step)
+        return result
+
+    def _check_within(self, step: int) -> None:
+        if step > self.steps:
+            raise ValueError(f"step {step} of a run of {self.steps}")

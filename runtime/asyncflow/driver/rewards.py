@@ -11,21 +11,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from asyncflow.api.status import RewardState
 from asyncflow.queue.protocol.messages import LeasedRow
 
 _MOST_WORDS = 2000
+_Kept = Annotated[int, Meta(ge=0, le=1 << 50)]
 
 
 class Totals(msgspec.Struct, frozen=True):
     """What is kept over restarts of the driver; fields as in ``RewardTally``."""
 
-    scored: int
-    failed: dict[str, int]
-    first_failure: str
+    scored: _Kept
+    failed: Annotated[dict[Annotated[str, Meta(max_length=32)], _Kept], Meta(max_length=8)]
+    first_failure: Annotated[str, Meta(max_length=_MOST_WORDS)]
 
 
 def failure_of(row: LeasedRow) -> str:

@@ -38,14 +38,13 @@ def main(options: RoleOptions) -> int:
 
 async def serve(post: JobPost) -> None:
     """Serve a job until told to stop. Raises RoleFailed when the ledger cannot be written any more."""
-    units = post.job.spec.transfer_queue.storage_units
-    await _serve_member(post, () if post.options.index else tasks_of(post.job.spec), units=units)
+    await _serve_member(post, () if post.options.index else tasks_of(post.job.spec))
 
 
-async def _serve_member(post: Post, tasks: Sequence[TaskSpec] = (), *, units: int | None = None) -> None:
+async def _serve_member(post: Post, tasks: Sequence[TaskSpec] = ()) -> None:
     """Serve as a member of a directory elsewhere."""
     others = _Others()
-    controller, metrics = _controller(post, others, units=units), ControllerMetrics()
+    controller, metrics = _controller(post, others), ControllerMetrics()
     with resting_collector():
         address = await controller.start()
     controller.table.declare(tasks)
@@ -93,7 +92,7 @@ class _Others:
         return self.membership.address("controller", index) if self.membership is not None else None
 
 
-def _controller(post: Post, others: _Others, *, units: int | None = None) -> Controller:
+def _controller(post: Post, others: _Others) -> Controller:
     index = post.options.index
     return Controller(
         ledger_dir=shard_ledger(post.options.workdir / "ledger", index),
@@ -104,7 +103,7 @@ def _controller(post: Post, others: _Others, *, units: int | None = None) -> Con
         index=index,
         controllers=post.queue.controllers,
         address=others.address,
-        units=units,
+        units=post.queue.storage_units,
     )
 
 

@@ -87,6 +87,7 @@ async def serve(post: JobPost) -> None:
         settings=_settings(post),
         folder=folder,
         failed=metrics.checkpoint_failures.inc,
+        announced=metrics.publish_seconds.observe,
         materialise=lambda: materialize_weights(spec.model.source, folder) if backend.of_model else None,
     )
     metrics.watch_busy(trainer.busy)
@@ -118,8 +119,6 @@ async def _report(membership: Membership, metrics: TrainerMetrics, report: Train
     metrics.tokens.labels("response").inc(report.response_tokens)
     metrics.steps_skipped.inc(report.metrics.get("skipped", 0.0))
     metrics.wait_seconds.observe(report.seconds.wait)
-    if report.publication_s is not None:
-        metrics.publish_seconds.observe(report.publication_s)
     if report.seconds.checkpoint:
         metrics.checkpoint_seconds.observe(report.seconds.checkpoint)
     for name, gauge in (("loss", metrics.loss), ("grad_norm", metrics.grad_norm), ("approx_kl", metrics.approx_kl)):
@@ -157,6 +156,7 @@ def _settings(post: JobPost) -> TrainerSettings:
         whole=spec.schedule.whole_steps,
         slot_tokens=spec.trainer.backend.tokens_per_micro_batch,
         checkpoint_every=spec.storage.checkpoints.every,
+        leave_s=spec.limits.stop_seconds / 4,
     )
 
 

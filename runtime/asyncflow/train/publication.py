@@ -61,17 +61,27 @@ class Publisher(Protocol):
 class Publication:
     """Rank 0's versions of one attempt, published one after another while the trainer goes on.
 
-    patience_s: how long the driver may be away. began_at: the step at which the attempt began, -1 before it has.
-    seconds: what the last publication took that was finished, None before the first.
+    patience_s: how long the driver may be away; ended: told of each publication that is finished how many seconds it
+    took. began_at: the step at which the attempt began, -1 before it has. seconds: what the last publication took that
+    was finished, None before the first.
     """
 
-    def __init__(self, sender: Publisher, *, schedule: Schedule, attempt: int, patience_s: float) -> None:
+    def __init__(
+        self,
+        sender: Publisher,
+        *,
+        schedule: Schedule,
+        attempt: int,
+        patience_s: float,
+        ended: Callable[[float], None],
+    ) -> None:
         self.began_at = -1
         self.seconds: float | None = None
         self._sender = sender
         self._schedule = schedule
         self._attempt = attempt
         self._patience_s = patience_s
+        self._ended = ended
         self._held: dict[int, Arena] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
         self._step = -1
@@ -132,6 +142,7 @@ class Publication:
             timeout=self._patience_s,
         )
         self.seconds = time.monotonic() - began
+        self._ended(self.seconds)
 
     def _copy(self, step: int, weights: Callable[[], Weights]) -> Copied:
         copied = self._sender.copy(Version(self._attempt, step), weights())

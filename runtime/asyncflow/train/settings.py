@@ -93,7 +93,7 @@ class TrainerSettings:
     rows; attempt: of this gang, which fences older ones; whole: collect all of D_k before the first gradient (the
     synchronous loop); slot_tokens: budget of one micro-batch per rank; checkpoint_every: steps between checkpoints, 0 =
     the last one only; extra_columns: fetched beside the usual ones (``loss_mask``); patience_s: how long the queue or
-    the driver may be away.
+    the driver may be away; leave_s: how long the ledger may take to be on disk once the trainer is leaving.
     """
 
     schedule: Schedule
@@ -104,3 +104,4 @@ class TrainerSettings:
     checkpoint_every: int = 10
     extra_columns: tuple[str, ...] = ()
     patience_s: float = 120.0
+    leave_s: float = 2.0

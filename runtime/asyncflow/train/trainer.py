@@ -70,8 +70,8 @@ DISK_S = 300.0
 class Trainer:
     """One rank. folder: the model folder; materialise: puts θ_0 there, called by rank 0 when needed; report: takes
     rank 0's reports; directives: the driver's latest; begun: the gang has met, and the weights that it begins with are
-    published; failed: told of each checkpoint that the disk refused; busy: forward, backward, optimizer and
-    checkpoints; waits: the rest.
+    published; failed: told of each checkpoint that the disk refused; announced: told of each publication that ended how
+    many seconds it took; busy: forward, backward, optimizer and checkpoints; waits: the rest.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class Trainer:
         folder: Path,
         materialise: Callable[[], None],
         failed: Callable[[], None] = lambda: None,
+        announced: Callable[[float], None] = lambda _: None,
     ) -> None:
         self.step = 0
         self.begun = False
@@ -95,7 +96,11 @@ class Trainer:
         self.waits = BusyClock()
         self._queue = queue
         self._publication = Publication(
-            sender, schedule=settings.schedule, attempt=settings.attempt, patience_s=settings.patience_s
+            sender,
+            schedule=settings.schedule,
+            attempt=settings.attempt,
+            patience_s=settings.patience_s,
+            ended=announced,
         )
         self._backend = backend
         self._group = group
@@ -110,6 +115,7 @@ class Trainer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._tally = Tally()
         self._aged: dict[int, list[MicroBatch]] = {}
+        self._unmeasured = False
         self._samples = 0
         self._committed = 0
         self._saving = False
@@ -154,8 +160,8 @@ class Trainer:
             await self._unless_leaving(self._publication.announced())
         except Left:
             log.info("leaving after step %d", self.step)
-            await self._publication.announced(within_s=_GRACE_S)
             await self._save_completed()
+            await self._publication.announced(within_s=_GRACE_S)
         except Diverged:
             await self._save_completed()
             raise
@@ -255,9 +261,17 @@ class Trainer:
         """Measure the engine on samples of older versions, as far as those are at hand."""
         aged, self._aged = self._aged, {}
         for version, batches in aged.items():
-            if (weights := self._publication.weights_of(Version.unpack(version))) is not None:
+            weights = self._publication.weights_of(Version.unpack(version))
+            if weights is not None:
                 for batch in batches:
                     self._backend.measure(batch, weights=weights)
+            elif not self._unmeasured:
+                self._unmeasured = True
+                log.warning(
+                    "logprob_gap_p99 leaves out samples whose weights are not kept, of %s first: "
+                    "it is measured for the current weights, and for as many older ones as fit into 1 GiB",
+                    Version.unpack(version),
+                )
 
     def _optimize(self, step: int, totals: StepTotals | None) -> tuple[Tally, dict[str, float]]:
         self._measure_aged()
@@ -281,11 +295,11 @@ class Trainer:
 
     async def _attend(self) -> None:
         """Obey the driver: between micro-batches, when the weights are those of the last completed step."""
-        self._publication.check()
         directives = self._directives()
         if self._leaving.is_set() or directives.stop or directives.drain:
             self.leave()
             raise Left
+        self._publication.check()
         asked, self._checkpoints_asked = self._checkpoints_asked, directives.checkpoint
         await self._checkpoint_if(directives.checkpoint > asked and self.step > self._committed)
 
@@ -316,12 +330,21 @@ class Trainer:
             what = f"no checkpoint could be written for {now - since:.0f} s: {error.what}"
             raise CheckpointError(what, where=error.where, hint=error.hint) from error
         self._again_at = now + max(_AGAIN_S, (now - since) / 4)
-        log.error("the checkpoint of step %d is tried again: %s", self.step, error)
+        outcome = "is not written, for the trainer leaves" if self._leaving.is_set() else "is tried again"
+        log.error("the checkpoint of step %d %s: %s", self.step, outcome, error)
 
     async def _checkpoint(self, step: int) -> None:
-        """Write a checkpoint of θ_step, once the ledger has its steps on disk."""
+        """Write a checkpoint of θ_step, once the ledger has its steps on disk.
+
+        A trainer that leaves does not wait long for that. It writes no checkpoint without: one that outlived the ledger
+        would cost the run, where a missing one costs the steps since the last.
+        """
+        sync, moment_s = partial(self._queue.sync, timeout=_SYNC_S), self._settings.leave_s
         try:
-            await persist(lambda: self._queue.sync(timeout=_SYNC_S), what="syncing the ledger", timeout=_SYNC_S)
+            await self._unless_leaving(persist(sync, what="syncing the ledger", timeout=_SYNC_S), moment_s=moment_s)
+        except Left:
+            hint = "Its steps since the last checkpoint are trained again"
+            raise DiskError(f"the ledger was not on disk within {moment_s:g} s", where="trainer", hint=hint) from None
         except (Refused, DeadlineExceeded) as error:
             raise DiskError(error.what, where=error.where, hint=error.hint) from error
         carried = self._publication.carried(step)
@@ -369,13 +392,13 @@ class Trainer:
         """Try until it succeeds; once the trainer is leaving, only for a moment longer (then Left)."""
         await self._unless_leaving(persist(attempt, what=what, timeout=self._settings.patience_s))
 
-    async def _unless_leaving(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _unless_leaving(self, work: Coroutine[Any, Any, None], *, moment_s: float = _GRACE_S) -> None:
         """Await ``work``; once the trainer is leaving, only for a moment longer (then Left)."""
         leaving = asyncio.create_task(self._leaving.wait())
         trying = asyncio.create_task(work)
         try:
             await asyncio.wait([leaving, trying], return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait([trying], timeout=_GRACE_S)
+            await asyncio.wait([trying], timeout=moment_s)
             if not trying.done():
                 raise Left
             trying.result()

@@ -17,8 +17,8 @@ from asyncflow.view.screen import screen
 from asyncflow.view.summary import files_line, summary_table
 from asyncflow.view.teller import Teller
 
-_QUIET_S = 9.0
-"""How long nothing may be said, so that with the period and a slow answer it is never more than 10 s."""
+_QUIET_S = 5.0
+"""How long nothing may be said: with a period and a driver that is slow to answer it is never more than 10 s."""
 _FILES = ("summary.json", "metrics.jsonl", "job.yaml", "checkpoints", "ledger", "logs")
 
 

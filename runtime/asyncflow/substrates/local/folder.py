@@ -27,6 +27,7 @@ from typing import Self, get_args
 import msgspec
 
 from asyncflow.api.names import RoleName
+from asyncflow.driver.journal import ASIDE, EVENTS, FILES, METRICS, SUMMARY
 from asyncflow.durable import write_whole
 from asyncflow.errors import ManifestError
 from asyncflow.substrates.local import reaper
@@ -40,12 +41,9 @@ QUEUE = "queue.yaml"
 LEAST_FREE = 16 << 20
 """Bytes that must be free where a run begins: its logs, its ledger and its first checkpoint would not fit into less."""
 
-_RUN_ENTRIES = (
-    *(JOB, QUEUE, "ledger", "checkpoints"),
-    *("metrics.jsonl", "events.jsonl", "lives.json", "summary.json"),
-)
+_RUN_ENTRIES = (*(JOB, QUEUE, "ledger", "checkpoints"), *FILES, *(f"{name}{ASIDE}" for name in FILES))
 """What makes a folder one that holds a run: nothing of this is there when a run begins in it."""
-_SUPERVISORS = ("lock", "token", "processes.json", "overrides.json", "reaper.log")
+_SUPERVISORS = ("lock", "token", "processes.json", f"processes.json{ASIDE}", "overrides.json", "reaper.log")
 """What the supervisor makes in ``run``."""
 _LOG = re.compile(rf"(supervisor|({'|'.join(get_args(RoleName))})-\d+)\.log")
 _EVALUATION = b"evaluation"
@@ -121,7 +119,7 @@ class RunFolder:
     @property
     def summary(self) -> Path:
         """What the driver found out, written before it ends."""
-        return self.path / "summary.json"
+        return self.path / SUMMARY
 
     def log(self, name: str) -> Path:
         """The log of one replica, appended to over its restarts."""
@@ -188,13 +186,13 @@ def _came_to_nothing(path: Path) -> bool:
 
 
 def _has_progress(path: Path) -> bool:
-    if any((path / name).exists() for name in ("summary.json", "export")):
+    if any((path / name).exists() for name in (SUMMARY, "export")):
         return True
-    metrics, events = path / "metrics.jsonl", path / "events.jsonl"
+    metrics, events = ([path / name, path / f"{name}{ASIDE}"] for name in (METRICS, EVENTS))
     return (
         any((path / "checkpoints").glob("*/manifest.json"))
-        or (metrics.is_file() and metrics.stat().st_size > 0)
-        or (events.is_file() and _EVALUATION in events.read_bytes())
+        or any(file.is_file() and file.stat().st_size > 0 for file in metrics)
+        or any(file.is_file() and _EVALUATION in file.read_bytes() for file in events)
     )
 
 

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import msgspec
 
+from asyncflow.driver.journal import ASIDE
 from asyncflow.durable import write_whole
 from asyncflow.errors import ManifestError
 
 log = logging.getLogger(__name__)
 
-_BEGUN = re.compile(rb"^--- \S+ attempt (\d+):", re.MULTILINE)
+_USED = re.compile(rb"^--- \S+ attempt (\d+)(?::| ended)", re.MULTILINE)
+"""Lines of a log that tell of an attempt; a full disk may have cost one of them."""
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +76,7 @@ def load_record(path: Path) -> Record | None:
         what = f"the record of placements cannot be read: {error.strerror}"
         raise ManifestError(what, where=str(path), hint="Nothing was changed; try again") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
-        aside = path.with_name(f"{path.name}.bad")
+        aside = path.with_name(f"{path.name}{ASIDE}")
         log.warning(
             "the record of placements is damaged, see %s; the logs tell which attempts there were: %s", aside, wrong
         )
@@ -88,9 +90,9 @@ def attempts_in_logs(folder: Path) -> dict[str, int]:
     attempts: dict[str, int] = {}
     for path in (folder / "logs").glob("*-*.log"):
         with contextlib.suppress(OSError):
-            begun = [int(number) for number in _BEGUN.findall(path.read_bytes())]
+            used = [int(number) for number in _USED.findall(path.read_bytes())]
             role = path.stem.rpartition("-")[0]
-            attempts[role] = max([attempts.get(role, 0), *(number + 1 for number in begun)])
+            attempts[role] = max([attempts.get(role, 0), *(number + 1 for number in used)])
     with contextlib.suppress(OSError, ValueError):
         trainer = int((folder / "checkpoints" / "attempt").read_text())
         attempts["trainer"] = max(attempts.get("trainer", 0), trainer + 1)

@@ -25,7 +25,7 @@ from asyncflow import leash
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, DiskError, RoleFailed
 from asyncflow.plan.roles import Role
 from asyncflow.substrates.local import reaper
-from asyncflow.substrates.local.crew import Crew, Seat, Start, Verdict
+from asyncflow.substrates.local.crew import Crew, Seat, Start, State, Verdict
 from asyncflow.substrates.local.ending import stages
 from asyncflow.substrates.local.events import Ended, Event, Restarting, Started, Stopping
 from asyncflow.substrates.local.exits import CANNOT_START, ExitStatus
@@ -179,7 +179,10 @@ class Supervisor:
         self._changed.clear()
 
     def _start(self, start: Start) -> None:
+        """Start a seat, unless another of its gang could not be started since that was decided."""
         seat, attempt = start
+        if self._crew.seats[seat] != (State.RUNNING, attempt):
+            return
         launch = self._launch(seat, attempt)
         self._http[seat] = launch.http
         log = self._logs[seat]
@@ -213,9 +216,13 @@ class Supervisor:
         self._save()
 
     def _end_gang(self, seats: Sequence[Seat]) -> None:
+        """End the rest of a gang; ranks that have not been started yet are down at once."""
         self._terminate(seats)
         for seat in seats:
-            asyncio.get_running_loop().call_later(_GANG_END_S, self._running[seat].process.kill)
+            if running := self._running.get(seat):
+                asyncio.get_running_loop().call_later(_GANG_END_S, running.process.kill)
+            else:
+                self._crew.ended(seat, ExitStatus(status=CANNOT_START), time.monotonic())
 
     def _terminate(self, seats: Iterable[Seat]) -> None:
         for seat in seats:

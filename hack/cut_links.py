@@ -16,16 +16,19 @@ _CHUNK = 1 << 14
 
 
 class Proxy:
-    """Streams to ``address`` go over ``self.address``. Runs in a thread of its own."""
+    """Streams to ``address`` go over ``self.address``. Runs in a thread of its own.
 
-    def __init__(self, address: str, dice: random.Random) -> None:
+    cut_every: bytes after which a stream is cut, about; 0 for never.
+    """
+
+    def __init__(self, address: str, dice: random.Random, *, cut_every: int = 0) -> None:
         self._to = host_and_port(address)
         self._dice = dice
         self._loop = asyncio.new_event_loop()
         self._passes = asyncio.Event()
         self._passes.set()
         self.cuts = 0
-        self.cut_every = 0
+        self.cut_every = cut_every
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._server = self._run(asyncio.start_server(self._serve, "127.0.0.1", 0))
         server_name = address.rpartition("/")[2] if address.count("/") > 2 else ""
