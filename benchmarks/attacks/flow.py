@@ -16,7 +16,8 @@ from asyncflow.queue.client.open_partition import BlockingPartition
 
 PARTITION, TASK = "flow", "count"
 _CALL_S = 60.0
-_QUIET_S = 3.0
+_QUIET_S = 6.0
+"""Seconds for which claims must have found nothing, two leases long, before all rows are out."""
 
 
 class Flow:
@@ -25,6 +26,7 @@ class Flow:
     def __init__(self, connect: Callable[[], BlockingQueue]) -> None:
         self._connect = connect
         self._stop = threading.Event()
+        self._all_put = threading.Event()
         self._lock = threading.Lock()
         self.put: set[int] = set()
         self.doubtful: set[int] = set()
@@ -41,8 +43,13 @@ class Flow:
                 meanwhile()
             finally:
                 self._stop.set()
-            for future in (*made, *used):
-                future.result()
+            try:
+                for producer in made:
+                    producer.result()
+            finally:
+                self._all_put.set()
+            for consumer in used:
+                consumer.result()
         self._judge()
 
     def partition(self) -> BlockingPartition:
@@ -66,26 +73,25 @@ class Flow:
 
     def _consume(self) -> None:
         scores = self.partition()
-        heard = time.monotonic()
-        while not self._stop.is_set() or time.monotonic() - heard < _QUIET_S + 3.0:
+        quiet_since = time.monotonic()
+        while time.monotonic() - quiet_since < _QUIET_S:
             values: list[int] = []
             try:
                 rows = scores.claim(TASK, 16, timeout=1.0)
                 if not rows:
+                    quiet_since = quiet_since if self._all_put.is_set() else time.monotonic()
                     continue
                 values = [int(value) for value in scores.get(rows, ["n"], timeout=_CALL_S)["n"]]
                 done = scores.complete(rows, timeout=_CALL_S)
+                with self._lock:
+                    self.completed.update(value for value, ok in zip(values, done, strict=True) if ok)
             except StaleHandle as error:
                 self._note(error)
-                continue
             except AsyncFlowError as error:
                 self._note(error)
                 with self._lock:
                     self.doubtful |= set(values)
-                continue
-            heard = time.monotonic()
-            with self._lock:
-                self.completed.update(value for value, ok in zip(values, done, strict=True) if ok)
+            quiet_since = time.monotonic()
 
     def _note(self, error: AsyncFlowError) -> None:
         with self._lock:
