@@ -16,6 +16,7 @@ from asyncflow.queue.client.open_partition import BlockingPartition
 
 PARTITION, TASK = "flow", "count"
 _CALL_S = 60.0
+_FLOW_S = 300.0
 _QUIET_S = 6.0
 """Seconds for which claims must have found nothing, two leases long, before all rows are out."""
 
@@ -73,8 +74,10 @@ class Flow:
 
     def _consume(self) -> None:
         scores = self.partition()
-        quiet_since = time.monotonic()
+        quiet_since = begun = time.monotonic()
         while time.monotonic() - quiet_since < _QUIET_S:
+            if time.monotonic() - begun > _FLOW_S:
+                raise Harmed(f"rows still came, or claims failed, after {_FLOW_S:g} s: {dict(self.errors)}")
             values: list[int] = []
             try:
                 rows = scores.claim(TASK, 16, timeout=1.0)

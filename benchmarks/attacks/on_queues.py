@@ -61,6 +61,24 @@ class Pair:
         self.restarts += 1
         self.controller = self._start("controller", self._shim)
 
+    @contextlib.contextmanager
+    def kept_up(self) -> Iterator[None]:
+        """Start the controller again whenever it has ended, for as long as the context lasts."""
+        over = threading.Event()
+
+        def keep() -> None:
+            while not over.wait(0.1):
+                if self.controller.poll() is not None:
+                    self.start_controller()
+
+        keeper = threading.Thread(target=keep)
+        keeper.start()
+        try:
+            yield
+        finally:
+            over.set()
+            keeper.join()
+
     def connect(self) -> BlockingQueue:
         return connect(address_in(self.folder / "controller"), address_in(self.folder / "unit"))
 
@@ -100,15 +118,11 @@ def broken_compaction(folder: Path, dice: random.Random, shim: Shim) -> str:
         while time.monotonic() < until:
             time.sleep(dice.uniform(0.05, 0.4))
             shim.fail_for(dice.uniform(0.001, 0.03), dice.choice([errno.EIO, errno.ENOSPC]), "/ledger")
-            if pair.controller.poll() is not None:
-                pair.start_controller()
-        while pair.controller.poll() is not None:
-            pair.start_controller()
-            time.sleep(1.0)
 
     flow = Flow(pair.connect)
     try:
-        flow.run(meanwhile)
+        with pair.kept_up():
+            flow.run(meanwhile)
     finally:
         pair.close()
     generation = max(int(path.stem) for path in (folder / "ledger").glob("*.wal"))
