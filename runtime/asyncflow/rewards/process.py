@@ -17,6 +17,8 @@ import signal
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +37,12 @@ _SET_VARIABLES = {
     "PYTHONDONTWRITEBYTECODE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-_DEPTHS = ("", "*/", "*/*/")
-"""Where folders of runs are looked for."""
+_RUN_LOCK = "run/lock"
+"""What every folder of a run holds, from its start on."""
+_RUN_PRIVATE = ("run", "ledger", "checkpoints", "logs")
+"""What a run keeps to itself in its folder: its token, its rows, its weights."""
+_MOST_FOLDERS = 20_000
+"""Folders that are looked into for runs; those below are hidden, since it is not known what they hold."""
 _COMPUTE_FACTOR = 2.0
 """A sample may compute for so many times the seconds that it may take: by several threads, say."""
 _MOST_LINES = 1000
@@ -62,18 +68,19 @@ class Scorer:
     processes: int = 0
 
     @classmethod
-    def of(cls, spec: RewardSpec, *, workdir: Path) -> Scorer:
-        """Return what a manifest asks for. workdir: the job's folder, where relative paths start.
+    def of(cls, spec: RewardSpec, *, workdir: Path, run: Path | None = None) -> Scorer:
+        """Return what a manifest asks for. workdir: the job's folder, where relative paths start; run: the run's own.
 
-        The folders of runs that lie there are hidden from it: they hold the tokens of those runs.
+        The folder of the run, and those of other runs in what it may read, are hidden from it.
         """
         folder = workdir.resolve()
+        readable = tuple((folder / path).resolve() for path in spec.files)
         return cls(
             function=spec.function,
             extractor=spec.extractor,
             workdir=folder,
-            readable=tuple(folder / path for path in spec.files),
-            hidden=tuple(token.parents[1] for above in _DEPTHS for token in folder.glob(f"{above}run/token")),
+            readable=readable,
+            hidden=tuple(_hidden((folder, *readable), run=run)),
             memory=spec.memory.bytes,
             network=spec.network,
             processes=spec.processes,
@@ -222,6 +229,37 @@ class RewardProcess:
                 if shown == _MOST_LINES:
                     log.warning("reward process %d: what it prints from here on is not shown", self.pid)
                     break
+
+
+def _hidden(readable: Sequence[Path], *, run: Path | None) -> Iterator[Path]:
+    """Yield the folders that a scorer may not read: those of runs, and those that could not be looked into.
+
+    Of a run's folder in which the job's own or a file that the manifest names lies, only what the run keeps to itself.
+    """
+    runs, unseen = _runs(readable)
+    for folder in runs if run is None else {*runs, run.resolve()}:
+        if any(place.is_relative_to(folder) for place in readable):
+            yield from (folder / name for name in _RUN_PRIVATE)
+        else:
+            yield folder
+    if unseen:
+        words = "%s has more than %d folders; the reward function cannot read %s, nor %d others that deep"
+        log.warning(words, readable[0], _MOST_FOLDERS, unseen[0], len(unseen) - 1)
+    yield from unseen
+
+
+def _runs(places: Sequence[Path]) -> tuple[set[Path], list[Path]]:
+    """Return the folders of runs in ``places``, and what was not looked into; symbolic links are not followed."""
+    runs: set[Path] = set()
+    seen, waiting = 0, deque(place for place in places if place.is_dir())
+    while waiting and seen < _MOST_FOLDERS:
+        seen += 1
+        folder = waiting.popleft()
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            waiting.extend(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
+            if (folder / _RUN_LOCK).exists():
+                runs.add(folder)
+    return runs, list(waiting)
 
 
 def _environment(scratch: Path) -> dict[str, str]:

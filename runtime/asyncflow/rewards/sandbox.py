@@ -17,7 +17,7 @@ import platform
 import resource
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -38,9 +38,9 @@ _FILE_BYTES: Final = 256 << 20
 class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
     """What is allowed.
 
-    readable, writable: files and folders, beside what Python itself needs; hidden: folders in these whose files cannot
-    be read; network: whether sockets of the internet families may be opened; processes: how many further processes may
-    be started; memory: bytes of data.
+    readable, writable: files and folders, beside what Python itself needs; hidden: folders in these, resolved, whose
+    files cannot be read; network: whether sockets of the internet families may be opened; processes: how many further
+    processes may be started; memory: bytes of data.
     """
 
     readable: list[str]
@@ -156,9 +156,10 @@ def _restrict_files(sandbox: Sandbox) -> list[str]:
     size = 24 if version >= _SCOPE_VERSION else 16 if version >= _TCP_VERSION else 8
     ruleset = _landlock(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(size), 0)
     try:
-        hidden = [Path(folder).resolve() for folder in sandbox.hidden]
+        hidden = {Path(folder) for folder in sandbox.hidden}
+        above = {parent for folder in hidden for parent in folder.parents}
         for path in (*_SYSTEM, *_python(), *sandbox.readable):
-            for shown, rights in _without(Path(path).resolve(), hidden):
+            for shown, rights in _without(Path(path).resolve(), hidden, above):
                 _allow(ruleset, str(shown), rights & handled)
         for path in (*_DEVICES, *sandbox.writable):
             _allow(ruleset, path, handled)
@@ -176,19 +177,24 @@ def _python() -> Iterator[str]:
     yield from (path for path in sys.path if path)
 
 
-def _without(path: Path, hidden: Sequence[Path]) -> Iterator[tuple[Path, int]]:
+def _without(path: Path, hidden: Set[Path], above: Set[Path]) -> Iterator[tuple[Path, int]]:
     """Yield places and the right to read them, so that ``path`` can be read but for the files in ``hidden``.
 
-    Rights are those of all below a place too, so names in ``hidden`` can be listed where their folder can.
+    above: the folders in which those of ``hidden`` lie. Rights are those of all below a place too, so names in
+    ``hidden`` can be listed where their folder can. A symbolic link gives no right to read what it leads to.
     """
-    if any(path.is_relative_to(folder) for folder in hidden):
+    if not hidden.isdisjoint((path, *path.parents)):
         return
-    if not any(folder.is_relative_to(path) for folder in hidden):
+    if path not in above:
         yield path, _READ
         return
     yield path, _READ_DIR
-    for inside in path.iterdir():
-        yield from _without(inside, hidden)
+    try:
+        entries = [Path(entry.path) for entry in os.scandir(path) if not entry.is_symlink()]
+    except OSError:
+        return
+    for inside in entries:
+        yield from _without(inside, hidden, above)
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
