@@ -52,6 +52,20 @@ FUNCTION = """
                 return later()
             case "1e13":
                 return 1e13
+            case "leave":
+                if os.fork() == 0:
+                    os.setsid()
+                    if os.fork() == 0:
+                        time.sleep(30)
+                    os._exit(0)
+                while True:
+                    time.sleep(60)
+            case "leave and end":
+                if os.fork() == 0:
+                    os.setsid()
+                    time.sleep(30)
+                    os._exit(0)
+                os._exit(0)
             case "fork":
                 child = os.fork()
                 while True:
@@ -162,6 +176,25 @@ async def test_a_stuck_sample_is_killed_at_its_deadline_with_all_that_it_started
     assert not [p for p in psutil.process_iter(["pid", "status"]) if _in_group(p, pid)]
     assert (await pool.score(example("x", "x"))).value == 1.0
     await pool.close()
+
+
+@pytest.mark.parametrize("response", ["leave", "leave and end"])
+async def test_who_leaves_the_group_does_not_outstay_the_deadline(workdir: Path, response: str) -> None:
+    pool = RewardPool(Scorer(function="myreward:score", workdir=workdir, processes=4), timeout_s=1.0)
+    await pool.start()
+    before = {process.pid for process in psutil.process_iter()}
+    async with asyncio.timeout(15):
+        result = await pool.score(example(response))
+    assert result.failure in ("timeout", "died")
+    async with asyncio.timeout(15):
+        assert (await pool.score(example("x", "x"))).value == 1.0
+        await pool.close()
+    left = [process for process in psutil.process_iter(["cwd", "status"]) if process.pid not in before]
+    left = [p for p in left if p.info["cwd"] == str(workdir) and p.info["status"] != psutil.STATUS_ZOMBIE]
+    if response == "leave":
+        assert left == [], "it is found, in whatever session it is"
+    for process in left:
+        process.kill()
 
 
 def _in_group(process: psutil.Process, group: int) -> bool:

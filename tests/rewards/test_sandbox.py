@@ -1,5 +1,6 @@
 """What a reward function may do is what its manifest allows, tried in real reward processes."""
 
+import asyncio
 import os
 import socket
 import textwrap
@@ -13,7 +14,7 @@ from asyncflow.rewards.pool import RewardPool
 from asyncflow.rewards.wire import Example, RewardResult
 
 FUNCTION = """
-    import os, resource, socket, subprocess, threading
+    import mmap, os, resource, socket, subprocess, threading, time
 
     def score(*, response, prompt, answer, meta):
         match response:
@@ -35,6 +36,21 @@ FUNCTION = """
                 thread.join()
             case "memory":
                 return float(len(bytearray(answer)) >> 20)
+            case "shared memory":
+                shared = mmap.mmap(-1, answer)
+                shared[::4096] = bytes(len(shared) // 4096)
+            case "file in memory":
+                os.memfd_create("x")
+            case "threads":
+                threading.stack_size(65536)
+                for _ in range(answer):
+                    threading.Thread(target=time.sleep, args=[60], daemon=True).start()
+                time.sleep(2)
+            case "files":
+                for number in range(answer):
+                    with open(os.path.join(os.environ["TMPDIR"], str(number)), "wb") as file:
+                        file.write(bytes(1 << 20))
+                time.sleep(2)
             case "variables":
                 return float(len([name for name in os.environ if name.startswith("ASYNCFLOW")]))
             case "descriptors":
@@ -138,8 +154,21 @@ async def test_memory_and_computing_time_are_bounded(folder: Path) -> None:
     some, much = await ask(folder, ("memory", 100 << 20), ("memory", 600 << 20), memory="512Mi")
     assert some.value == 100.0
     assert "MemoryError" in much.detail
+    shared, hidden = await ask(folder, ("shared memory", 600 << 20), ("file in memory", None), memory="512Mi")
+    assert "Cannot allocate memory" in shared.detail
+    assert "PermissionError" in hidden.detail
     for result in await ask(folder, ("computing time", None), ("computing time", None), timeout_seconds=3.0):
         assert 5.0 < result.value < 8.0, "twice what a sample may take, for each sample anew"
+
+
+async def test_threads_and_scratch_files_are_bounded(folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr(process, "_MOST_SCRATCH_BYTES", 8 << 20)
+    some = await ask(folder, ("threads", 20), ("files", 4))
+    assert [result.value for result in some] == [1.0, 1.0]
+    threads, files = await asyncio.gather(ask(folder, ("threads", 600)), ask(folder, ("files", 12)))
+    assert (threads[0].failure, files[0].failure) == ("died", "died")
+    assert "more than 256 threads" in threads[0].detail
+    assert "wrote more than 8388608 bytes" in files[0].detail
 
 
 async def test_it_sees_no_variable_and_no_descriptor_of_the_job(folder: Path, monkeypatch) -> None:

@@ -23,17 +23,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from asyncflow.api.learning import RewardSpec
 from asyncflow.api.names import REWARD_VARIABLES
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, PeerLost
-from asyncflow.rewards.sandbox import Sandbox
+from asyncflow.rewards.sandbox import MOST_THREADS, Sandbox
 from asyncflow.rewards.wire import LENGTH, MAX_ANSWER, Answer, Example, Load, Question, frame
 
 log = logging.getLogger(__name__)
 
 _SET_VARIABLES = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    "MALLOC_ARENA_MAX": "2",
     "PYTHONDONTWRITEBYTECODE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -43,6 +45,14 @@ _RUN_PRIVATE = ("run", "ledger", "checkpoints", "logs")
 """What a run keeps to itself in its folder: its token, its rows, its weights."""
 _MOST_FOLDERS = 20_000
 """Folders that are looked into for runs; those below are hidden, since it is not known what they hold."""
+_MOST_SCRATCH_BYTES = 1 << 30
+_MOST_SCRATCH_FILES = 10_000
+_BLOCK_BYTES = 512
+_WATCH_S = 0.5
+_ROUNDS = 10
+"""How often those that started meanwhile are looked for, when a process is ended with what it started."""
+_END_S = 10.0
+"""Seconds that the kernel may take to end what was killed."""
 _COMPUTE_FACTOR = 2.0
 """A sample may compute for so many times the seconds that it may take: by several threads, say."""
 _MOST_LINES = 1000
@@ -55,7 +65,7 @@ class Scorer:
 
     function, extractor: see ``rewards.registry`` and ``rewards.extract``; workdir: the job's folder, from where a
     user's module is imported; readable: what it may read beside that folder and Python; hidden: folders that it may not
-    see, wherever they are; memory: bytes; processes: how many it may start.
+    see, wherever they are; memory: bytes of address space, for each process; processes: how many it may start.
     """
 
     function: str
@@ -93,15 +103,16 @@ class RewardProcess:
     broken: why it can be asked no more, None while it can.
     """
 
-    def __init__(self, process: Process, *, scratch: Path) -> None:
+    def __init__(self, process: Process, *, scratch: Path, processes: int) -> None:
         self.pid = process.pid
         self.unrestricted: list[str] = []
         self.broken: PeerLost | None = None
         self._process = process
         self._scratch = scratch
+        self._processes = processes
         self._nonce = b""
         self._answered: asyncio.Future[Answer] | None = None
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._show_output())]
+        self._tasks = [asyncio.create_task(each()) for each in (self._listen, self._show_output, self._watch)]
 
     @classmethod
     async def start(cls, scorer: Scorer, *, timeout: float) -> RewardProcess:
@@ -123,7 +134,7 @@ class RewardProcess:
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
-        child = cls(process, scratch=scratch)
+        child = cls(process, scratch=scratch, processes=scorer.processes)
         try:
             ready = await child._ask(
                 Load(
@@ -159,11 +170,21 @@ class RewardProcess:
         return await self._ask(question, timeout=timeout, what="a reward")
 
     async def kill(self) -> None:
-        """End the process and what it started in its process group, at once, and remove what it wrote."""
+        """End the process and what it started, at once, and remove what it wrote.
+
+        A process that has left its group and whose parents have ended may stay: nobody waits for it, or for the ends of
+        the pipes that it holds.
+        """
         self._break("was killed")
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        await self._process.wait()
+        for descriptor in range(3):
+            pipe = self._process._transport.get_pipe_transport(descriptor)  # type: ignore[attr-defined] # noqa: SLF001
+            if pipe is not None:
+                pipe.close()
+        try:
+            async with asyncio.timeout(_END_S):
+                await self._process.wait()
+        except TimeoutError:
+            log.error("the reward process %d was killed and has not ended in %g s", self.pid, _END_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -210,12 +231,45 @@ class RewardProcess:
         self._answered.set_result(answer)
 
     def _break(self, why: str) -> None:
-        """Ask it nothing more, and end it with what it started in its process group."""
+        """Ask it nothing more, and end it with what it started."""
         self.broken = self.broken or PeerLost(f"the reward process {why}", where=f"pid {self.pid}")
+        if self._process.returncode is None and self._processes:
+            self._end_started()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         if self._answered is not None and not self._answered.done():
             self._answered.set_exception(self.broken)
+
+    def _end_started(self) -> None:
+        """End what it started, in whatever group: it adopts those of them whose parents have ended."""
+        ended: set[psutil.Process] = set()
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            os.kill(self.pid, signal.SIGSTOP)
+            for _ in range(_ROUNDS):
+                fresh = set(self._started()) - ended
+                for process in fresh:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+                ended |= fresh
+                if not fresh:
+                    break
+
+    def _started(self) -> list[psutil.Process]:
+        """Return the processes that it started, and those that these started. Raises psutil.NoSuchProcess."""
+        return psutil.Process(self.pid).children(recursive=True) if self._processes else []
+
+    async def _watch(self) -> None:
+        """End it where it takes more than the kernel can be told to give it."""
+        while self.broken is None:
+            await asyncio.sleep(_WATCH_S)
+            try:
+                threads = _threads(psutil.Process(self.pid), *self._started())
+            except psutil.NoSuchProcess:
+                return
+            if threads > MOST_THREADS + self._processes:
+                self._break(f"had more than {MOST_THREADS + self._processes} threads")
+            elif _is_full(self._scratch):
+                self._break(f"wrote more than {_MOST_SCRATCH_BYTES} bytes or {_MOST_SCRATCH_FILES} files")
 
     async def _show_output(self) -> None:
         """Log what the function prints, as long as that is not too much."""
@@ -229,6 +283,25 @@ class RewardProcess:
                 if shown == _MOST_LINES:
                     log.warning("reward process %d: what it prints from here on is not shown", self.pid)
                     break
+
+
+def _threads(*processes: psutil.Process) -> int:
+    count = 0
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            count += process.num_threads()
+    return count
+
+
+def _is_full(folder: Path) -> bool:
+    """Tell whether a folder takes more room than a reward process may."""
+    size = files = 0
+    for place, folders, names in os.walk(folder):
+        files += len(folders) + len(names)
+        for name in names:
+            with contextlib.suppress(OSError):
+                size += os.lstat(os.path.join(place, name)).st_blocks * _BLOCK_BYTES
+    return size > _MOST_SCRATCH_BYTES or files > _MOST_SCRATCH_FILES
 
 
 def _hidden(readable: Sequence[Path], *, run: Path | None) -> Iterator[Path]:
