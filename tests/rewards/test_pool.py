@@ -18,7 +18,15 @@ from asyncflow.rewards.process import Scorer
 from asyncflow.rewards.wire import FAILURES, Example
 
 FUNCTION = """
-    import os, sys, time
+    import numbers, os, sys, time
+
+    class Odd(float):
+        def __float__(self):
+            raise LookupError("no float")
+
+    @numbers.Real.register
+    class Named:
+        pass
 
     def score(*, response, prompt, answer, meta):
         print("anything", flush=True)
@@ -50,6 +58,12 @@ FUNCTION = """
                 async def later():
                     return 1.0
                 return later()
+            case "odd float":
+                return Odd()
+            case "named a number":
+                return Named()
+            case "no text":
+                raise ValueError("\\ud800")
             case "1e13":
                 return 1e13
             case "leave":
@@ -85,6 +99,7 @@ FUNCTION = """
 @pytest.fixture
 def workdir(tmp_path: Path) -> Path:
     (tmp_path / "myreward.py").write_text(textwrap.dedent(FUNCTION))
+    (tmp_path / "unreadable.py").write_text("raise ValueError('\\ud800')")
     return tmp_path
 
 
@@ -118,6 +133,9 @@ async def test_a_user_function_scores_and_may_print_and_sees_no_input(pool: Rewa
         ("none", "invalid", "returned a NoneType"),
         ("dict", "invalid", "returned a dict"),
         ("coroutine", "invalid", "returned a coroutine"),
+        ("odd float", "raised", "LookupError: no float"),
+        ("named a number", "raised", "Named"),
+        ("no text", "raised", "ValueError: ?"),
         ("nan", "invalid", "returned nan"),
         ("huge", "invalid", "returned inf"),
         ("1e13", "out_of_range", "1e+13 is outside of reward.min"),
@@ -221,6 +239,7 @@ async def test_a_cancelled_score_leaves_no_late_answer(pool: RewardPool) -> None
         ("myreward:later", "an async function"),
         ("myreward:positional", "missing a required argument"),
         ("absent_module:score", "No module named"),
+        ("unreadable:score", r"ValueError: \?"),
     ],
 )
 async def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(workdir: Path, function: str, why: str) -> None:
