@@ -34,7 +34,7 @@ def answers(place: Path, *, port: int) -> dict[str, str]:
         """Raise a KeyError with the secret."""
         return f"{{}}[{secret}]"
 
-    os, socket, fcntl = "__import__('os')", "__import__('socket')", "__import__('fcntl')"
+    os, sys, socket, fcntl = (f"__import__({name!r})" for name in ("os", "sys", "socket", "fcntl"))
     forged = frame(Answer(nonce=bytes(16), value=1.0))
     code = {
         "open": mark("open"),
@@ -67,6 +67,8 @@ def answers(place: Path, *, port: int) -> dict[str, str]:
         f" and {fcntl}.fcntl(n, {F_GETFL}) & 1]",
         "signal its parent": told(f"{os}.kill({os}.getppid(), 0)"),
         "fork": told(f"{os}.fork() or {os}._exit(0)"),
+        "replace the scorer": f"setattr({sys}.modules['__main__'], 'scored', lambda *_: 1.0) or "
+        f"{mark('replace the scorer')}",
     }
     data = {
         "statement": f"1\n{mark('statement')}\n",

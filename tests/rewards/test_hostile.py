@@ -90,6 +90,7 @@ def test_these_answers_do_harm_where_they_are_run(place: Place) -> None:
     rewards = score_without_sandbox(place, "hostile:run_it")
     assert place.marks >= {"open", "import", "exec", "f-string", "subclasses", "subprocess"}
     assert all(CANARY in str(rewards[f"hostile:run_it: read {what}"]) for what in ("a file", "a variable"))
+    assert rewards["hostile:run_it: yaml"] == 1.0, "a scorer that runs answers lets them forge those of later samples"
     assert place.connections() == 2
 
 

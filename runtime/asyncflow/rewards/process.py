@@ -1,7 +1,9 @@
 """The parent's end of one reward process: start it, ask it, kill it.
 
-Invariants: an answer counts only with the nonce of the question that is open; anything else that comes through the pipe
-ends the process, so that no code in it can answer for a later sample. A process has the pipes to its parent, a folder
+Invariants: an answer counts only with the nonce of the question that is open, and anything else that comes through the
+pipe ends the process, so that nothing is answered ahead, and no answer is taken for another sample's. A function that
+runs a response in its own process lets it change that process, and so what is answered for its later samples; the
+functions of the project run none. A process has the pipes to its parent, a folder
 of its own to write to, and no variable, descriptor or argument that says anything of the job.
 """
 
