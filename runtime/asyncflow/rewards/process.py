@@ -3,8 +3,8 @@
 Invariants: an answer counts only with the nonce of the question that is open, and anything else that comes through the
 pipe ends the process, so that nothing is answered ahead, and no answer is taken for another sample's. A function that
 runs a response in its own process lets it change that process, and so what is answered for its later samples; the
-functions of the project run none. A process has the pipes to its parent, a folder
-of its own to write to, and no variable, descriptor or argument that says anything of the job.
+functions of the project run none. A process has the pipes to its parent, a folder of its own to write to, and no
+variable, descriptor or argument that says anything of the job.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class RewardProcess:
     def _end_started(self) -> None:
         """End what it started, in whatever group: it adopts those of them whose parents have ended."""
         ended: set[psutil.Process] = set()
-        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+        with contextlib.suppress(ProcessLookupError, psutil.Error):
             os.kill(self.pid, signal.SIGSTOP)
             for _ in range(_ROUNDS):
                 fresh = set(self._started()) - ended

@@ -35,6 +35,8 @@ _OPEN_FILES: Final = 256
 _FILE_BYTES: Final = 256 << 20
 MOST_THREADS: Final = 256
 """Threads beyond the processes that are allowed."""
+_OTHERS: Final = 4096
+"""Threads that the user's other programs may start meanwhile, without keeping this process from starting its own."""
 _FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
 """Inode of the process namespace in which the machine was started (the kernel's proc_ns.h)."""
 
@@ -84,7 +86,7 @@ def _limit(sandbox: Sandbox) -> None:
         resource.RLIMIT_FSIZE: _FILE_BYTES,
     }
     if os.stat("/proc/self/ns/pid").st_ino == _FIRST_PID_NAMESPACE:
-        limits[resource.RLIMIT_NPROC] = _tasks_of_user() + MOST_THREADS + sandbox.processes
+        limits[resource.RLIMIT_NPROC] = _tasks_of_user() + MOST_THREADS + sandbox.processes + _OTHERS
     for name, most in limits.items():
         hard = resource.getrlimit(name)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
