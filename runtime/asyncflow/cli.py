@@ -146,13 +146,13 @@ def role(name: str, job: Path, driver: str, index: int, attempt: int, workdir: P
 
 
 @app.command(hidden=True)
-@click.option("--job", type=_DIRECTORY, required=True, help="The job's manifest.")
+@click.option("--reward", type=_DIRECTORY, required=True, help="File with the section spec.reward of a job.")
 @click.option("--socket", type=_DIRECTORY, required=True, help="Where to listen, a path.")
-def rewards(job: Path, socket: Path) -> None:
+def rewards(reward: Path, socket: Path) -> None:
     """Score samples for a rollout beside this process. The operator's pods call this."""
     from asyncflow.commands import rewards as command
 
-    command.serve(job, socket=socket)
+    command.serve(reward, socket=socket)
 
 
 @app.group()

@@ -36,6 +36,17 @@ def test_it_pauses_when_more_than_half_of_what_a_step_needs_and_got_have_failed(
     assert sum(made.outcomes().values()) == len(outcomes)
 
 
+def test_a_timeout_that_the_manifest_values_is_counted_and_does_not_pause() -> None:
+    made = RewardTally(needed=4, keep=lambda totals: None, timeouts_fail=False)
+    for _ in range(8):
+        made.take(row("timeout"), step=1)
+    assert not made.paused
+    assert made.failed == {"timeout": 8}
+    for _ in range(9):
+        made.take(row("raised"), step=1)
+    assert made.paused.startswith("the reward to be mended: 9 of 17 samples")
+
+
 def test_steps_are_judged_on_their_own_and_anew_after_a_pause() -> None:
     made = tally(needed=4)
     for step in (1, 2):

@@ -34,7 +34,7 @@ def answers(place: Path, *, port: int) -> dict[str, str]:
         """Raise a KeyError with the secret."""
         return f"{{}}[{secret}]"
 
-    os, socket, fcntl = "__import__('os')", "__import__('socket')", "__import__('fcntl')"
+    os, sys, socket, fcntl = (f"__import__({name!r})" for name in ("os", "sys", "socket", "fcntl"))
     forged = frame(Answer(nonce=bytes(16), value=1.0))
     code = {
         "open": mark("open"),
@@ -67,6 +67,8 @@ def answers(place: Path, *, port: int) -> dict[str, str]:
         f" and {fcntl}.fcntl(n, {F_GETFL}) & 1]",
         "signal its parent": told(f"{os}.kill({os}.getppid(), 0)"),
         "fork": told(f"{os}.fork() or {os}._exit(0)"),
+        "replace the scorer": f"setattr({sys}.modules['__main__'], 'scored', lambda *_: 1.0) or "
+        f"{mark('replace the scorer')}",
     }
     data = {
         "statement": f"1\n{mark('statement')}\n",
@@ -74,6 +76,8 @@ def answers(place: Path, *, port: int) -> dict[str, str]:
         "pickle": f"cos\nsystem\n(S'touch {place}/marks/pickle'\ntR.",
         "yaml": f"!!python/object/apply:os.system ['touch {place}/marks/yaml']",
         "json": '{"__class__": "os.system", "__reduce__": ["x"]}',
+        "a number in a list": "[1]",
+        "a mapping": '{"a": {"b": [1, null]}, "1": "x"}',
         "latex": f"\\boxed{{\\input{{{place}/canary}}}}",
         "boxed code": f"\\boxed{{{mark('boxed code')}}}",
         "latex code": f"$\\text{{{mark('latex code')}}}$",
@@ -113,14 +117,18 @@ def scored(function: Callable[..., float], response: str, prompt: dict[str, Any]
     signal.alarm(_SECONDS)
     try:
         return float(function(response=response, **prompt))
-    except Exception as error:  # noqa: BLE001
+    except (Exception, _TooLong) as error:  # noqa: BLE001
         return f"{type(error).__name__}: {error}"[:200]
     finally:
         signal.alarm(0)
 
 
+class _TooLong(BaseException):
+    """Nothing that a scorer could take for its own."""
+
+
 def _give_up(*_: object) -> None:
-    raise TimeoutError
+    raise _TooLong
 
 
 def main(place: Path, port: int, scorer: str) -> None:

@@ -83,6 +83,18 @@ async def test_gym_scores_with_the_datasets_own_checker(tmp_path: Path) -> None:
     await pool.close()
 
 
+def test_gym_raises_where_the_prompt_is_broken_and_not_where_the_answer_is() -> None:
+    from asyncflow.rewards.gym import score
+
+    source = open_gym("prime_factorization", config={}, seed=1, purpose="train", size=None, where="data.train")
+    prompt = source.prompt(0)
+    asked = {"prompt": prompt.question, "meta": prompt.meta}
+    assert score(response=prompt.answer, answer=prompt.answer, **asked) == 1.0
+    assert score(response="no idea", answer=prompt.answer, **asked) == 0.0
+    with pytest.raises(AttributeError, match="list"):
+        score(response="no idea", answer=["no", "text"], **asked)
+
+
 async def test_task_compares_exactly(tmp_path: Path) -> None:
     pool = RewardPool(Scorer(function="task", workdir=tmp_path))
     await pool.start()

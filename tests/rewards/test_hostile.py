@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 
 import pytest
@@ -81,12 +82,15 @@ def test_no_scorer_and_no_data_set_runs_an_answer(place: Place, scorer: str) -> 
     assert {kind for kind, reward in rewards.items() if reward == 1.0} == set(), "none of these answers is right"
     refused = {kind: reward for kind, reward in rewards.items() if "Permission" in str(reward)}
     assert refused == {}, "a checker of this version of reasoning-gym runs answers: give it a parser"
+    failed = {kind: reward for kind, reward in rewards.items() if not isinstance(reward, float) or isnan(reward)}
+    assert failed == {}, "a wrong answer is no broken reward"
 
 
 def test_these_answers_do_harm_where_they_are_run(place: Place) -> None:
     rewards = score_without_sandbox(place, "hostile:run_it")
     assert place.marks >= {"open", "import", "exec", "f-string", "subclasses", "subprocess"}
     assert all(CANARY in str(rewards[f"hostile:run_it: read {what}"]) for what in ("a file", "a variable"))
+    assert rewards["hostile:run_it: yaml"] == 1.0, "a scorer that runs answers lets them forge those of later samples"
     assert place.connections() == 2
 
 

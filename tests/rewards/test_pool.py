@@ -18,7 +18,15 @@ from asyncflow.rewards.process import Scorer
 from asyncflow.rewards.wire import FAILURES, Example
 
 FUNCTION = """
-    import os, sys, time
+    import numbers, os, sys, time
+
+    class Odd(float):
+        def __float__(self):
+            raise LookupError("no float")
+
+    @numbers.Real.register
+    class Named:
+        pass
 
     def score(*, response, prompt, answer, meta):
         print("anything", flush=True)
@@ -50,8 +58,28 @@ FUNCTION = """
                 async def later():
                     return 1.0
                 return later()
+            case "odd float":
+                return Odd()
+            case "named a number":
+                return Named()
+            case "no text":
+                raise ValueError("\\ud800")
             case "1e13":
                 return 1e13
+            case "leave":
+                if os.fork() == 0:
+                    os.setsid()
+                    if os.fork() == 0:
+                        time.sleep(30)
+                    os._exit(0)
+                while True:
+                    time.sleep(60)
+            case "leave and end":
+                if os.fork() == 0:
+                    os.setsid()
+                    time.sleep(30)
+                    os._exit(0)
+                os._exit(0)
             case "fork":
                 child = os.fork()
                 while True:
@@ -71,6 +99,7 @@ FUNCTION = """
 @pytest.fixture
 def workdir(tmp_path: Path) -> Path:
     (tmp_path / "myreward.py").write_text(textwrap.dedent(FUNCTION))
+    (tmp_path / "unreadable.py").write_text("raise ValueError('\\ud800')")
     return tmp_path
 
 
@@ -104,6 +133,9 @@ async def test_a_user_function_scores_and_may_print_and_sees_no_input(pool: Rewa
         ("none", "invalid", "returned a NoneType"),
         ("dict", "invalid", "returned a dict"),
         ("coroutine", "invalid", "returned a coroutine"),
+        ("odd float", "raised", "LookupError: no float"),
+        ("named a number", "raised", "Named"),
+        ("no text", "raised", "ValueError: ?"),
         ("nan", "invalid", "returned nan"),
         ("huge", "invalid", "returned inf"),
         ("1e13", "out_of_range", "1e+13 is outside of reward.min"),
@@ -164,6 +196,25 @@ async def test_a_stuck_sample_is_killed_at_its_deadline_with_all_that_it_started
     await pool.close()
 
 
+@pytest.mark.parametrize("response", ["leave", "leave and end"])
+async def test_who_leaves_the_group_does_not_outstay_the_deadline(workdir: Path, response: str) -> None:
+    pool = RewardPool(Scorer(function="myreward:score", workdir=workdir, processes=4), timeout_s=1.0)
+    await pool.start()
+    before = {process.pid for process in psutil.process_iter()}
+    async with asyncio.timeout(15):
+        result = await pool.score(example(response))
+    assert result.failure in ("timeout", "died")
+    async with asyncio.timeout(15):
+        assert (await pool.score(example("x", "x"))).value == 1.0
+        await pool.close()
+    left = [process for process in psutil.process_iter(["cwd", "status"]) if process.pid not in before]
+    left = [p for p in left if p.info["cwd"] == str(workdir) and p.info["status"] != psutil.STATUS_ZOMBIE]
+    if response == "leave":
+        assert left == [], "it is found, in whatever session it is"
+    for process in left:
+        process.kill()
+
+
 def _in_group(process: psutil.Process, group: int) -> bool:
     try:
         return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
@@ -188,6 +239,7 @@ async def test_a_cancelled_score_leaves_no_late_answer(pool: RewardPool) -> None
         ("myreward:later", "an async function"),
         ("myreward:positional", "missing a required argument"),
         ("absent_module:score", "No module named"),
+        ("unreadable:score", r"ValueError: \?"),
     ],
 )
 async def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(workdir: Path, function: str, why: str) -> None:

@@ -1,5 +1,6 @@
 """What a reward function may do is what its manifest allows, tried in real reward processes."""
 
+import asyncio
 import os
 import socket
 import textwrap
@@ -8,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from asyncflow.api.learning import RewardSpec
-from asyncflow.rewards import sandbox
+from asyncflow.rewards import process, sandbox
 from asyncflow.rewards.pool import RewardPool
 from asyncflow.rewards.wire import Example, RewardResult
 
 FUNCTION = """
-    import os, resource, socket, subprocess, threading
+    import mmap, os, resource, socket, subprocess, threading, time
 
     def score(*, response, prompt, answer, meta):
         match response:
@@ -35,6 +36,21 @@ FUNCTION = """
                 thread.join()
             case "memory":
                 return float(len(bytearray(answer)) >> 20)
+            case "shared memory":
+                shared = mmap.mmap(-1, answer)
+                shared[::4096] = bytes(len(shared) // 4096)
+            case "file in memory":
+                os.memfd_create("x")
+            case "threads":
+                threading.stack_size(65536)
+                for _ in range(answer):
+                    threading.Thread(target=time.sleep, args=[60], daemon=True).start()
+                time.sleep(2)
+            case "files":
+                for number in range(answer):
+                    with open(os.path.join(os.environ["TMPDIR"], str(number)), "wb") as file:
+                        file.write(bytes(1 << 20))
+                time.sleep(2)
             case "variables":
                 return float(len([name for name in os.environ if name.startswith("ASYNCFLOW")]))
             case "descriptors":
@@ -50,15 +66,22 @@ FUNCTION = """
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "mine.py").write_text(textwrap.dedent(FUNCTION))
     (tmp_path / "table.json").write_text("[1, 2]")
-    for run in ("runs/one", "other/two"):
-        (tmp_path / run / "run").mkdir(parents=True)
-        (tmp_path / run / "run" / "token").write_text("secret")
     return tmp_path
 
 
-async def ask(folder: Path, *questions: tuple[str, object], **said: object) -> list[RewardResult]:
+def make_run(folder: Path) -> Path:
+    (folder / "run").mkdir(parents=True)
+    (folder / "ledger").mkdir()
+    for name in ("run/lock", "run/token", "ledger/1.rows", "job.yaml"):
+        (folder / name).write_text("secret")
+    return folder
+
+
+async def ask(
+    folder: Path, *questions: tuple[str, object], run: Path | None = None, **said: object
+) -> list[RewardResult]:
     spec = RewardSpec.model_validate({"function": "mine:score", "timeout_seconds": 3.0, **said})
-    pool = RewardPool.of(spec, workdir=folder)
+    pool = RewardPool.of(spec, workdir=folder, run=run)
     await pool.start()
     try:
         return [await pool.score(Example(prompt="", response=what, answer=of)) for what, of in questions]
@@ -73,10 +96,37 @@ async def test_it_reads_the_jobs_folder_and_writes_to_a_folder_of_its_own(folder
     assert ["PermissionError" in result.detail for result in refused] == [True] * 3
 
 
-async def test_tokens_of_runs_in_the_jobs_folder_are_out_of_sight(folder: Path) -> None:
-    runs = ("runs/one/run/token", "other/two/run/token")
-    results = await ask(folder, *(("read", run) for run in runs))
-    assert ["PermissionError" in result.detail for result in results] == [True, True]
+async def test_files_of_runs_in_the_jobs_folder_are_out_of_sight(folder: Path) -> None:
+    make_run(folder / "a" / "b" / "c" / "d" / "deep")
+    make_run(folder / "runs" / "ended")
+    (folder / "runs" / "ended" / "run" / "token").unlink()
+    own = make_run(folder / "runs" / "own")
+    (own / "run" / "lock").unlink()
+    (folder / "link").symlink_to(folder / "runs" / "ended")
+    (folder / "a" / "rows").symlink_to(own / "ledger" / "1.rows")
+    (folder / "a" / "gone").symlink_to(folder / "absent")
+    (folder / "a" / "table.json").write_text("[1]")
+    secrets = (
+        *("a/b/c/d/deep/run/token", "a/b/c/d/deep/ledger/1.rows", "runs/ended/ledger/1.rows", "runs/own/run/token"),
+        *("runs/own/job.yaml", "link/ledger/1.rows", "a/rows"),
+    )
+    results = await ask(folder, *(("read", path) for path in (*secrets, "a/table.json", "table.json")), run=own)
+    assert ["PermissionError" in result.detail for result in results] == [True] * len(secrets) + [False] * 2
+    assert [result.value for result in results[-2:]] == [3.0, 6.0]
+
+
+async def test_a_run_in_the_jobs_folder_itself_keeps_its_token_and_rows(folder: Path) -> None:
+    make_run(folder)
+    secrets = [("read", "run/token"), ("read", "ledger/1.rows")]
+    results = await ask(folder, *secrets, ("read", "table.json"), run=folder)
+    assert ["PermissionError" in result.detail for result in results] == [True, True, False]
+
+
+async def test_what_lies_too_deep_to_be_looked_into_is_out_of_sight(folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr(process, "_MOST_FOLDERS", 2)
+    make_run(folder / "a" / "b" / "one")
+    results = await ask(folder, ("read", "a/b/one/run/token"), ("read", "table.json"))
+    assert ["PermissionError" in result.detail for result in results] == [True, False]
 
 
 async def test_other_files_are_read_where_the_manifest_names_them(folder: Path, tmp_path_factory) -> None:
@@ -104,8 +154,21 @@ async def test_memory_and_computing_time_are_bounded(folder: Path) -> None:
     some, much = await ask(folder, ("memory", 100 << 20), ("memory", 600 << 20), memory="512Mi")
     assert some.value == 100.0
     assert "MemoryError" in much.detail
+    shared, hidden = await ask(folder, ("shared memory", 600 << 20), ("file in memory", None), memory="512Mi")
+    assert "Cannot allocate memory" in shared.detail
+    assert "PermissionError" in hidden.detail
     for result in await ask(folder, ("computing time", None), ("computing time", None), timeout_seconds=3.0):
         assert 5.0 < result.value < 8.0, "twice what a sample may take, for each sample anew"
+
+
+async def test_threads_and_scratch_files_are_bounded(folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr(process, "_MOST_SCRATCH_BYTES", 8 << 20)
+    some = await ask(folder, ("threads", 20), ("files", 4))
+    assert [result.value for result in some] == [1.0, 1.0]
+    threads, files = await asyncio.gather(ask(folder, ("threads", 600)), ask(folder, ("files", 12)))
+    assert (threads[0].failure, files[0].failure) == ("died", "died")
+    assert "more than 256 threads" in threads[0].detail
+    assert "wrote more than 8388608 bytes" in files[0].detail
 
 
 async def test_it_sees_no_variable_and_no_descriptor_of_the_job(folder: Path, monkeypatch) -> None:

@@ -12,23 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.api.load import load_job
+from asyncflow.api.load import load_reward
 from asyncflow.api.names import REWARD_SOCKET_ENV
 from asyncflow.errors import DeadlineExceeded, ManifestError
 from asyncflow.rewards.pool import RewardPool
 from asyncflow.rewards.service import RewardClient, open_rewards
 from asyncflow.rewards.wire import Example
 
-JOB = """
-    apiVersion: asyncflow.dev/v1alpha1
-    kind: RLJob
-    metadata: {name: scored}
-    spec:
-      model: {source: "tiny://reverse-digits"}
-      data: {train: {source: "tiny://reverse-digits"}}
-      reward: {function: "%s", timeoutSeconds: 5}
-      algorithm: {steps: 1}
-      sampling: {maxTokens: 8}
+REWARD = """
+    function: "%s"
+    timeoutSeconds: 5
 """
 FUNCTION = """
     import time
@@ -53,9 +46,9 @@ class Place:
 
     @contextmanager
     def server(self, function: str = "mine:score") -> Iterator[subprocess.Popen[bytes]]:
-        job = self.folder / "job.yaml"
-        job.write_text(textwrap.dedent(JOB % function))
-        command = [sys.executable, "-m", "asyncflow", "rewards", "--job", str(job), "--socket", str(self.socket)]
+        reward = self.folder / "reward.yaml"
+        reward.write_text(textwrap.dedent(REWARD % function))
+        command = [sys.executable, "-m", "asyncflow", "rewards", "--reward", str(reward), "--socket", str(self.socket)]
         process = subprocess.Popen(command)
         try:
             yield process
@@ -146,9 +139,15 @@ async def test_where_nobody_listens_it_says_whose_log_tells_why(place: Place) ->
         await client.start()
 
 
+def test_a_file_that_is_no_reward_is_refused(place: Place) -> None:
+    (place.folder / "reward.yaml").write_text(textwrap.dedent(REWARD % "mine:score") + "timeoutSecond: 5")
+    with pytest.raises(ManifestError, match=r"timeoutSecond\b"):
+        load_reward(place.folder / "reward.yaml")
+
+
 def test_a_substrate_chooses_by_a_variable(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    (place.folder / "job.yaml").write_text(textwrap.dedent(JOB % "mine:score"))
-    spec = load_job(place.folder / "job.yaml").spec.reward
+    (place.folder / "reward.yaml").write_text(textwrap.dedent(REWARD % "mine:score"))
+    spec = load_reward(place.folder / "reward.yaml")
     assert isinstance(open_rewards(spec, workdir=place.folder, within_s=1.0), RewardPool)
     monkeypatch.setenv(REWARD_SOCKET_ENV, str(place.socket))
     assert isinstance(open_rewards(spec, workdir=place.folder, within_s=1.0), RewardClient)

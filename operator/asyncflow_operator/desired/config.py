@@ -12,8 +12,9 @@ import json
 import re
 from typing import Final
 
+from asyncflow.api.base import Spec
 from asyncflow.api.job import RLJob
-from asyncflow.api.names import JOB_FILE
+from asyncflow.api.names import JOB_FILE, REWARD_FILE
 from asyncflow.api.queue import TransferQueue
 from asyncflow_operator.desired.objects import Family, make_object, stamped
 from asyncflow_operator.observed import Manifest
@@ -23,15 +24,28 @@ _BREAKS: Final = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")
 
 
 def make_config(manifest: RLJob | TransferQueue, family: Family) -> Manifest:
-    """Give the ConfigMap with the manifest."""
-    data = {JOB_FILE.rpartition("/")[2]: _text(manifest, family)}
+    """Return the ConfigMap with the manifest, and with a job's ``spec.reward`` alone, for the container that scores."""
+    data = {_key(JOB_FILE): _text(_whole(manifest, family))}
+    if isinstance(manifest, RLJob):
+        data[_key(REWARD_FILE)] = _text(_stated(manifest.spec.reward))
     return stamped(make_object("v1", "ConfigMap", family, name=family.name, body={"data": data}))
 
 
-def _text(manifest: RLJob | TransferQueue, family: Family) -> str:
-    spec = manifest.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude_none=True)
+def _whole(manifest: RLJob | TransferQueue, family: Family) -> Manifest:
+    spec = _stated(manifest.spec)
     spec.pop("suspend", None)
     metadata = {"name": family.name, "namespace": family.namespace, "uid": family.owner.uid}
-    data = {"apiVersion": manifest.api_version, "kind": manifest.kind, "metadata": metadata, "spec": spec}
+    return {"apiVersion": manifest.api_version, "kind": manifest.kind, "metadata": metadata, "spec": spec}
+
+
+def _stated(spec: Spec) -> Manifest:
+    return spec.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude_none=True)
+
+
+def _key(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _text(data: Manifest) -> str:
     text = json.dumps(data, ensure_ascii=False, indent=1)
     return _BREAKS.sub(lambda found: f"\\u{ord(found.group()):04x}", text)

@@ -15,6 +15,7 @@ from asyncflow.api.names import (
     CONFIG_DIR,
     JOB_FILE,
     KEY_FILE,
+    REWARD_FILE,
     REWARD_SOCKET,
     STORE_PASSWORD_FILE,
     TOKEN_FILE,
@@ -53,7 +54,7 @@ def make_volumes(blueprint: Blueprint, index: int) -> Volumes:
 
 
 def reward_mounts(blueprint: Blueprint) -> list[Manifest]:
-    """Return what the container that scores mounts: the manifest, a /tmp of its own, the socket, claims to read."""
+    """Return what the container that scores mounts: its part of the manifest, its own /tmp, the socket, claims."""
     read = [mount for mount in _claims(blueprint, 0).mounts if mount.get("readOnly")]
     return [
         {"name": "rewards-config", "mountPath": CONFIG_DIR, "readOnly": True},
@@ -66,9 +67,9 @@ def reward_mounts(blueprint: Blueprint) -> list[Manifest]:
 def _rewards(blueprint: Blueprint) -> Volumes:
     if blueprint.reward is None:
         return Volumes([], [])
-    manifest = {"name": blueprint.family.name, "items": _items(JOB_FILE), "defaultMode": _READ_BY_GROUP}
+    part = {"name": blueprint.family.name, "items": _items(REWARD_FILE), "defaultMode": _READ_BY_GROUP}
     volumes: list[Manifest] = [
-        {"name": "rewards-config", "configMap": manifest},
+        {"name": "rewards-config", "configMap": part},
         {"name": "rewards-tmp", "emptyDir": {}},
         {"name": "rewards", "emptyDir": {}},
     ]

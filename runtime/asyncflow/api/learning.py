@@ -123,7 +123,7 @@ class RewardSpec(Spec):
     workers: WorkersSpec = Field(default_factory=WorkersSpec)
     """Size of the pool."""
     memory: Quantity = Quantity("4Gi")
-    """Bytes of data that one process may have."""
+    """Bytes of address space that one process may have, and each that it starts; importing torch takes 3.2 GB."""
     processes: Annotated[int, Field(ge=0, le=4096)] = 0
     """Processes that the function may start, per process of the pool: for a reward that runs tests, say."""
     network: bool = False

@@ -17,6 +17,7 @@ from asyncflow.api.check import inspect
 from asyncflow.api.document import MAX_BYTES, Document, dump, parse
 from asyncflow.api.job import RLJob
 from asyncflow.api.later import planned
+from asyncflow.api.learning import RewardSpec
 from asyncflow.api.overrides import apply
 from asyncflow.api.problems import MISSING, Place, Problem, refusal
 from asyncflow.api.queue import TransferQueue
@@ -51,6 +52,15 @@ def load_job(source: Path | str | IO[Any], overrides: Sequence[str] = ()) -> RLJ
     if not isinstance(manifest, RLJob):
         raise ManifestError(f"kind = {manifest.kind!r}: not a job", where=str(source), hint="Give an RLJob")
     return manifest
+
+
+def load_reward(source: Path) -> RewardSpec:
+    """Read and check the section ``spec.reward`` of a job, alone in a file. Raises ManifestError."""
+    document = parse(_text(source, str(source)), source=str(source))
+    built, problems = inspect(RewardSpec, document.data)
+    if built is None or problems:
+        raise refusal(_located(problems, document), source=str(source))
+    return built
 
 
 def kind_of(source: Path) -> str:

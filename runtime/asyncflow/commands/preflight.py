@@ -39,9 +39,9 @@ ROWS = 20_000
 GENERATED = 512
 """Most prompts of a source without end that are looked at."""
 LOOK_S = 5.0
-LOAD_S = 60.0
 """Seconds after which no further prompt is looked at."""
-
+LOAD_S = 60.0
+"""Seconds that a reward function may take to load."""
 QUOTED = 60
 """Most characters of a question that are shown."""
 

@@ -6,23 +6,22 @@ import asyncio
 import signal
 from pathlib import Path
 
-from asyncflow.api.load import load_job
+from asyncflow.api.load import load_reward
 from asyncflow.leash import leash
 from asyncflow.rewards.pool import RewardPool
 from asyncflow.rewards.service import RewardServer
 from asyncflow.telemetry.logs import setup_logging
 
 
-def serve(job: Path, *, socket: Path) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ManifestError where the manifest is no job."""
+def serve(reward: Path, *, socket: Path) -> None:
+    """Serve until SIGTERM or SIGINT. Raises ManifestError where the file holds no section ``spec.reward``."""
     leash()
     setup_logging("rewards", 0)
-    asyncio.run(_serve(job, socket))
+    asyncio.run(_serve(reward, socket))
 
 
-async def _serve(job: Path, socket: Path) -> None:
-    manifest = load_job(job)
-    server = RewardServer(RewardPool.of(manifest.spec.reward, workdir=job.parent), path=socket)
+async def _serve(reward: Path, socket: Path) -> None:
+    server = RewardServer(RewardPool.of(load_reward(reward), workdir=reward.parent), path=socket)
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)

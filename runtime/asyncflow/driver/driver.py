@@ -121,6 +121,7 @@ class Driver:
         self.rewards = RewardTally(
             needed=spec.algorithm.prompts_per_step * spec.algorithm.group_size,
             keep=kept.write,
+            timeouts_fail=spec.reward.on_timeout == "drop",
         )
         self.rewards.restore(kept.read(Totals))
         metrics.watch_rewards(self.rewards.outcomes)

@@ -3,7 +3,8 @@
 A sample without a reward is no sample: it is counted here by why it has none, and never trained as if it had earned 0.
 
 Invariants: a job pauses once more than half of the samples that one step needs have failed, and more than half of those
-that were judged for it; the totals go on over restarts of the driver, but for the last seconds of one that was killed.
+that were judged for it; a timeout to which the manifest gives 0 does not count for that; the totals
+go on over restarts of the driver, but for the last seconds of one that was killed.
 """
 
 from __future__ import annotations
@@ -42,12 +43,14 @@ class RewardTally:
 
     needed: samples of one optimizer step; keep: writes the totals down for the next driver, which is given them back
     by ``restore``.
+    timeouts_fail: whether a sample whose reward took too long counts for a pause: not where the manifest gives it 0.
     first_failure: what is known of the first sample without a reward; paused: what a paused job waits for, "" while
     it runs.
     """
 
     needed: int
     keep: Callable[[Totals], None]
+    timeouts_fail: bool = True
     scored: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     first_failure: str = ""
@@ -71,7 +74,7 @@ class RewardTally:
             return
         self.failed[failure] += 1
         self.first_failure = self.first_failure or f"{failure}: {row.meta.tags.get('detail', '')}"[:_MOST_WORDS]
-        if step is not None:
+        if step is not None and (failure != "timeout" or self.timeouts_fail):
             self._failed_of.setdefault(step, Counter())[failure] += 1
             self._pause_if_most_failed(step)
 

@@ -45,24 +45,32 @@ def answer(function: RewardFunction, extractor: Callable[[str], str], question: 
     try:
         response = extractor(example.response)
         value: object = function(response=response, prompt=example.prompt, answer=example.answer, meta=example.meta)
-    except Exception:  # noqa: BLE001  somebody else's code: what it raises is the outcome
-        return Answer(nonce=nonce, failure="raised", detail=traceback.format_exc(limit=-8)[-_MOST_DETAIL:])
-    if isinstance(value, numbers.Real):
         reward = _as_float(value)
-        if math.isfinite(reward):
-            return Answer(nonce=nonce, value=reward)
+        if reward is None:
+            if inspect.iscoroutine(value):
+                value.close()
+            detail = _said(f"the reward function returned a {type(value).__name__}; it must return a finite number")
+            return Answer(nonce=nonce, failure="invalid", detail=detail)
+    except Exception:  # noqa: BLE001  somebody else's code: what it raises is the outcome
+        return Answer(nonce=nonce, failure="raised", detail=_said(traceback.format_exc(limit=-8)))
+    if not math.isfinite(reward):
         return Answer(nonce=nonce, failure="invalid", detail=f"the reward function returned {reward}")
-    if inspect.iscoroutine(value):
-        value.close()
-    detail = f"the reward function returned a {type(value).__name__}; it must return a finite number"
-    return Answer(nonce=nonce, failure="invalid", detail=detail)
+    return Answer(nonce=nonce, value=reward)
 
 
-def _as_float(number: numbers.Real) -> float:
+def _as_float(value: object) -> float | None:
+    """Return a number as a float, None for what is no number. Raises anything, since a type may say how."""
+    if not isinstance(value, numbers.Real):
+        return None
     try:
-        return float(number)
+        return float(value)
     except OverflowError:
         return math.inf
+
+
+def _said(text: str) -> str:
+    """Return the end of what somebody else's code says, as characters that can be sent."""
+    return text[-_MOST_DETAIL:].encode(errors="replace").decode()
 
 
 def main() -> None:
@@ -81,7 +89,8 @@ def main() -> None:
         function = load(told.function, workdir=Path(told.workdir))
     except Exception as error:  # noqa: BLE001  importing somebody else's code: the pool reports it
         traceback.print_exc()
-        _write(answers, Answer(nonce=told.nonce, failure="raised", detail=f"{type(error).__name__}: {error}"))
+        (why,) = traceback.format_exception_only(error)[-1:]
+        _write(answers, Answer(nonce=told.nonce, failure="raised", detail=_said(why.strip())))
         return
     _write(answers, Answer(nonce=told.nonce, unrestricted=unrestricted))
     while (question := _read(questions, Question)) is not None:

@@ -25,6 +25,12 @@ MAX_POWER: Final = 100
 """Largest exponent of anything that holds a symbol or a root."""
 MAX_BITS: Final = 8_192
 """Largest numerator or denominator that a power may make."""
+MAX_ARGUMENT: Final = 10**18
+"""Largest number in the argument of a function: some look for its factors."""
+MAX_EXPONENT: Final = 1_000
+"""Largest number in the argument of ``exp`` and in an exponent with a symbol, which may cancel out."""
+MAX_NESTED: Final = 6
+"""Deepest nesting of functions: sympy works out the sign of what has no symbol."""
 
 _BINARY: Final[dict[type[ast.operator], Callable[[Any, Any], Any]]] = {
     ast.Add: operator.add,
@@ -113,6 +119,7 @@ class _Algebra(_Arithmetic):
 
     def __init__(self, names: Mapping[str, Any]) -> None:
         self._names = names
+        self._depth = 0
 
     def number(self, digits: str) -> Any:
         return sympy.Integer(digits) if digits.isdigit() else sympy.Float(digits)
@@ -124,8 +131,24 @@ class _Algebra(_Arithmetic):
             case ast.BinOp(left=base, op=ast.Pow(), right=exponent):
                 return _power(self.value(base), self.value(exponent))
             case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in _FUNCTIONS:
-                return _FUNCTIONS[name](self.value(argument))
+                return self._call(name, argument)
         return super().other(node)
+
+    def _call(self, name: str, argument: ast.expr) -> Any:
+        if self._depth == MAX_NESTED:
+            raise ValueError("functions nested too deeply")
+        self._depth += 1
+        value = self.value(argument)
+        self._depth -= 1
+        _check_numbers(value, most=MAX_EXPONENT if name == "exp" else MAX_ARGUMENT)
+        return _FUNCTIONS[name](value)
+
+
+def _check_numbers(expression: Any, *, most: int) -> None:
+    """Raise ValueError where a number in ``expression`` is greater than ``most``, or its denominator."""
+    for number in expression.atoms(sympy.Number):
+        if not (number.is_finite and abs(number) <= most and (not number.is_Rational or number.q <= most)):
+            raise ValueError(f"a number above {most} where it could take too long to work out")
 
 
 def _power(base: Any, exponent: Any) -> Any:
@@ -135,4 +158,9 @@ def _power(base: Any, exponent: Any) -> Any:
         bits = max(abs(int(base.p)), int(base.q)).bit_length() if base.is_Rational else 0
         if not (size.is_real and size <= (max(1, MAX_BITS // bits) if bits else MAX_POWER)):
             raise ValueError("a power that is too large")
-    return base**exponent
+    else:
+        _check_numbers(exponent, most=MAX_EXPONENT)
+    power = base**exponent
+    if isinstance(power, sympy.Pow | sympy.exp):
+        _check_numbers(power.as_base_exp()[1], most=MAX_EXPONENT)
+    return power

@@ -3,7 +3,7 @@
 Nine of its checkers run the answer as Python. Their modules are given the parsers of ``expressions`` in place of
 ``eval`` and ``sympy.parse_expr``; an audit hook sees to it that no other checker, of this version of reasoning-gym or
 of another, does it unnoticed. Two take an answer for right that is none: every text for "True", and "nan" for any
-complex number.
+complex number. Several raise on an answer that they cannot read, which is a wrong answer and no broken reward.
 
 Invariants: while a checker runs, no text becomes code but the data set's own; the checker is made with the config that
 the prompt was made with; what is slow to import is imported with this module, before the first sample's time runs.
@@ -60,9 +60,10 @@ for _place, _names in _PARSERS.items():
 
 
 def score(*, response: str, prompt: str, answer: Any, meta: dict[str, Any]) -> float:
-    """Score by the data set's ``score_answer``, which may give partial credit.
+    """Score by the data set's ``score_answer``, which may give partial credit; 0 where it cannot read the response.
 
-    Raises ValueError for other prompts, PermissionError where the checker tried to run the response.
+    Raises ValueError for other prompts, PermissionError where the checker tried to run the response, MemoryError, and
+    what the checker raises on the data set's own answer too: then the prompt is at fault and not the response.
     """
     if "dataset" not in meta:
         message = "the reward `gym` scores prompts of gym:// only; this one says no dataset"
@@ -70,7 +71,13 @@ def score(*, response: str, prompt: str, answer: Any, meta: dict[str, Any]) -> f
     checker = _checker(meta["dataset"], json.dumps(meta["config"], sort_keys=True))
     entry = {"question": prompt, "answer": answer, "metadata": meta["metadata"]}
     with _guard.watching(meta["dataset"], entry):
-        return float(checker.score_answer(response or None, entry))
+        try:
+            return float(checker.score_answer(response or None, entry))
+        except (PermissionError, MemoryError):
+            raise
+        except Exception:  # noqa: BLE001  checkers raise of every kind on answers that they cannot read
+            checker.score_answer(answer, entry)
+            return 0.0
 
 
 @functools.cache

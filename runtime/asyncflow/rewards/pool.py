@@ -60,10 +60,10 @@ class RewardPool:
         self.failed: dict[Failure, int] = dict.fromkeys(FAILURES, 0)
 
     @classmethod
-    def of(cls, spec: RewardSpec, *, workdir: Path) -> RewardPool:
-        """Return the pool that a manifest asks for. workdir: the job's folder, where relative paths start."""
+    def of(cls, spec: RewardSpec, *, workdir: Path, run: Path | None = None) -> RewardPool:
+        """Return the pool that a manifest asks for. workdir, run: as for ``Scorer.of``."""
         return cls(
-            Scorer.of(spec, workdir=workdir),
+            Scorer.of(spec, workdir=workdir, run=run),
             low=spec.min,
             high=spec.max,
             min_workers=spec.workers.min,
@@ -99,7 +99,7 @@ class RewardPool:
         return result
 
     async def close(self) -> None:
-        """Kill all processes; samples that are being scored get the flag ``crashed``."""
+        """Kill all processes; samples that are being scored fail as ``died``."""
         self._closed = True
         if self._growth is not None:
             self._growth.cancel()

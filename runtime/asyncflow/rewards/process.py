@@ -1,8 +1,10 @@
 """The parent's end of one reward process: start it, ask it, kill it.
 
-Invariants: an answer counts only with the nonce of the question that is open; anything else that comes through the pipe
-ends the process, so that no code in it can answer for a later sample. A process has the pipes to its parent, a folder
-of its own to write to, and no variable, descriptor or argument that says anything of the job.
+Invariants: an answer counts only with the nonce of the question that is open, and anything else that comes through the
+pipe ends the process, so that nothing is answered ahead, and no answer is taken for another sample's. A function that
+runs a response in its own process lets it change that process, and so what is answered for its later samples; the
+functions of the project run none. A process has the pipes to its parent, a folder of its own to write to, and no
+variable, descriptor or argument that says anything of the job.
 """
 
 from __future__ import annotations
@@ -17,26 +19,42 @@ import signal
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from asyncflow.api.learning import RewardSpec
 from asyncflow.api.names import REWARD_VARIABLES
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, PeerLost
-from asyncflow.rewards.sandbox import Sandbox
+from asyncflow.rewards.sandbox import MOST_THREADS, Sandbox
 from asyncflow.rewards.wire import LENGTH, MAX_ANSWER, Answer, Example, Load, Question, frame
 
 log = logging.getLogger(__name__)
 
 _SET_VARIABLES = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    "MALLOC_ARENA_MAX": "2",
     "PYTHONDONTWRITEBYTECODE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-_DEPTHS = ("", "*/", "*/*/")
-"""Where folders of runs are looked for."""
+_RUN_LOCK = "run/lock"
+"""What every folder of a run holds, from its start on."""
+_RUN_PRIVATE = ("run", "ledger", "checkpoints", "logs")
+"""What a run keeps to itself in its folder: its token, its rows, its weights."""
+_MOST_FOLDERS = 20_000
+"""Folders that are looked into for runs; those below are hidden, since it is not known what they hold."""
+_MOST_SCRATCH_BYTES = 1 << 30
+_MOST_SCRATCH_FILES = 10_000
+_BLOCK_BYTES = 512
+_WATCH_S = 0.5
+_ROUNDS = 10
+"""How often those that started meanwhile are looked for, when a process is ended with what it started."""
+_END_S = 10.0
+"""Seconds that the kernel may take to end what was killed."""
 _COMPUTE_FACTOR = 2.0
 """A sample may compute for so many times the seconds that it may take: by several threads, say."""
 _MOST_LINES = 1000
@@ -49,7 +67,7 @@ class Scorer:
 
     function, extractor: see ``rewards.registry`` and ``rewards.extract``; workdir: the job's folder, from where a
     user's module is imported; readable: what it may read beside that folder and Python; hidden: folders that it may not
-    see, wherever they are; memory: bytes; processes: how many it may start.
+    see, wherever they are; memory: bytes of address space, for each process; processes: how many it may start.
     """
 
     function: str
@@ -62,18 +80,19 @@ class Scorer:
     processes: int = 0
 
     @classmethod
-    def of(cls, spec: RewardSpec, *, workdir: Path) -> Scorer:
-        """Return what a manifest asks for. workdir: the job's folder, where relative paths start.
+    def of(cls, spec: RewardSpec, *, workdir: Path, run: Path | None = None) -> Scorer:
+        """Return what a manifest asks for. workdir: the job's folder, where relative paths start; run: the run's own.
 
-        The folders of runs that lie there are hidden from it: they hold the tokens of those runs.
+        The folder of the run, and those of other runs in what it may read, are hidden from it.
         """
         folder = workdir.resolve()
+        readable = tuple((folder / path).resolve() for path in spec.files)
         return cls(
             function=spec.function,
             extractor=spec.extractor,
             workdir=folder,
-            readable=tuple(folder / path for path in spec.files),
-            hidden=tuple(token.parents[1] for above in _DEPTHS for token in folder.glob(f"{above}run/token")),
+            readable=readable,
+            hidden=tuple(_hidden((folder, *readable), run=run)),
             memory=spec.memory.bytes,
             network=spec.network,
             processes=spec.processes,
@@ -86,15 +105,16 @@ class RewardProcess:
     broken: why it can be asked no more, None while it can.
     """
 
-    def __init__(self, process: Process, *, scratch: Path) -> None:
+    def __init__(self, process: Process, *, scratch: Path, processes: int) -> None:
         self.pid = process.pid
         self.unrestricted: list[str] = []
         self.broken: PeerLost | None = None
         self._process = process
         self._scratch = scratch
+        self._processes = processes
         self._nonce = b""
         self._answered: asyncio.Future[Answer] | None = None
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._show_output())]
+        self._tasks = [asyncio.create_task(each()) for each in (self._listen, self._show_output, self._watch)]
 
     @classmethod
     async def start(cls, scorer: Scorer, *, timeout: float) -> RewardProcess:
@@ -116,7 +136,7 @@ class RewardProcess:
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
-        child = cls(process, scratch=scratch)
+        child = cls(process, scratch=scratch, processes=scorer.processes)
         try:
             ready = await child._ask(
                 Load(
@@ -152,11 +172,21 @@ class RewardProcess:
         return await self._ask(question, timeout=timeout, what="a reward")
 
     async def kill(self) -> None:
-        """End the process and what it started in its process group, at once, and remove what it wrote."""
+        """End the process and what it started, at once, and remove what it wrote.
+
+        A process that has left its group and whose parents have ended may stay: nobody waits for it, or for the ends of
+        the pipes that it holds.
+        """
         self._break("was killed")
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        await self._process.wait()
+        for descriptor in range(3):
+            pipe = self._process._transport.get_pipe_transport(descriptor)  # type: ignore[attr-defined] # noqa: SLF001
+            if pipe is not None:
+                pipe.close()
+        try:
+            async with asyncio.timeout(_END_S):
+                await self._process.wait()
+        except TimeoutError:
+            log.error("the reward process %d was killed and has not ended in %g s", self.pid, _END_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -203,12 +233,45 @@ class RewardProcess:
         self._answered.set_result(answer)
 
     def _break(self, why: str) -> None:
-        """Ask it nothing more, and end it with what it started in its process group."""
+        """Ask it nothing more, and end it with what it started."""
         self.broken = self.broken or PeerLost(f"the reward process {why}", where=f"pid {self.pid}")
+        if self._process.returncode is None and self._processes:
+            self._end_started()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         if self._answered is not None and not self._answered.done():
             self._answered.set_exception(self.broken)
+
+    def _end_started(self) -> None:
+        """End what it started, in whatever group: it adopts those of them whose parents have ended."""
+        ended: set[psutil.Process] = set()
+        with contextlib.suppress(ProcessLookupError, psutil.Error):
+            os.kill(self.pid, signal.SIGSTOP)
+            for _ in range(_ROUNDS):
+                fresh = set(self._started()) - ended
+                for process in fresh:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+                ended |= fresh
+                if not fresh:
+                    break
+
+    def _started(self) -> list[psutil.Process]:
+        """Return the processes that it started, and those that these started. Raises psutil.NoSuchProcess."""
+        return psutil.Process(self.pid).children(recursive=True) if self._processes else []
+
+    async def _watch(self) -> None:
+        """End it where it takes more than the kernel can be told to give it."""
+        while self.broken is None:
+            await asyncio.sleep(_WATCH_S)
+            try:
+                threads = _threads(psutil.Process(self.pid), *self._started())
+            except psutil.NoSuchProcess:
+                return
+            if threads > MOST_THREADS + self._processes:
+                self._break(f"had more than {MOST_THREADS + self._processes} threads")
+            elif _is_full(self._scratch):
+                self._break(f"wrote more than {_MOST_SCRATCH_BYTES} bytes or {_MOST_SCRATCH_FILES} files")
 
     async def _show_output(self) -> None:
         """Log what the function prints, as long as that is not too much."""
@@ -222,6 +285,56 @@ class RewardProcess:
                 if shown == _MOST_LINES:
                     log.warning("reward process %d: what it prints from here on is not shown", self.pid)
                     break
+
+
+def _threads(*processes: psutil.Process) -> int:
+    count = 0
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            count += process.num_threads()
+    return count
+
+
+def _is_full(folder: Path) -> bool:
+    """Tell whether a folder takes more room than a reward process may."""
+    size = files = 0
+    for place, folders, names in os.walk(folder):
+        files += len(folders) + len(names)
+        for name in names:
+            with contextlib.suppress(OSError):
+                size += os.lstat(os.path.join(place, name)).st_blocks * _BLOCK_BYTES
+    return size > _MOST_SCRATCH_BYTES or files > _MOST_SCRATCH_FILES
+
+
+def _hidden(readable: Sequence[Path], *, run: Path | None) -> Iterator[Path]:
+    """Yield the folders that a scorer may not read: those of runs, and those that could not be looked into.
+
+    Of a run's folder in which the job's own or a file that the manifest names lies, only what the run keeps to itself.
+    """
+    runs, unseen = _runs(readable)
+    for folder in runs if run is None else {*runs, run.resolve()}:
+        if any(place.is_relative_to(folder) for place in readable):
+            yield from (folder / name for name in _RUN_PRIVATE)
+        else:
+            yield folder
+    if unseen:
+        words = "%s has more than %d folders; the reward function cannot read %s, nor %d others that deep"
+        log.warning(words, readable[0], _MOST_FOLDERS, unseen[0], len(unseen) - 1)
+    yield from unseen
+
+
+def _runs(places: Sequence[Path]) -> tuple[set[Path], list[Path]]:
+    """Return the folders of runs in ``places``, and what was not looked into; symbolic links are not followed."""
+    runs: set[Path] = set()
+    seen, waiting = 0, deque(place for place in places if place.is_dir())
+    while waiting and seen < _MOST_FOLDERS:
+        seen += 1
+        folder = waiting.popleft()
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            waiting.extend(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
+            if (folder / _RUN_LOCK).exists():
+                runs.add(folder)
+    return runs, list(waiting)
 
 
 def _environment(scratch: Path) -> dict[str, str]:

@@ -17,7 +17,7 @@ import platform
 import resource
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -33,14 +33,20 @@ _SYSTEM: Final = (
 _DEVICES: Final = ("/dev/null",)
 _OPEN_FILES: Final = 256
 _FILE_BYTES: Final = 256 << 20
+MOST_THREADS: Final = 256
+"""Threads beyond the processes that are allowed."""
+_OTHERS: Final = 4096
+"""Threads that the user's other programs may start meanwhile, without keeping this process from starting its own."""
+_FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
+"""Inode of the process namespace in which the machine was started (the kernel's proc_ns.h)."""
 
 
 class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
     """What is allowed.
 
-    readable, writable: files and folders, beside what Python itself needs; hidden: folders in these whose files cannot
-    be read; network: whether sockets of the internet families may be opened; processes: how many further processes may
-    be started; memory: bytes of data.
+    readable, writable: files and folders, beside what Python itself needs; hidden: folders in these, resolved, whose
+    files cannot be read; network: whether sockets of the internet families may be opened; processes: how many further
+    processes may be started; memory: bytes of address space, for each process.
     """
 
     readable: list[str]
@@ -54,10 +60,13 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
 def enter(sandbox: Sandbox) -> list[str]:
     """Restrict this process, which must have one thread, for ever.
 
+    Where it may start processes, it adopts those whose parents have ended, so that they are found with it.
     Return what could not be restricted, and why; empty on a kernel of 6.12 or newer. Raises OSError where the kernel
     refuses a limit that every kernel has.
     """
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    if sandbox.processes:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _limit(sandbox)
     _drop_capabilities()
     return [*_restrict_files(sandbox), *_filter_calls(sandbox)]
@@ -72,12 +81,12 @@ def limit_cpu(seconds: float) -> None:
 def _limit(sandbox: Sandbox) -> None:
     limits = {
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_DATA: sandbox.memory,
+        resource.RLIMIT_AS: sandbox.memory,
         resource.RLIMIT_NOFILE: _OPEN_FILES,
         resource.RLIMIT_FSIZE: _FILE_BYTES,
     }
-    if sandbox.processes:
-        limits[resource.RLIMIT_NPROC] = _tasks_of_user() + sandbox.processes
+    if os.stat("/proc/self/ns/pid").st_ino == _FIRST_PID_NAMESPACE:
+        limits[resource.RLIMIT_NPROC] = _tasks_of_user() + MOST_THREADS + sandbox.processes + _OTHERS
     for name, most in limits.items():
         hard = resource.getrlimit(name)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -85,7 +94,10 @@ def _limit(sandbox: Sandbox) -> None:
 
 
 def _tasks_of_user() -> int:
-    """Count the threads of this user, which RLIMIT_NPROC counts too."""
+    """Count the threads of this user, which RLIMIT_NPROC counts too.
+
+    It counts those in other containers of the machine as well, so that in a container nobody knows the number.
+    """
     count, user = 0, os.getuid()
     for process in Path("/proc").iterdir():
         try:
@@ -100,6 +112,7 @@ def _tasks_of_user() -> int:
 
 _PR_CAPBSET_READ: Final = 23
 _PR_CAPBSET_DROP: Final = 24
+_PR_SET_CHILD_SUBREAPER: Final = 36
 _PR_SET_NO_NEW_PRIVS: Final = 38
 _CAPABILITIES: Final = 64
 _CAPABILITY_VERSION: Final = 0x20080522
@@ -156,9 +169,10 @@ def _restrict_files(sandbox: Sandbox) -> list[str]:
     size = 24 if version >= _SCOPE_VERSION else 16 if version >= _TCP_VERSION else 8
     ruleset = _landlock(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(size), 0)
     try:
-        hidden = [Path(folder).resolve() for folder in sandbox.hidden]
+        hidden = {Path(folder) for folder in sandbox.hidden}
+        above = {parent for folder in hidden for parent in folder.parents}
         for path in (*_SYSTEM, *_python(), *sandbox.readable):
-            for shown, rights in _without(Path(path).resolve(), hidden):
+            for shown, rights in _without(Path(path).resolve(), hidden, above):
                 _allow(ruleset, str(shown), rights & handled)
         for path in (*_DEVICES, *sandbox.writable):
             _allow(ruleset, path, handled)
@@ -176,19 +190,24 @@ def _python() -> Iterator[str]:
     yield from (path for path in sys.path if path)
 
 
-def _without(path: Path, hidden: Sequence[Path]) -> Iterator[tuple[Path, int]]:
+def _without(path: Path, hidden: Set[Path], above: Set[Path]) -> Iterator[tuple[Path, int]]:
     """Yield places and the right to read them, so that ``path`` can be read but for the files in ``hidden``.
 
-    Rights are those of all below a place too, so names in ``hidden`` can be listed where their folder can.
+    above: the folders in which those of ``hidden`` lie. Rights are those of all below a place too, so names in
+    ``hidden`` can be listed where their folder can. A symbolic link gives no right to read what it leads to.
     """
-    if any(path.is_relative_to(folder) for folder in hidden):
+    if not hidden.isdisjoint((path, *path.parents)):
         return
-    if not any(folder.is_relative_to(path) for folder in hidden):
+    if path not in above:
         yield path, _READ
         return
     yield path, _READ_DIR
-    for inside in path.iterdir():
-        yield from _without(inside, hidden)
+    try:
+        entries = [Path(entry.path) for entry in os.scandir(path) if not entry.is_symlink()]
+    except OSError:
+        return
+    for inside in entries:
+        yield from _without(inside, hidden, above)
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
@@ -224,17 +243,20 @@ class _Machine(NamedTuple):
 
 _NUMBERS: Final = {
     "x86_64": """
-        socket 41 clone 56 fork 57 vfork 58 kill 62 ptrace 101 rt_sigqueueinfo 129 tkill 200 tgkill 234 add_key 248
-        request_key 249 keyctl 250 unshare 272 rt_tgsigqueueinfo 297 perf_event_open 298 prlimit64 302
-        open_by_handle_at 304 setns 308 process_vm_readv 310 process_vm_writev 311 kcmp 312 bpf 321 userfaultfd 323
+        shmget 29 socket 41 clone 56 fork 57 vfork 58 kill 62 msgget 68 ptrace 101 rt_sigqueueinfo 129 tkill 200
+        tgkill 234 mq_open 240 add_key 248 request_key 249 keyctl 250 unshare 272 rt_tgsigqueueinfo 297
+        perf_event_open 298 prlimit64 302 open_by_handle_at 304 setns 308 process_vm_readv 310 process_vm_writev 311
+        kcmp 312 memfd_create 319 bpf 321 userfaultfd 323
     """,
     "aarch64": """
-        unshare 97 ptrace 117 kill 129 tkill 130 tgkill 131 rt_sigqueueinfo 138 socket 198 add_key 217 request_key 218
-        keyctl 219 clone 220 rt_tgsigqueueinfo 240 perf_event_open 241 prlimit64 261 open_by_handle_at 265 setns 268
-        process_vm_readv 270 process_vm_writev 271 kcmp 272 bpf 280 userfaultfd 282
+        unshare 97 ptrace 117 kill 129 tkill 130 tgkill 131 rt_sigqueueinfo 138 mq_open 180 msgget 186 shmget 194
+        socket 198 add_key 217 request_key 218 keyctl 219 clone 220 rt_tgsigqueueinfo 240 perf_event_open 241
+        prlimit64 261 open_by_handle_at 265 setns 268 process_vm_readv 270 process_vm_writev 271 kcmp 272
+        memfd_create 279 bpf 280 userfaultfd 282
     """,
     "all": """
         pidfd_send_signal 424 io_uring_setup 425 io_uring_enter 426 io_uring_register 427 clone3 435 pidfd_getfd 438
+        memfd_secret 447
     """,
 }
 """System calls by processor, each followed by its number (the kernel's unistd.h)."""
@@ -252,9 +274,10 @@ _MACHINES: Final = {
 _ALWAYS: Final = (
     *("ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "kcmp", "open_by_handle_at", "unshare"),
     *("setns", "bpf", "perf_event_open", "userfaultfd", "io_uring_setup", "io_uring_enter", "io_uring_register"),
-    *("add_key", "request_key", "keyctl"),
+    *("add_key", "request_key", "keyctl", "memfd_create", "memfd_secret", "shmget", "msgget", "mq_open"),
 )
-"""Ways to look into other processes, to get new rights, or to make system calls that no filter sees."""
+"""Ways to look into other processes, to get new rights, to make system calls that no filter sees, and to have memory
+that is not in the address space."""
 _SIGNALS: Final = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
 _INTERNET: Final = (2, 10, 16)
 """AF_INET, AF_INET6, and AF_NETLINK, by which the resolver learns of addresses."""

@@ -51,14 +51,15 @@ class Rewards(Protocol):
         """End it; samples that are being scored fail as ``died``."""
 
 
-def open_rewards(spec: RewardSpec, *, workdir: Path, within_s: float) -> Rewards:
+def open_rewards(spec: RewardSpec, *, workdir: Path, run: Path | None = None, within_s: float) -> Rewards:
     """Return what scores for a manifest: at the socket that the substrate names, else in processes of this one.
 
-    workdir: the job's folder; within_s: how long a process beside this one may take until it listens.
+    workdir: the job's folder; run: the run's own, which is hidden from the function; within_s: how long a process
+    beside this one may take until it listens.
     """
     path = os.environ.get(REWARD_SOCKET_ENV)
     if path is None:
-        return RewardPool.of(spec, workdir=workdir)
+        return RewardPool.of(spec, workdir=workdir, run=run)
     silence_s = _SILENT_TURNS * spec.timeout_seconds + _START_S
     return RewardClient(Path(path), start_timeout_s=within_s, silence_s=silence_s)
 

@@ -44,7 +44,9 @@ async def serve(post: JobPost) -> None:
         seed=spec.algorithm.seed,
         options=spec.rollout.engine.options,
     )
-    rewards = open_rewards(spec.reward, workdir=job_folder(post.job, options), within_s=post.start_s)
+    rewards = open_rewards(
+        spec.reward, workdir=job_folder(post.job, options), run=options.workdir, within_s=post.start_s
+    )
     if spec.schedule.swap_at == "token":
         raise ManifestError("swapAt token does not work yet", where="spec.schedule.swapAt")
     instance = Instance(swap_at=spec.schedule.swap_at, slots=spec.rollout.engine.slots, ahead=spec.algorithm.group_size)

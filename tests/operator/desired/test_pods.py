@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncflow.api.load import load_reward
 from asyncflow.api.names import DIGEST
 from asyncflow.api.status import JobStatus
 from asyncflow_operator.desired import Desired
@@ -135,6 +136,31 @@ def test_samples_are_scored_in_a_container_without_any_secret(desired: Desired, 
     assert "HF_TOKEN" not in told
     assert not [name for name in told if name.startswith("ASYNCFLOW_")]
     assert scores["securityContext"] == rollout["securityContext"]
+
+
+def test_the_container_that_scores_sees_of_the_manifest_its_reward_only(
+    desired: Desired, job_state: JobStates, tmp_path: Path
+):
+    state = job_state(
+        template={"env": [{"name": "HF_TOKEN", "value": "hf-canary"}]},
+        reward={"function": "mine:score", "timeoutSeconds": 3, "files": ["table.json"]},
+    )
+    spec = desired.pod(state, "rollout", 0, 0)["spec"]
+    (scores,) = spec["initContainers"]
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    config = next(each for each in desired.supporting(state) if each["kind"] == "ConfigMap")
+    seen: dict[str, str] = {}
+    for mount in scores["volumeMounts"]:
+        mounted = volumes[mount["name"]].get("configMap")
+        if mounted is not None:
+            assert mounted["name"] == config["metadata"]["name"]
+            seen |= {f"{mount['mountPath']}/{item['path']}": config["data"][item["key"]] for item in mounted["items"]}
+    assert "hf-canary" not in str(seen)
+    assert "hf-canary" in config["data"]["job.yaml"]
+    (tmp_path / "reward.yaml").write_text(seen.pop(scores["command"][scores["command"].index("--reward") + 1]))
+    assert state.job is not None
+    assert load_reward(tmp_path / "reward.yaml") == state.job.spec.reward
+    assert seen == {}
 
 
 @pytest.mark.parametrize("role", sorted(set(ROLES) - {"rollout"}))
