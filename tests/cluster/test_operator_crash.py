@@ -42,7 +42,13 @@ async def live(cluster: Cluster) -> AsyncGenerator[Stage, None]:
         await cluster.until(goal, f"a job that {what}")
         there = {key for key in server.objects if key[0] != "events"}
         made = {what: times for what, times in server.made.items() if what[0] != "events"}
-        return {"stage": what, "objects": there, "attempts": attempts(), "restarts": status().get("restarts", {}), "made": made}
+        return {
+            "stage": what,
+            "objects": there,
+            "attempts": attempts(),
+            "restarts": status().get("restarts", {}),
+            "made": made,
+        }
 
     yield await reached("begins", lambda: status()["phase"] == "Running")
     cluster.end("quickstart-rollout-1", 1)
