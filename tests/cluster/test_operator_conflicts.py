@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
 from typing import Any
 
@@ -38,7 +39,12 @@ class Pair:
         self.second.start()
         self.world.apply()
         self.world.until_whole()
+        self.world.until(self._is_quiet, "the leader to have written what it had to")
         return self.pods()
+
+    def _is_quiet(self) -> bool:
+        latest = self.writes(self.first)[-1].answered
+        return datetime.now(UTC) - latest > timedelta(seconds=2)
 
     def pods(self) -> dict[str, str]:
         return {name: pod["metadata"]["uid"] for name, pod in self.world.pods().items()}

@@ -18,13 +18,14 @@ from urllib.parse import urlencode
 
 import aiohttp
 import msgspec
+from aiohttp.connector import Connection
 from kubernetes.aio import config as kubernetes_config
 from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
 from asyncflow.api.names import FIELD_MANAGER
 from asyncflow.errors import ManifestError
-from asyncflow_operator.cluster.kinds import LEASE, Kind
+from asyncflow_operator.cluster.kinds import Kind
 from asyncflow_operator.cluster.refusals import NotLeading, Refusal, TooLarge, Unreachable, refusal
 
 Json = dict[str, Any]
@@ -64,14 +65,27 @@ async def _refuse_redirects(
     return response
 
 
+def _fenced(api: Api) -> type[aiohttp.ClientRequest]:
+    """Return the requests that ask ``may_write`` once they have a connection: after that, nothing waits any more."""
+
+    class Fenced(aiohttp.ClientRequest):
+        async def send(self, conn: Connection) -> aiohttp.ClientResponse:
+            if self.method != "GET" and not api.may_write():
+                raise NotLeading("another operator may lead now", where=f"{self.method} {self.url.path}")
+            return await super().send(conn)
+
+    return Fenced
+
+
 class Api:
-    """One server, as one user. may_write: asked before each attempt to write anything but a Lease."""
+    """One server, as one user. may_write: asked before each write is sent; what it refuses raises NotLeading."""
 
     def __init__(self, configuration: Configuration, *, answered: Answered = lambda *_: None) -> None:
         configuration.client_session_kwargs = {
             "trust_env": False,
             "auto_decompress": False,
             "middlewares": (_refuse_redirects,),
+            "request_class": _fenced(self),
         }
         self.configuration = configuration
         self.may_write: Callable[[], bool] = lambda: True
@@ -258,8 +272,6 @@ class Api:
         deadline = time.monotonic() + deadline_s
         pause = _FIRST_PAUSE_S
         while True:
-            if method != "GET" and kind is not LEASE and not self.may_write():
-                raise NotLeading("another operator may lead now", where=where)
             begun = time.monotonic()
             timeout = aiohttp.ClientTimeout(total=max(0.1, min(CALL_S, deadline - begun)))
             wanted = 0.0

@@ -4,7 +4,7 @@ import asyncio
 import gzip
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 from aiohttp import web
@@ -13,26 +13,32 @@ from kubernetes.aio.client.configuration import Configuration
 from asyncflow_operator.cluster import client, informer
 from asyncflow_operator.cluster.client import Api
 from asyncflow_operator.cluster.informer import Informer
-from asyncflow_operator.cluster.kinds import BY_NAME, LEASE
+from asyncflow_operator.cluster.kinds import BY_NAME
 from asyncflow_operator.cluster.refusals import Expired, NotLeading, Refusal, TooLarge, Unreachable
 from asyncflow_operator.cluster.store import Store
 
 CONFIG_MAP = BY_NAME["ConfigMap"]
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Serve = Callable[[Answer], Awaitable[Api]]
+
+
+class Serve(Protocol):
+    """Begin a server that answers so; return a client of it with so many connections."""
+
+    async def __call__(self, answer: Answer, *, connections: int = 10) -> Api: ...
 
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
     closing: list[Callable[[], Awaitable[None]]] = []
 
-    async def begin(answer: Answer) -> Api:
+    async def begin(answer: Answer, *, connections: int = 10) -> Api:
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", answer)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         configuration = Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}")
+        configuration.connection_pool_maxsize = connections
         api = Api(configuration)
         closing.extend((api.close, runner.cleanup))
         return api
@@ -190,8 +196,31 @@ async def test_who_may_lead_no_more_sends_no_write_not_even_the_second_attempt_o
         await api.delete(CONFIG_MAP, "ns", "c", uid="c")
     assert seen == ["PATCH"]
     await api.get(CONFIG_MAP, "ns", "c")
-    await api.replace(LEASE, "ns", "l", config_map("l", 1), deadline_s=1.0)
-    assert seen == ["PATCH", "GET", "PUT"]
+    assert seen == ["PATCH", "GET"]
+
+
+async def test_a_write_that_waited_for_its_connection_is_not_sent_once_the_lead_is_over(serve: Serve) -> None:
+    seen: list[str] = []
+    arrived, go_on = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(request.method)
+        arrived.set()
+        await go_on.wait()
+        return web.json_response({})
+
+    api = await serve(answer, connections=1)
+    first = asyncio.create_task(api.get(CONFIG_MAP, "ns", "c"))
+    await arrived.wait()
+    waiting = asyncio.create_task(api.delete(CONFIG_MAP, "ns", "c", uid="c"))
+    await asyncio.sleep(0.1)
+    api.may_write = lambda: False
+    go_on.set()
+    await first
+    with pytest.raises(NotLeading, match="DELETE /api/v1/namespaces/ns/configmaps/c"):
+        await asyncio.wait_for(waiting, 10)
+    await api.get(CONFIG_MAP, "ns", "c")
+    assert seen == ["GET", "GET"]
 
 
 async def test_a_redirect_is_not_followed_and_nothing_is_decompressed(serve: Serve) -> None:
