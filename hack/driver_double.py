@@ -53,7 +53,7 @@ class DriverDouble:
         self._thread.join(10)
 
     def resume(self, namespace: str, name: str) -> None:
-        """Have a job's driver run as if it had begun anew."""
+        """Run a job's driver as if it had just begun."""
         self._suspended.discard(f"/{namespace}/{name}/v1/status")
 
     async def _suspend(self, request: web.Request) -> web.Response:

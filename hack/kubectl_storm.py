@@ -101,7 +101,7 @@ class Storm:
         self._until_well()
 
     def run(self, count: int) -> None:
-        """Have ``count`` things happen, most of them while the last is still being dealt with."""
+        """Do ``count`` things, most of them while the last is still being dealt with."""
         kinds: dict[Callable[[], str], int] = {
             self._edit: 5,
             self._edit_to_what_is_refused: 2,
@@ -265,7 +265,7 @@ class Storm:
         return f"disown {_called(kind, raw)}"
 
     def _take_a_name(self) -> str:
-        """Have an object of somebody else under a name that a job needs, in the place of one that is deleted first."""
+        """Replace an object that a job needs by somebody else's of the same name."""
         kind = self._dice.choice([kind for kind in _KINDS if kind not in (SYNC, _SECRET)])
         raw = self._some(kind)
         if raw is None:
@@ -334,7 +334,7 @@ class Storm:
         return "kill the operator"
 
     def _provision(self) -> None:
-        """Have a volume for every claim that waits for one, as a provisioner does."""
+        """Make a volume for every claim that waits for one, as a provisioner does."""
         for claim in self._api.get(_CLAIM.path(self._namespace))["items"]:
             waits = claim["status"].get("phase") == "Pending" and not claim["spec"].get("volumeName")
             uid = claim["metadata"]["uid"]

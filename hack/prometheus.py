@@ -79,7 +79,7 @@ def check(
     firing: Sequence[Mapping[str, str]] | None = None,
     values: Mapping[str, float] | None = None,
 ) -> None:
-    """Have the rules evaluated each minute. Raises RuleError where they say anything else than expected.
+    """Evaluate the rules each minute. Raises RuleError where they say anything else than expected.
 
     firing: the labels of all alerts that fire at the end; values: of expressions, each of one sample without labels.
     """
@@ -105,7 +105,7 @@ def check(
 
 
 def lint() -> None:
-    """Have Prometheus read the rules, templates included. Raises RuleError where it refuses one."""
+    """Let Prometheus read the rules, templates included. Raises RuleError where it refuses one."""
     _promtool("check", "rules", "--lint=all", "--lint-fatal", str(RULES))
 
 

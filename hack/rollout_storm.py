@@ -37,7 +37,7 @@ class Storm:
         self.scalings: list[tuple[int, int]] = []
 
     def run(self, count: int) -> None:
-        """Have ``count`` things happen; each scaling begins when the job is settled, so that its time is its own."""
+        """Do ``count`` things; each scaling begins when the job is settled, so that its time is its own."""
         kinds: list[Callable[[], None]] = [self._kill, self._delete, self._lose_node, self._scale]
         while len(self.events) < count:
             try:

@@ -40,20 +40,20 @@ class Shim:
         }
 
     def set_clock(self, ahead_s: int) -> None:
-        """Have the system clock stand so many seconds ahead of the true one, or behind it."""
+        """Set the system clock so many seconds ahead of the true one, or behind it."""
         self._clock = ahead_s
         self._write(0, "")
 
     def fail(self, number: int, path: str) -> None:
-        """Have the disk answer ``number`` from now on, for files whose path holds ``path``."""
+        """Make each disk call on a path that contains ``path`` fail with ``number`` from now on."""
         self._write(number, path)
 
     def heal(self) -> None:
-        """Have the disk work again."""
+        """Make the disk work again."""
         self._write(0, "")
 
     def fail_for(self, seconds: float, number: int, path: str) -> str:
-        """Have the disk fail for so long; say what was done."""
+        """Make the disk fail for so long; return what was done."""
         self.fail(number, path)
         time.sleep(seconds)
         self.heal()

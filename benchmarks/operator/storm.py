@@ -27,7 +27,7 @@ NODES = 20
 
 
 def weather(plane: ControlPlane, drivers: DriverDouble, *, seed: int, events: int, logs: Path) -> dict[str, Any]:
-    """Have one storm; give what became of it. logs: where the operator's log goes if it went wrong."""
+    """Run one storm; return its result. logs: where the operator's log goes if the storm failed."""
     namespace = f"storm-{seed}"
     plane.api.create("/api/v1/namespaces", {"metadata": {"name": namespace}})
     options = {"namespace": namespace, "namespaces": namespace, "probe_url": drivers.url, "probe_seconds": 0.5}

@@ -32,7 +32,7 @@ _DEADLINE_S: Final = 600.0
 
 
 def install(plane: ControlPlane, *, kueue: str = NEWEST) -> None:
-    """Have ``plane`` know the kinds of Volcano, and of the newest Kueue or an older one."""
+    """Install the kinds of Volcano in ``plane``, and those of the newest Kueue or an older one."""
     files = [*definitions(kueue).glob("kueue*.yaml"), *definitions(NEWEST).glob("scheduling*.yaml")]
     for file in sorted(files):
         definition: dict[str, Any] = yaml.load(file.read_text(), Loader=yaml.CSafeLoader)

@@ -49,7 +49,7 @@ def ready(api: Api) -> set[str]:
 
 
 def set_lost(api: Api, name: str, *, lost: bool) -> None:
-    """Have a node vanish with its pods, or come back: KWOK cannot do the second half, a pod does not see its node."""
+    """Make a node vanish with its pods, or come back: KWOK cannot do the second half, a pod does not see its node."""
     value = "true" if lost else None
     api.patch(f"{NODES}/{name}", {"metadata": {"annotations": {_NOT_READY: value}}})
     for pod in api.get(_PODS, fieldSelector=f"spec.nodeName={name}")["items"]:

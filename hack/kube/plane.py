@@ -190,11 +190,11 @@ class ControlPlane:
         return names
 
     def lose_node(self, name: str) -> None:
-        """Have a fake node vanish: it is tainted, and its pods are not Ready and cannot be deleted."""
+        """Make a fake node vanish: it is tainted, and its pods are not Ready and cannot be deleted."""
         nodes.set_lost(self.api, name, lost=True)
 
     def return_node(self, name: str) -> None:
-        """Have a lost node come back with its pods."""
+        """Bring a lost node back with its pods."""
         nodes.set_lost(self.api, name, lost=False)
 
     def requests(self, *, user: str | None = None) -> list[audit.Request]:
@@ -214,7 +214,7 @@ class ControlPlane:
         self.wait_until(self._is_ready, "the API server to be ready", timeout_s=timeout_s)
 
     def rely_on(self, process: Process) -> None:
-        """Have every wait need this process too, until somebody ends it."""
+        """Make every wait fail once this process has ended, until somebody ends it on purpose."""
         self._others.append(process)
 
     def wait_until(self, condition: Callable[[], object], what: str, *, timeout_s: float = 60.0) -> None:

@@ -48,7 +48,10 @@ class Key(NamedTuple):
 
 @dataclass(slots=True)
 class _Denied:
-    """What was refused of an object of ours at one generation; until: when it is tried again, the ``times``-th time."""
+    """What was refused for one of our objects at one generation.
+
+    until: when it is tried again (seconds, monotonic); times: how often it was refused.
+    """
 
     generation: int
     denials: dict[Ref, Denial]
@@ -233,7 +236,7 @@ def _of_driver(probe: Probe, pods: Collection[PodView]) -> Probe:
 
 
 def _members(entries: Collection[Entry[Any]], owners: set[str]) -> tuple[tuple[PodView, ...], dict[Ref, ObjectView]]:
-    """Give the pods, by name, and the other objects that are made for ``owners``, or for an object that is no more.
+    """Return the pods, ordered by name, and the other objects of ``owners`` or of an owner that exists no more.
 
     What nobody of ours owns is somebody else's, whatever its labels say.
     """

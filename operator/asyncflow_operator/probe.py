@@ -122,7 +122,7 @@ class Drivers:
         return known.probe if known else _NONE
 
     def order(self, owner: Owner, path: str) -> None:
-        """Have ``path`` POSTed to the driver soon. If it does not take it, the owner is news again after a moment."""
+        """POST ``path`` to the driver soon. Where the driver refuses, the owner is looked at again after a moment."""
         known = self._known.get(owner.uid)
         if known is None:
             self._not_taken(owner, path, why="no driver is known to run", declined=0)

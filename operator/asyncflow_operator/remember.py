@@ -42,7 +42,7 @@ class Remembered:
         self.queue_pod = desired.queue_pod
 
     def supporting(self, state: JobState) -> Manifests:
-        """Give everything but pods and children of a job."""
+        """Return every object of the job, except its pods and custom resources."""
         return self._built("supporting", state, self._desired.supporting)
 
     def children(self, state: JobState) -> Manifests:

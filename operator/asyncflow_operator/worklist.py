@@ -54,7 +54,7 @@ class Worklist(Generic[K]):
         return len(self._due)
 
     def mark(self, key: K, *, after_s: float = 0.0) -> None:
-        """Have ``key`` worked on, ``after_s`` seconds from now at the latest."""
+        """Work on ``key`` within ``after_s`` seconds."""
         due = max(self._clock() + after_s, self._not_before.get(key, 0.0))
         if due < self._due.get(key, float("inf")):
             self._due[key] = due
@@ -63,7 +63,7 @@ class Worklist(Generic[K]):
             self._changed.set()
 
     def renew(self, key: K) -> None:
-        """Have ``key`` worked on now: what it failed on has changed."""
+        """Work on ``key`` now: what it failed on has changed."""
         self._failures.pop(key, None)
         self._not_before.pop(key, None)
         self.mark(key)

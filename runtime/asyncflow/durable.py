@@ -31,7 +31,7 @@ def write_whole(path: Path, content: bytes, *, mode: int = 0o644) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Have a folder, and those that it lies in, under their names on disk."""
+    """Create a folder, and those that it lies in, and sync their names to disk."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
@@ -39,7 +39,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have what was written to a file, or the names in a folder, on disk."""
+    """Sync what was written to a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -40,7 +40,7 @@ class Driver(Protocol):
     """A job's driver, as far as a plan needs it."""
 
     def order(self, owner: Owner, path: str) -> None:
-        """Have ``path`` POSTed with the job's token, soon; whether the driver takes it is not waited for."""
+        """POST ``path`` with the job's token soon, without waiting for whether the driver takes it."""
 
 
 @dataclass(kw_only=True)
@@ -167,7 +167,7 @@ class Hands:
             return None if kind.watched == "never" else await self._recover(owner, kind, manifest, refused)
 
     async def _recover(self, owner: Owner, kind: Kind, manifest: Manifest, refused: Refusal) -> Json | None:
-        """Have an object that exists and that no watch tells of: the owner's own, if somebody took its labels away.
+        """Return the existing object that no watch reports: the owner's own, if somebody took its labels away.
 
         A pod without its labels is covered by no policy, so it is deleted. Raises ``refused`` for one of somebody else.
         """

@@ -197,9 +197,9 @@ class Api:
         metadata_only: bool = False,
         size: int = 500,
     ) -> AsyncIterator[Json]:
-        """Give a list page by page, so that no more than ``size`` objects are in memory. Raises Expired half-way.
+        """Yield a list page by page, so that no more than ``size`` objects are in memory. Raises Expired half-way.
 
-        Where such a page would be too large, it gives more and smaller ones.
+        A page that would be too large is asked for again in smaller ones.
         """
         query = {"limit": str(size)}
         query |= {key: value for key, value in (("labelSelector", labels), ("fieldSelector", fields)) if value}

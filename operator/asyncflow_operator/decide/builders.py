@@ -28,7 +28,7 @@ class DesiredJob(Protocol):
     """Objects of a job."""
 
     def supporting(self, state: JobState) -> tuple[Manifest, ...]:
-        """Give everything but pods and children."""
+        """Return every object of the job, except its pods and custom resources."""
 
     def children(self, state: JobState) -> tuple[Manifest, ...]:
         """Give the job's own TransferQueue and WeightSync."""
@@ -44,10 +44,10 @@ class DesiredQueue(Protocol):
     """Objects of a TransferQueue."""
 
     def supporting(self, state: JobState) -> tuple[Manifest, ...]:
-        """Give everything but pods and children of a job, for the queue of one."""
+        """Return every object of the job that a queue belongs to, except its pods and custom resources."""
 
     def queue_supporting(self, state: QueueState) -> tuple[Manifest, ...]:
-        """Give everything but pods."""
+        """Return every object of the queue, except its pods."""
 
     def queue_pod(self, state: QueueState, role: RoleName, index: int, attempt: int) -> Manifest:
         """Give one pod."""
@@ -55,10 +55,10 @@ class DesiredQueue(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upkeep:
-    """What is to be done about objects beside pods.
+    """The writes that objects other than pods need.
 
-    write: those to be made or changed; absent: those that are not there; going: those of them that are still on their
-    way out; changed: those that somebody else has changed.
+    write: objects to create or change; absent: objects that do not exist; going: those of them that are still being
+    deleted; changed: objects that somebody else has changed.
     """
 
     write: tuple[Apply, ...]
@@ -102,7 +102,7 @@ def upkeep(
 
 
 def put_back(changed: Iterable[Ref], denied: Collection[Denial], *, owner: str) -> Iterator[Note]:
-    """Tell of objects that somebody changed, but for those that cannot be put back, and where the change belongs."""
+    """Yield a warning for each changed object that is put back, which says where the change belongs."""
     refused = {denial.ref for denial in denied}
     for ref in (ref for ref in changed if ref not in refused):
         words = f"Somebody changed {ref.kind}/{ref.name}; it is put back, because it follows {owner}"

@@ -38,7 +38,7 @@ def next_attempt(record: RoleRecord) -> RoleRecord:
 def tend_gang(
     role: Role, pods: Collection[PodView], record: RoleRecord, *, open_: bool, unmade: bool, alarm: Alarm
 ) -> tuple[RoleRecord, Moves, tuple[Note, ...]]:
-    """Have all ranks of one attempt, or make room for them.
+    """Make all ranks of one attempt, or make room for them.
 
     open_: whether pods may be made now; unmade: whether missing pods of a begun attempt were surely never made.
     """

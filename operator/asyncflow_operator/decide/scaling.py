@@ -71,8 +71,10 @@ def tend_rollouts(
     alarm: Alarm,
     core: int = 0,
 ) -> Crew:
-    """Have ``target`` rollouts beside those ``leaving``. open_: whether pods may be made now; drain_s: seconds that a
-    rollout has to hand back its work; core: how many, from index 0 on, have their place with the gang and leave last.
+    """Make or drain pods until ``target`` rollouts run beside those ``leaving``.
+
+    open_: whether pods may be made now; drain_s: seconds that a rollout has to hand back its work; core: how many,
+    from index 0 on, have their place with the gang and leave last.
     """
     chosen = {each.uid for each in leaving}
     holders = [pod for pod in pods if pod.uid not in chosen]

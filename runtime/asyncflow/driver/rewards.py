@@ -89,7 +89,7 @@ class RewardTally:
         self._failed_of.clear()
 
     def flush(self) -> None:
-        """Have the totals kept, if they have changed since they were."""
+        """Save the totals, if they have changed since they were saved."""
         totals = Totals(self.scored, dict(self.failed), self.first_failure)
         if totals != self._kept:
             self.keep(totals)

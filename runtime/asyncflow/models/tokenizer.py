@@ -85,11 +85,6 @@ class Tokenizer:
             special_tokens=special,
         )
 
-    @property
-    def can_chat(self) -> bool:
-        """Whether the folder has a chat template."""
-        return self._chat is not None
-
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Give the ids of ``text``; special tokens spelled in it are recognised, others only added when asked."""
         ids: list[int] = self._core.encode(text, add_special_tokens=add_special_tokens).ids

@@ -33,7 +33,7 @@ _MOST_DETAIL = 4000
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; end now if it has ended already."""
+    """Make the kernel kill this process when its parent ends; end now if it has ended already."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         sys.exit(1)

@@ -163,7 +163,7 @@ class RewardProcess:
         return child
 
     async def score(self, example: Example, *, timeout: float) -> Answer:
-        """Have one example scored. After any exception but ValueError the child must be killed.
+        """Score one example. After any exception but ValueError the child must be killed.
 
         Raises ValueError where the example is too large or is no JSON (nothing was sent), DeadlineExceeded after
         ``timeout`` seconds, PeerLost where the process died or broke the protocol.

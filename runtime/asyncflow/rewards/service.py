@@ -223,7 +223,7 @@ class _Connection:
         self._listening = asyncio.create_task(self._listen())
 
     async def ask(self, example: Example) -> RewardResult:
-        """Have an example scored. Raises PeerLost, ValueError where it cannot be sent."""
+        """Score an example. Raises PeerLost, ValueError where it cannot be sent."""
         number = next(self._numbers)
         message = frame(Asked(number=number, example=example))
         if not self._open:

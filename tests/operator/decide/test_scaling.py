@@ -203,12 +203,18 @@ def test_who_is_being_deleted_is_not_asked_any_more():
     assert crew.moves == Moves()
 
 
-def test_a_rollout_that_fails_on_its_way_out_uses_no_budget():
+def shrinking() -> World:
+    """Return a job of three rollouts, two of which are on their way out."""
     world = World(job_of(rollout={"replicas": 3, "minReplicas": 0, "maxReplicas": 8}))
     world.settle()
     world.edit(rollout={"replicas": 1})
     world.see_all()
     world.reconcile(JOB)
+    return world
+
+
+def test_a_rollout_that_fails_on_its_way_out_uses_no_budget():
+    world = shrinking()
     for each in world.status.draining:
         world.end(world.pods[each.name], code=1)
     world.settle()
@@ -235,11 +241,7 @@ def test_a_rollout_whose_node_is_gone_is_replaced_at_once_under_its_name():
 
 
 def test_a_rollout_on_its_way_out_whose_node_is_gone_is_not_waited_for():
-    world = World(job_of(rollout={"replicas": 3, "minReplicas": 0, "maxReplicas": 8}))
-    world.settle()
-    world.edit(rollout={"replicas": 1})
-    world.see_all()
-    world.reconcile(JOB)
+    world = shrinking()
     for each in world.status.draining:
         world.lose_node_of(world.pods[each.name])
         world.take(world.pods[each.name])
