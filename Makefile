@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# A run and the tests start hundreds of processes, none of which should compile the same source again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: run test lint types contracts pytest kube controls faults delayed-update same-bits smollm2 e2e bench-queue queue-faults attacks fuzz
 
 run: $(STAMP)
