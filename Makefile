@@ -48,7 +48,7 @@ queue-faults: SEED = 1
 queue-faults: $(STAMP)
 	$(BIN)/python benchmarks/queue/faults.py --faults 200 --seed $(SEED) --backend $(BACKEND)
 
-# What must never lose a row or a run: 15 attacks, 20 times each with other seeds; two hours, and a C compiler.
+# What must never lose a row or a run: 15 attacks, 20 times each with other seeds; 75 minutes, and a C compiler.
 attacks: SEEDS = 1 20
 attacks: $(STAMP)
 	$(BIN)/python benchmarks/attacks --seeds $(SEEDS)
