@@ -23,6 +23,9 @@ class AcceleratorSpec(Spec):
     """Row of the table of facts: resource name, legal counts, mounts, environment, ports."""
     count: Annotated[int, Field(ge=0, le=64)] = 0
     """Devices of one process; 0 exactly on CPU."""
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Part of one device's memory that the process may use. On one machine roles share a device by it; on a cluster the
+    device plug-in has to offer a device more than once (time-slicing, MPS), and the pod asks for one such part."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -31,6 +34,13 @@ class AcceleratorSpec(Spec):
             cel=f"self.count in { {name: list(facts.legal_counts) for name, facts in PROFILES.items()} }[self.profile]",
             why="the hardware does not give a process so many devices",
             fix="Give " + "; ".join(f"{name}: {counted(facts.legal_counts)}" for name, facts in PROFILES.items()),
+        ),
+        Rule(
+            reads=("share", "count"),
+            ok=lambda accelerator: accelerator.share == 1 or accelerator.count == 1,
+            cel="self.share == 1.0 || self.count == 1",
+            why="a share is of one device",
+            fix="Give count: 1, or leave share out",
         ),
     )
 

@@ -193,6 +193,7 @@ def _backend_settings(spec: RLJobSpec, *, host: str) -> BackendSettings:
         group_size=algorithm.group_size,
         seed=algorithm.seed,
         device=PROFILES[spec.trainer.accelerator.profile].device,
+        share=spec.trainer.accelerator.share,
         host=host,
         options=backend.options,
     )
