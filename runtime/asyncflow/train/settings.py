@@ -78,11 +78,12 @@ class BackendSettings:
 class TorchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of the backend ``torch``.
 
-    pack_tokens: most tokens of one forward pass, which bounds the memory of its logits; collective_timeout_s:
-    how long a rank waits for the others in a collective.
+    pack_tokens: most tokens of one forward pass, which bounds the memory of its activations; head_tokens: most of them
+    whose logits exist at once; collective_timeout_s: how long a rank waits for the others in a collective.
     """
 
     pack_tokens: Annotated[int, msgspec.Meta(ge=1)] = 1024
+    head_tokens: Annotated[int, msgspec.Meta(ge=1)] = 2048
     gradient_checkpointing: bool = False
     collective_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.func import functional_call
 
 from asyncflow.algorithms.aggregation import LossTotals
 from asyncflow.algorithms.grpo import TokenLoss
@@ -31,7 +32,7 @@ from asyncflow.algorithms.losses import MAX_LOG_RATIO
 from asyncflow.errors import CheckpointError, DiskError, Diverged
 from asyncflow.plugins import read_options
 from asyncflow.train.backends.base import OPTIONS, TrainerBackend
-from asyncflow.train.backends.torch_model import named_weights, open_model, read_weights, token_logprobs
+from asyncflow.train.backends.torch_model import LogprobModel, named_weights, open_model, read_weights
 from asyncflow.train.backends.torch_optimizer import FlatAdamW
 from asyncflow.train.backends.torch_ranks import TensorGroup, find_device
 from asyncflow.train.batch import MicroBatch
@@ -69,6 +70,7 @@ class TorchBackend(TrainerBackend):
         self._how: dict[str, Any] = {
             "temperature": settings.temperature,
             "compute": getattr(torch, settings.compute),
+            "rows": options.head_tokens,
         }
         self._pack_tokens = min(settings.pack_tokens, options.pack_tokens)
         self._ranks = TensorGroup(
@@ -89,10 +91,11 @@ class TorchBackend(TrainerBackend):
         self._reference = None
         if keep_reference:
             self._ranks.from_first(tensor for _, tensor in named_weights(self._model))
-            self._reference = deepcopy(self._model).requires_grad_(False)
+            self._reference = LogprobModel(deepcopy(self._model).requires_grad_(False), **self._how)
         if self._options.gradient_checkpointing:
             self._model.train()
             self._model.gradient_checkpointing_enable()
+        self._policy = LogprobModel(self._model, **self._how)
         self._optimizer = FlatAdamW(self._model, self.settings.optimizer)
         if checkpoint is not None and first:
             self._restore(checkpoint)
@@ -143,11 +146,11 @@ class TorchBackend(TrainerBackend):
             log.warning("log-probs of older weights are not measured: the device has no room for them: %s", full)
 
     def _measure_older(self, batch: MicroBatch, weights: Mapping[str, NDArray[Any]]) -> None:
-        tensors = {name: torch.from_numpy(array).to(self._device) for name, array in weights.items()}
+        tensors = {f"model.{name}": torch.from_numpy(array).to(self._device) for name, array in weights.items()}
         with torch.no_grad():
             for pack in self._packs(batch, np.arange(len(batch))):
                 entries, counted = _entries(batch, pack, pack.samples)
-                logprobs, _ = token_logprobs(self._model, pack, entropy=False, weights=tensors, **self._how)
+                logprobs, _ = functional_call(self._policy, tensors, args=(pack,), kwargs={"entropy": False})
                 gap = (logprobs - self._tensor(batch.logprobs.values[entries])).abs().cpu().numpy()[counted]
                 self._meter.add([("gap_tokens", float(len(gap))), ("gap", float(gap.sum(dtype=np.float64)))])
                 self._meter.histogram.add(gap)
@@ -176,8 +179,8 @@ class TorchBackend(TrainerBackend):
         reference = None
         if self._reference is not None:
             with torch.no_grad():
-                reference, _ = token_logprobs(self._reference, pack, entropy=False, **self._how)
-        logprobs, entropy = token_logprobs(self._model, pack, entropy=loss.entropy != 0, **self._how)
+                reference, _ = self._reference(pack, entropy=False)
+        logprobs, entropy = self._policy(pack, entropy=loss.entropy != 0)
         terms = loss.tokens(
             logprobs,
             behaviour=behaviour,

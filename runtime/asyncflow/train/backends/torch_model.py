@@ -1,26 +1,29 @@
 """A causal language model of transformers, run on packs.
 
-Invariant: ``token_logprobs`` gives the log-prob of each target under the distribution that sampling used (temperature
-applied), in float32, and only the rows that predict a target ever reach the output layer.
+Invariant: the log-prob of each target is that of the distribution that sampling used (temperature applied), in float32;
+only the rows that predict a target reach the output layer, so many at once that whole logits never exist.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncflow.errors import CheckpointError, ManifestError
 from asyncflow.train.backends.torch_attention import ATTENTION, Documents
-from asyncflow.train.packing import Pack
+from asyncflow.train.packing import Pack, pack_samples
+
+_A_TOKEN = np.zeros(1, dtype=np.int32)
 
 
 def open_model(folder: Path, *, weights: bool, device: torch.device) -> nn.Module:
@@ -68,37 +71,67 @@ def read_weights(model: nn.Module, file: Path) -> None:
             tensor.copy_(stored[name])
 
 
-def token_logprobs(
-    model: nn.Module,
-    pack: Pack,
-    *,
-    temperature: float,
-    compute: torch.dtype,
-    entropy: bool,
-    weights: Mapping[str, Tensor] | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the log-prob of each target of ``pack``, float32[N], and the entropy there, float32[N], if asked for.
+class LogprobModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
+    """A model that is asked for the log-probs of targets instead of logits.
 
-    weights: to compute with instead of the model's own, with the names of ``named_weights``.
+    rows: most targets whose logits exist at once; each further piece is computed again in the backward pass, so that
+    memory does not grow with the pack. A model that does more to its logits than its output layer makes them whole.
     """
-    device = next(model.parameters()).device
 
-    def on_device(array: Any) -> Tensor:
-        return torch.from_numpy(array).to(device)
+    def __init__(self, model: nn.Module, *, temperature: float, compute: torch.dtype, rows: int) -> None:
+        super().__init__()
+        self.model = model
+        self._temperature = temperature
+        self._compute = compute
+        self._rows = rows if _ends_in_its_head(model) else None
 
-    with torch.autocast(device.type, dtype=compute, enabled=compute != torch.float32):
-        inputs = {
-            "input_ids": on_device(pack.ids)[None],
-            "position_ids": on_device(pack.positions)[None],
-            "logits_to_keep": on_device(pack.rows),
-            "documents": Documents.of(pack, device),
-            "use_cache": False,
-        }
-        output = model(**inputs) if weights is None else functional_call(model, dict(weights), kwargs=inputs)
-        logits = output.logits[0]
+    def forward(self, pack: Pack, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the log-prob of each target of ``pack``, and the entropy there if asked for: float32[N] each."""
+        device = next(self.model.parameters()).device
+        inputs = _inputs(pack, device)
+        targets, rows = (torch.from_numpy(array).to(device) for array in (pack.targets, pack.rows))
+        with torch.autocast(device.type, dtype=self._compute, enabled=self._compute != torch.float32):
+            if self._rows is None or len(targets) <= self._rows:
+                logits = self.model(**inputs, logits_to_keep=rows).logits[0]
+                return _logprobs(logits, targets, temperature=self._temperature, entropy=entropy)
+            states = self.model.base_model(**inputs).last_hidden_state[0].index_select(0, rows)
+            pieces = [
+                checkpoint(self._piece, *piece, entropy, use_reentrant=False, preserve_rng_state=False)
+                for piece in zip(states.split(self._rows), targets.split(self._rows), strict=True)
+            ]
+        logprobs, entropies = zip(*pieces, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies) if entropy else None
+
+    def _piece(self, states: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        logits = self.model.get_output_embeddings()(states)
+        return _logprobs(logits, targets, temperature=self._temperature, entropy=entropy)
+
+
+def _inputs(pack: Pack, device: torch.device) -> dict[str, Any]:
+    return {
+        "input_ids": torch.from_numpy(pack.ids).to(device)[None],
+        "position_ids": torch.from_numpy(pack.positions).to(device)[None],
+        "documents": Documents.of(pack, device),
+        "use_cache": False,
+    }
+
+
+def _logprobs(logits: Tensor, targets: Tensor, *, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
     logits = logits.float() / temperature
-    logprobs = -F.cross_entropy(logits, on_device(pack.targets), reduction="none")
+    logprobs = -F.cross_entropy(logits, targets, reduction="none")
     if not entropy:
         return logprobs, None
     whole = logits.log_softmax(dim=-1)
     return logprobs, -(whole.exp() * whole).sum(dim=-1)
+
+
+def _ends_in_its_head(model: nn.Module) -> bool:
+    """Say whether logits are what the output layer makes of the last states: not scaled, not capped.
+
+    Raises ManifestError where the model has an attention that packs do not support.
+    """
+    pack = next(iter(pack_samples([_A_TOKEN], [_A_TOKEN], [0], layout="separate", budget=2)))
+    inputs = _inputs(pack, next(model.parameters()).device)
+    with torch.no_grad():
+        states = model.base_model(**inputs).last_hidden_state
+        return bool(torch.allclose(model.get_output_embeddings()(states), model(**inputs).logits))
