@@ -32,6 +32,7 @@ from asyncflow.algorithms.losses import MAX_LOG_RATIO
 from asyncflow.errors import CheckpointError, DiskError, Diverged
 from asyncflow.plugins import read_options
 from asyncflow.train.backends.base import OPTIONS, TrainerBackend
+from asyncflow.train.backends.torch_copies import on_device
 from asyncflow.train.backends.torch_model import LogprobModel, named_weights, open_model, read_weights
 from asyncflow.train.backends.torch_optimizer import FlatAdamW
 from asyncflow.train.backends.torch_ranks import TensorGroup, find_device
@@ -80,6 +81,7 @@ class TorchBackend(TrainerBackend):
             timeout_s=options.collective_timeout_s,
         )
         self._meter = _meter()
+        self._measured: list[tuple[tuple[str, ...], Tensor, Tensor]] = []
         self._skipped = 0
         self._has_room = True
 
@@ -146,7 +148,7 @@ class TorchBackend(TrainerBackend):
             log.warning("log-probs of older weights are not measured: the device has no room for them: %s", full)
 
     def _measure_older(self, batch: MicroBatch, weights: Mapping[str, NDArray[Any]]) -> None:
-        tensors = {f"model.{name}": torch.from_numpy(array).to(self._device) for name, array in weights.items()}
+        tensors = {f"model.{name}": on_device(array, self._device) for name, array in weights.items()}
         with torch.no_grad():
             for pack in self._packs(batch, np.arange(len(batch))):
                 entries, counted = _entries(batch, pack, pack.samples)
@@ -192,27 +194,30 @@ class TorchBackend(TrainerBackend):
         value.backward()
         self._measure(
             terms,
+            loss=value.detach(),
             logprobs=logprobs.detach(),
             behaviour=behaviour,
             entropy=entropy,
             counted=self._tensor(counted),
             on_policy=self._tensor(current[samples] & counted),
         )
-        self._meter.add([("loss", float(value.detach()))])
 
     def _measure(
         self,
         terms: TokenLoss,
         *,
+        loss: Tensor,
         logprobs: Tensor,
         behaviour: Tensor,
         entropy: Tensor | None,
         counted: Tensor,
         on_policy: Tensor,
     ) -> None:
+        """Compute the figures of a pack where it was computed; nothing waits for them before the step is over."""
         policy, logratio = terms.policy, logprobs - behaviour
         gap, zero = logratio.abs(), logprobs.new_zeros(())
         values = {
+            "loss": loss,
             "computed": counted.sum(),
             "kl": zero if terms.kl is None else (terms.kl.detach() * counted).sum(),
             "entropy": zero if entropy is None else (entropy.detach() * counted).sum(),
@@ -226,11 +231,23 @@ class TorchBackend(TrainerBackend):
             "gap_tokens": on_policy.sum(),
             "gap": (gap * on_policy).sum(),
         }
-        self._meter.add(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
-        self._meter.histogram.add(gap[on_policy > 0].cpu().numpy())
+        gaps = torch.where(on_policy > 0, gap, float("nan"))
+        self._measured.append((tuple(values), torch.stack(list(values.values())), gaps))
+
+    def _read_measured(self) -> None:
+        """Wait for the figures of all packs since the last step, and add them up."""
+        if not self._measured:
+            return
+        names, figures, gaps = zip(*self._measured, strict=True)
+        self._measured = []
+        for name, row in zip(names, torch.stack(figures).tolist(), strict=True):
+            self._meter.add(zip(name, row, strict=True))
+        found = torch.cat(gaps).cpu().numpy()
+        self._meter.histogram.add(found[~np.isnan(found)])
 
     def finish_step(self, step: int) -> dict[str, float]:
         """See the base class. Collective: the counts, then the gradient. Three skipped steps in a row are too many."""
+        self._read_measured()
         meter = self._meter.merged(self.group.gather(self._meter.array(), what=f"the counts of step {step}"))
         self._meter = _meter()
         self.trained = 0
@@ -297,7 +314,7 @@ class TorchBackend(TrainerBackend):
         self._ranks.close()
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.require(array, np.float32, ["W"])).to(self._device)
+        return on_device(np.require(array, np.float32, ["W"]), self._device)
 
 
 def _entries(batch: MicroBatch, pack: Pack, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

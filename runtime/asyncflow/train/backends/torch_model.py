@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncflow.errors import CheckpointError, ManifestError
 from asyncflow.train.backends.torch_attention import ATTENTION, Documents
+from asyncflow.train.backends.torch_copies import on_device
 from asyncflow.train.packing import Pack, pack_samples
 
 _A_TOKEN = np.zeros(1, dtype=np.int32)
@@ -89,7 +90,7 @@ class LogprobModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
         """Return the log-prob of each target of ``pack``, and the entropy there if asked for: float32[N] each."""
         device = next(self.model.parameters()).device
         inputs = _inputs(pack, device)
-        targets, rows = (torch.from_numpy(array).to(device) for array in (pack.targets, pack.rows))
+        targets, rows = (on_device(array, device) for array in (pack.targets, pack.rows))
         with torch.autocast(device.type, dtype=self._compute, enabled=self._compute != torch.float32):
             if self._rows is None or len(targets) <= self._rows:
                 logits = self.model(**inputs, logits_to_keep=rows).logits[0]
@@ -109,8 +110,8 @@ class LogprobModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
 
 def _inputs(pack: Pack, device: torch.device) -> dict[str, Any]:
     return {
-        "input_ids": torch.from_numpy(pack.ids).to(device)[None],
-        "position_ids": torch.from_numpy(pack.positions).to(device)[None],
+        "input_ids": on_device(pack.ids, device)[None],
+        "position_ids": on_device(pack.positions, device)[None],
         "documents": Documents.of(pack, device),
         "use_cache": False,
     }
