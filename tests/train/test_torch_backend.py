@@ -165,6 +165,24 @@ def test_the_engine_is_measured_against_the_older_weights_that_made_a_sample(
     assert trainer.finish_step(3)["logprob_gap_p99"] > 1e-3
 
 
+def test_rounded_weights_are_the_bits_of_bfloat16_and_measure_as_such(tiny_folder: Path) -> None:
+    trainer, batch = backend(tiny_folder), samples()
+    bits = dict(trainer.tensors(dtype="bfloat16"))
+    as_is = weights(trainer)
+    for name, array in as_is.items():
+        assert bits[name].dtype == np.uint16
+        assert bits[name].tobytes() == torch.from_numpy(array).bfloat16().view(torch.uint16).numpy().tobytes()
+    gaps = []
+    for rounded in (
+        bits,
+        {name: (array.astype(np.uint32) << 16).view(np.float32) for name, array in bits.items()},
+        as_is,
+    ):
+        trainer.measure(batch, weights=rounded)
+        gaps.append(trainer.finish_step(1)["logprob_gap"])
+    assert gaps[0] == gaps[1] != gaps[2]
+
+
 def test_bfloat16_computes_nearly_the_same_and_keeps_float32_weights(tiny_folder: Path) -> None:
     exact, half = backend(tiny_folder), backend(tiny_folder, compute="bfloat16")
     a, b = train(exact, 1, 1), train(half, 1, 1)

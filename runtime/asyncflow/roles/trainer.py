@@ -154,6 +154,7 @@ def _settings(post: JobPost) -> TrainerSettings:
         partition=TRAIN,
         attempt=post.options.attempt,
         whole=spec.schedule.whole_steps,
+        published=spec.published_dtype,
         slot_tokens=spec.trainer.backend.tokens_per_micro_batch,
         checkpoint_every=spec.storage.checkpoints.every,
         leave_s=spec.limits.stop_seconds / 4,

@@ -17,6 +17,9 @@ from asyncflow.algorithms.grpo import GrpoLoss
 from asyncflow.flow.schedule import Schedule
 from asyncflow.train.packing import LayoutName
 
+WeightsDtype = Literal["float32", "bfloat16"]
+"""What weights are rounded to when they leave a backend."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
@@ -94,15 +97,17 @@ class TrainerSettings:
 
     schedule: how many steps, which of them are published, and which versions later steps need; partition: the job's
     rows; attempt: of this gang, which fences older ones; whole: collect all of D_k before the first gradient (the
-    synchronous loop); slot_tokens: budget of one micro-batch per rank; checkpoint_every: steps between checkpoints, 0 =
-    the last one only; extra_columns: fetched beside the usual ones (``loss_mask``); patience_s: how long the queue or
-    the driver may be away; leave_s: how long the ledger may take to be on disk once the trainer is leaving.
+    synchronous loop); published: what weights are rounded to when they are published; slot_tokens: budget of one
+    micro-batch per rank; checkpoint_every: steps between checkpoints, 0 = the last one only; extra_columns: fetched
+    beside the usual ones (``loss_mask``); patience_s: how long the queue or the driver may be away; leave_s: how long
+    the ledger may take to be on disk once the trainer is leaving.
     """
 
     schedule: Schedule
     partition: str
     attempt: int
     whole: bool = False
+    published: WeightsDtype = "float32"
     slot_tokens: int = 8192
     checkpoint_every: int = 10
     extra_columns: tuple[str, ...] = ()

@@ -32,7 +32,7 @@ from asyncflow.algorithms.losses import MAX_LOG_RATIO
 from asyncflow.errors import CheckpointError, DiskError, Diverged
 from asyncflow.plugins import read_options
 from asyncflow.train.backends.base import OPTIONS, TrainerBackend
-from asyncflow.train.backends.torch_copies import on_device
+from asyncflow.train.backends.torch_copies import as_array, on_device, rounded, weights_on_device
 from asyncflow.train.backends.torch_model import LogprobModel, named_weights, open_model, read_weights
 from asyncflow.train.backends.torch_optimizer import FlatAdamW
 from asyncflow.train.backends.torch_ranks import TensorGroup, find_device
@@ -40,7 +40,7 @@ from asyncflow.train.batch import MicroBatch
 from asyncflow.train.meter import Meter
 from asyncflow.train.packing import Pack, pack_samples
 from asyncflow.train.ranks import Group
-from asyncflow.train.settings import BackendSettings, TorchOptions
+from asyncflow.train.settings import BackendSettings, TorchOptions, WeightsDtype
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class TorchBackend(TrainerBackend):
             log.warning("log-probs of older weights are not measured: the device has no room for them: %s", full)
 
     def _measure_older(self, batch: MicroBatch, weights: Mapping[str, NDArray[Any]]) -> None:
-        tensors = {f"model.{name}": on_device(array, self._device) for name, array in weights.items()}
+        tensors = {f"model.{name}": weights_on_device(array, self._device) for name, array in weights.items()}
         with torch.no_grad():
             for pack in self._packs(batch, np.arange(len(batch))):
                 entries, counted = _entries(batch, pack, pack.samples)
@@ -280,15 +280,16 @@ class TorchBackend(TrainerBackend):
         }
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
-    def tensors(self) -> Iterator[tuple[str, NDArray[Any]]]:
-        """Give the weights in float32 under transformers' names; on the CPU they share the model's memory.
+    def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any]]]:
+        """Yield the weights under transformers' names; in float32 on the CPU they share the model's memory.
 
         Elsewhere they are copied on a stream of their own, behind what made them and beside what computes with them.
         """
+        kind = getattr(torch, dtype)
         with self._beside():
-            weights = [(name, tensor.detach().cpu()) for name, tensor in named_weights(self._model)]
+            weights = [(name, rounded(tensor.detach(), kind)) for name, tensor in named_weights(self._model)]
         for name, tensor in weights:
-            yield name, tensor.contiguous().numpy()
+            yield name, as_array(tensor)
 
     def _beside(self) -> AbstractContextManager[Any]:
         """Return what has this thread's copies from a device go on a stream of their own."""

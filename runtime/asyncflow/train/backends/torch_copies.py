@@ -1,12 +1,14 @@
-"""Arrays on their way to a device.
+"""Arrays on their way to a device, and weights on their way from it.
 
-Invariant: the caller never waits for the copy; what computes with the tensor comes after it on the same stream.
+Invariant: nobody waits for a copy to the device: what computes with the tensor comes after it on the same stream. A
+numpy array of uint16 is the bits of bfloat16.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -19,3 +21,21 @@ def on_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def weights_on_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Return published weights on ``device``; those that were rounded come as the equal float32."""
+    tensor = on_device(array, device)
+    return tensor.view(torch.bfloat16).float() if array.dtype == np.uint16 else tensor
+
+
+def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``tensor`` on the CPU, rounded to ``dtype`` before it is copied if it is of floating-point numbers."""
+    return (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu()
+
+
+def as_array(tensor: Tensor) -> NDArray[Any]:
+    """Return a tensor of the CPU as an array that shares its memory where it is contiguous."""
+    whole = tensor.contiguous()
+    array: NDArray[Any] = (whole.view(torch.uint16) if whole.dtype == torch.bfloat16 else whole).numpy()
+    return array
