@@ -18,7 +18,8 @@ IMAGES: Final = ("operator", "runtime-cpu")
 ACCURACY: Final = 0.85
 _HERE: Final = Path(__file__).parent
 _TRAINED_S: Final = 1200.0
-_SHOW_EVERY: Final = 10
+_SHOWN: Final = 6
+"""How often a job is shown while it trains."""
 _AUDIT_S: Final = 60.0
 _RESTRICTED: Final = "pod-security.kubernetes.io/enforce=restricted"
 _OPERATOR: Final = f"system:serviceaccount:{SYSTEM}:{RELEASE}-operator"
@@ -118,7 +119,8 @@ def _begin(scene: Scene, job: str, overlay: Path) -> Path:
 def _finish(scene: Scene, job: str, ledger: Path) -> None:
     """Wait until the job has trained, and check what it learned and its account of samples."""
     steps = scene.status(job)["steps"]
-    for step in range(scene.status(job).get("step", 0) + _SHOW_EVERY, steps, _SHOW_EVERY):
+    every = steps // _SHOWN
+    for step in range(scene.status(job).get("step", 0) + every, steps, every):
         _reach(scene, job, step)
         scene.show(job)
     scene.wait(lambda: _ended(scene, job), f"{job} to have finished", timeout_s=_TRAINED_S)
