@@ -129,7 +129,7 @@ def test_devices_that_this_machine_lacks_are_a_note_to_who_writes_and_an_error_t
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     devices = ["--set", "trainer={replicas: 2, backend: {name: torch}, accelerator: {profile: nvidia, count: 1}}"]
-    lacks = "this machine has 1 NVIDIA device, and the job asks for more: trainer 2 x 1"
+    lacks = "this machine has 1 NVIDIA device, too few for trainer 2 x 1"
     assert cli.invoke(["validate", str(manifest), *devices]) == 0
     assert f"note: this machine could not run it: spec.trainer.accelerator: {lacks}" in capsys.readouterr().out
     assert lacks in refused(capsys, "run", manifest, *devices)

@@ -53,7 +53,9 @@ def test_roles_share_one_device_by_their_shares() -> None:
 def test_ranks_of_a_gang_never_share_one() -> None:
     both = role("trainer", 2, share=0.5), role("rollout", 2, share=0.5)
     assert handed(*both, devices=2) == {"trainer-0": "0", "trainer-1": "1", "rollout-0": "0", "rollout-1": "1"}
-    with pytest.raises(ManifestError, match=r"has 1 NVIDIA device, .* trainer 2 x 0.5 of one, rollout 2 x 0.5 of one"):
+    with pytest.raises(
+        ManifestError, match=r"too few for trainer 2 x 0.5 of one, .*; ranks of a trainer never share one"
+    ):
         handed(*both, devices=1)
 
 
@@ -61,9 +63,7 @@ def test_too_few_are_refused_with_what_all_roles_ask_for() -> None:
     with pytest.raises(ManifestError) as refused:
         handed(role("trainer", 2, count=2), role("rollout", count=1), devices=4)
     assert refused.value.where == "spec.rollout.accelerator"
-    assert "this machine has 4 NVIDIA devices, and the job asks for more: trainer 2 x 2, rollout 1 x 1" in str(
-        refused.value
-    )
+    assert "this machine has 4 NVIDIA devices, too few for trainer 2 x 2, rollout 1 x 1" in str(refused.value)
 
 
 def test_vendors_do_not_mix_and_profiles_of_one_vendor_do() -> None:
@@ -76,9 +76,11 @@ def test_vendors_do_not_mix_and_profiles_of_one_vendor_do() -> None:
     }
 
 
-def test_who_names_devices_in_the_template_is_left_alone() -> None:
-    own = replace(role("trainer"), env={"CUDA_VISIBLE_DEVICES": "5"})
-    assert handed(own, role("rollout"), devices=1) == {"rollout-0": "0"}
+def test_devices_that_a_template_names_are_nobody_elses() -> None:
+    own = replace(role("trainer"), env={"CUDA_VISIBLE_DEVICES": "0, 7"})
+    assert handed(own, role("rollout"), devices=2) == {"rollout-0": "1"}
+    with pytest.raises(ManifestError, match="all 2 ranks would see the same devices"):
+        handed(replace(own, replicas=2), devices=8)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ def test_no_device_is_promised_beyond_its_whole(devices: int, wanted: list[tuple
     try:
         given = handed(*roles, devices=devices)
     except ManifestError:
-        assert sum(each.replicas * each.resources.accelerators for each in roles) > 0
+        assert sum(each.replicas * each.resources.accelerators for each in roles) > devices
         return
     used = dict.fromkeys(map(str, range(devices)), 0.0)
     for each in roles:

@@ -17,7 +17,7 @@ def job(**spec: object) -> RLJob:
 )
 def test_the_learning_rate_follows_its_curve_to_the_last_step(curve: str, halfway: float) -> None:
     algorithm = {"steps": 110, "learningRate": 1e-3, "warmupSteps": 10, "entropy": 0.02}
-    algorithm |= {"learningRateCurve": curve, "finalLearningRate": 1e-5}
+    algorithm |= {"learningRateCurve": curve} | ({} if curve == "constant" else {"finalLearningRate": 1e-5})
     settings = backend_settings(job(algorithm=algorithm).spec, host="127.0.0.1")
     rate = settings.optimizer.rate
     assert [rate(5), rate(10)] == pytest.approx([5e-4, 1e-3])

@@ -237,9 +237,9 @@ SIZES = {
 }
 
 
-def opened(folder: Path, *, rows: int) -> LogprobModel:
+def opened(folder: Path, *, rows: int, compute: torch.dtype = torch.float32) -> LogprobModel:
     model = open_model(folder, weights=True, device=torch.device("cpu"))
-    return LogprobModel(model, temperature=TEMPERATURE, compute=torch.float32, rows=rows)
+    return LogprobModel(model, temperature=TEMPERATURE, compute=compute, rows=rows)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -261,7 +261,7 @@ def test_other_families_have_the_same_logprobs_in_packs(family: str, layout: Lay
 @pytest.mark.parametrize("family", [LlamaConfig, GraniteConfig], ids=["plain", "scaled-logits"])
 def test_logits_of_a_pack_exist_a_piece_at_a_time_unless_the_model_changes_them(family: Any, tmp_path: Path) -> None:
     torch.manual_seed(2)
-    scaled = {"logits_scaling": 4.0} if family is GraniteConfig else {}
+    scaled = {"logits_scaling": 4.0, "pad_token_id": 0} if family is GraniteConfig else {}
     AutoModelForCausalLM.from_config(family(**SIZES, **scaled)).save_pretrained(tmp_path)
     batch = samples()
     columns = ([column.row(i) for i in range(len(batch))] for column in (batch.prompts, batch.responses))
@@ -284,6 +284,20 @@ def test_logits_of_a_pack_exist_a_piece_at_a_time_unless_the_model_changes_them(
     assert largest == [whole, whole if scaled else 5]
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+def test_pieces_in_bfloat16_add_up_the_gradient_of_the_head_in_float32(tiny_folder: Path) -> None:
+    batch = samples()
+    columns = ([column.row(i) for i in range(len(batch))] for column in (batch.prompts, batch.responses))
+    pack = next(iter(pack_samples(*columns, [0] * len(batch), layout="separate", budget=1000)))
+    gradients = []
+    for rows, compute in ((1000, torch.float32), (1000, torch.bfloat16), (1, torch.bfloat16)):
+        model = opened(tiny_folder, rows=rows, compute=compute)
+        logprobs, _ = model(pack, entropy=False)
+        logprobs.sum().backward()
+        gradients.append(model.model.get_output_embeddings().weight.grad)
+    exact, whole, pieces = gradients
+    assert torch.linalg.norm(pieces - exact) < 1.2 * torch.linalg.norm(whole - exact)
 
 
 def test_attention_that_packs_cannot_do_is_refused_before_anything_is_trained(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ class AlgorithmSpec(Spec):
     learning_rate_curve: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate goes on after the warm-up: it stays, or falls to ``finalLearningRate`` at the last step."""
     final_learning_rate: Annotated[float, Field(ge=0, le=10)] = 0.0
-    """Learning rate of the last step, where it falls."""
+    """Learning rate of the last step, where it falls to one."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Decoupled weight decay of AdamW."""
     betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], ...], Field(min_length=2, max_length=2)] = (0.9, 0.999)
@@ -249,6 +249,13 @@ class AlgorithmSpec(Spec):
             cel="self.finalLearningRate <= self.learningRate",
             why="the learning rate would rise after the warm-up",
             fix="Give finalLearningRate <= learningRate",
+        ),
+        Rule(
+            reads=("final_learning_rate", "learning_rate_curve"),
+            ok=lambda algorithm: algorithm.final_learning_rate == 0 or algorithm.learning_rate_curve != "constant",
+            cel="self.finalLearningRate == 0.0 || self.learningRateCurve != 'constant'",
+            why="the learning rate stays as it is",
+            fix="Give learningRateCurve: linear or cosine, or leave finalLearningRate out",
         ),
     )
     frozen_fields: ClassVar[tuple[Frozen, ...]] = (

@@ -24,8 +24,9 @@ class AcceleratorSpec(Spec):
     count: Annotated[int, Field(ge=0, le=64)] = 0
     """Devices of one process; 0 exactly on CPU."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Part of one device's memory that the process may use. On one machine roles share a device by it; on a cluster the
-    device plug-in has to offer a device more than once (time-slicing, MPS), and the pod asks for one such part."""
+    """Part of one device that the process uses: its tensors take at most this part of the memory; the vendor's own
+    buffers come on top, so leave room. On one machine roles whose shares fit share a device; on a cluster the device
+    plug-in has to offer a device more than once (time-slicing, MPS), and the pod asks for one such part."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

@@ -1,7 +1,7 @@
 """Which devices of this machine each process sees.
 
 Invariant: the shares of a device sum to at most 1, no two ranks of a gang have the same device, and a process has the
-same devices however often it starts again.
+same devices however often it starts again. Devices that a template names are nobody else's.
 """
 
 from __future__ import annotations
@@ -24,39 +24,55 @@ def devices_of(
 ) -> tuple[str, ...]:
     """Return this machine's devices by the names that go into ``profile.visible``.
 
-    Where the environment has that variable, these are the devices that it names, up to the first that is none (as CUDA
-    reads it); else all, numbered from 0 as the vendor's runtime does.
+    Where the environment has that variable, these are the devices that it names; else all, numbered from 0 as the
+    vendor's runtime does.
     """
     if profile.visible in environ:
-        names = (name.strip() for name in environ[profile.visible].split(","))
-        return tuple(takewhile(lambda name: name and not name.startswith("-"), names))
+        return _named(environ[profile.visible])
     return tuple(map(str, range(len(list(folder.glob(profile.files))))))
 
 
 def hand_out(
     roles: Sequence[Role], *, find: Callable[[Profile], Sequence[str]] = devices_of
 ) -> dict[Seat, dict[str, str]]:
-    """Return the variables by which each process of ``roles`` sees its devices, and no others.
+    """Return the variables by which each process that asks for devices sees its own.
 
-    A role whose template names its devices itself is left as it is. Raises ManifestError where the machine has too few.
+    A role whose template names its devices has those, and nobody else is given them. Raises ManifestError where the
+    machine has too few, or where a template names the same devices for all ranks of a gang.
     """
-    free: dict[str, dict[str, float]] = {}
+    asking = [role for role in roles if role.resources.accelerators]
+    room = {facts.visible: dict.fromkeys(find(facts), 1.0) for facts in map(_facts, asking)}
+    for role in asking:
+        visible = _facts(role).visible
+        if visible in role.env and role.gang and role.replicas > 1:
+            raise ManifestError(
+                f"{visible} = {role.env[visible]!r}: all {role.replicas} ranks would see the same devices",
+                where=f"spec.{role.name}.template.env",
+                hint=f"Leave it out, and set {visible} where `asyncflow run` is started",
+            )
+        room[visible].update(dict.fromkeys(_named(role.env.get(visible, "")), 0.0))
     given: dict[Seat, dict[str, str]] = {}
-    for role in sorted(roles, key=lambda role: -role.resources.share * role.resources.accelerators):
-        wanted, facts = role.resources, PROFILES[role.resources.profile]
-        if not wanted.accelerators or facts.visible in role.env:
-            continue
-        room = free.setdefault(facts.visible, dict.fromkeys(find(facts), 1.0))
-        taken: set[str] = set()
-        for index in range(role.replicas):
-            chosen = _roomiest(room, count=wanted.accelerators, share=wanted.share, without=taken if role.gang else ())
+    for role in sorted(asking, key=lambda role: -role.resources.share * role.resources.accelerators):
+        visible, wanted, taken = _facts(role).visible, role.resources, set[str]()
+        for index in range(role.replicas if visible not in role.env else 0):
+            chosen = _roomiest(room[visible], count=wanted.accelerators, share=wanted.share, without=taken)
             if len(chosen) < wanted.accelerators:
-                raise _too_few(role, roles, found=len(room))
-            taken.update(chosen)
+                raise _too_few(role, asking, found=len(room[visible]))
+            taken.update(chosen if role.gang else ())
             for device in chosen:
-                room[device] -= wanted.share
-            given[Seat(role.name, index)] = {facts.visible: ",".join(chosen)}
+                room[visible][device] -= wanted.share
+            given[Seat(role.name, index)] = {visible: ",".join(chosen)}
     return given
+
+
+def _facts(role: Role) -> Profile:
+    return PROFILES[role.resources.profile]
+
+
+def _named(variable: str) -> tuple[str, ...]:
+    """Return the devices that a variable names, up to the first that is none, as CUDA reads it."""
+    names = (name.strip() for name in variable.split(","))
+    return tuple(takewhile(lambda name: name and not name.startswith("-"), names))
 
 
 def _roomiest(room: Mapping[str, float], *, count: int, share: float, without: Collection[str]) -> list[str]:
@@ -65,15 +81,18 @@ def _roomiest(room: Mapping[str, float], *, count: int, share: float, without: C
     return sorted(sorted(fitting, key=lambda device: -room[device])[:count], key=order.index)
 
 
-def _too_few(role: Role, roles: Sequence[Role], *, found: int) -> ManifestError:
-    facts = PROFILES[role.resources.profile]
-    wanted = [each for each in roles if PROFILES[each.resources.profile].visible == facts.visible]
+def _too_few(role: Role, asking: Sequence[Role], *, found: int) -> ManifestError:
+    facts = _facts(role)
+    wanted = [each for each in asking if _facts(each).visible == facts.visible]
     asked = ", ".join(f"{each.name} {each.replicas} x {_amount(each)}" for each in wanted)
+    alone = (
+        "; ranks of a trainer never share one" if any(each.gang and each.resources.share < 1 for each in wanted) else ""
+    )
     return ManifestError(
-        f"this machine has {found} {facts.title} device{'' if found == 1 else 's'}, and the job asks for more: {asked}",
+        f"this machine has {found} {facts.title} device{'' if found == 1 else 's'}, too few for {asked}{alone}",
         where=f"spec.{role.name}.accelerator",
-        hint=f"Lower replicas or count, let roles share a device (accelerator.share), see what {facts.visible} says, "
-        "or set profile: cpu and count: 0",
+        hint="Lower replicas or count, or let roles share a device (accelerator.share); where devices are missing from "
+        f"this count, name them in {facts.visible}",
     )
 
 

@@ -84,6 +84,7 @@ class TorchBackend(TrainerBackend):
         self._measured: list[tuple[tuple[str, ...], Tensor, Tensor]] = []
         self._skipped = 0
         self._has_room = True
+        self._copies: torch.Stream | None = None
 
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:
         """See the base class; the reference for the KL term is always θ_0, also after a resume."""
@@ -135,7 +136,7 @@ class TorchBackend(TrainerBackend):
             self.trained += len(np.unique(pack.samples))
 
     def measure(self, batch: MicroBatch, *, weights: Mapping[str, NDArray[Any]]) -> None:
-        """See the base class. On the CPU the weights are used where they lie, elsewhere copied to the device.
+        """See the base class. On the CPU weights in float32 are used where they lie, else they are copied.
 
         Where the device has no room for them, no older weights are measured from then on.
         """
@@ -295,9 +296,9 @@ class TorchBackend(TrainerBackend):
         """Return what has this thread's copies from a device go on a stream of their own."""
         if self._device.type == "cpu":
             return nullcontext()
-        stream = torch.Stream(self._device)
-        stream.wait_stream(torch.accelerator.current_stream(self._device))
-        return cast(AbstractContextManager[Any], stream)
+        self._copies = self._copies or torch.Stream(self._device)
+        self._copies.wait_stream(torch.accelerator.current_stream(self._device))
+        return cast(AbstractContextManager[Any], self._copies)
 
     def save(self, folder: Path) -> None:
         """Write model.safetensors and optimizer.safetensors (moments, step counts, the generator's state)."""

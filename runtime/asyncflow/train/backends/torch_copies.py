@@ -1,7 +1,7 @@
 """Arrays on their way to a device, and weights on their way from it.
 
-Invariant: nobody waits for a copy to the device: what computes with the tensor comes after it on the same stream. A
-numpy array of uint16 is the bits of bfloat16.
+Invariant: what computes with a tensor comes after its copy, on the same stream. A numpy array of uint16 is the bits of
+bfloat16.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def on_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return ``array`` as a tensor on ``device``; on the CPU it shares the array's memory.
+    """Return a small ``array`` as a tensor on ``device``, without waiting; on the CPU it shares the array's memory.
 
     Elsewhere it goes by way of page-locked memory, which torch keeps and uses again once the copy is over.
     """
@@ -24,8 +24,11 @@ def on_device(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def weights_on_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return published weights on ``device``; those that were rounded come as the equal float32."""
-    tensor = on_device(array, device)
+    """Return published weights on ``device``; those that were rounded come as the equal float32.
+
+    Not by way of page-locked memory, of which torch would keep as much as the whole model.
+    """
+    tensor = torch.from_numpy(array).to(device)
     return tensor.view(torch.bfloat16).float() if array.dtype == np.uint16 else tensor
 
 

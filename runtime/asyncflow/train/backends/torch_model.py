@@ -1,12 +1,13 @@
 """A causal language model of transformers, run on packs.
 
 Invariant: the log-prob of each target is that of the distribution that sampling used (temperature applied), in float32;
-only the rows that predict a target reach the output layer, so many at once that whole logits never exist.
+only the rows that predict a target reach the output layer, a bounded number at a time where the model ends in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from asyncflow.train.backends.torch_copies import on_device
 from asyncflow.train.packing import Pack, pack_samples
 
 _A_TOKEN = np.zeros(1, dtype=np.int32)
+_LARGE = 100.0
+"""Size of states whose logits any capping changes."""
 
 
 def open_model(folder: Path, *, weights: bool, device: torch.device) -> nn.Module:
@@ -75,8 +78,9 @@ def read_weights(model: nn.Module, file: Path) -> None:
 class LogprobModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
     """A model that is asked for the log-probs of targets instead of logits.
 
-    rows: most targets whose logits exist at once; each further piece is computed again in the backward pass, so that
-    memory does not grow with the pack. A model that does more to its logits than its output layer makes them whole.
+    rows: most targets whose logits exist at once. A pack with more is taken in pieces, each computed again in the
+    backward pass, so that memory does not grow with the pack. A model that changes what its output layer makes, by a
+    scale or a cap, makes all logits of a pack at once.
     """
 
     def __init__(self, model: nn.Module, *, temperature: float, compute: torch.dtype, rows: int) -> None:
@@ -91,11 +95,15 @@ class LogprobModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
         device = next(self.model.parameters()).device
         inputs = _inputs(pack, device)
         targets, rows = (on_device(array, device) for array in (pack.targets, pack.rows))
-        with torch.autocast(device.type, dtype=self._compute, enabled=self._compute != torch.float32):
-            if self._rows is None or len(targets) <= self._rows:
+        cast = partial(torch.autocast, device.type, dtype=self._compute, enabled=self._compute != torch.float32)
+        if self._rows is None or len(targets) <= self._rows:
+            with cast():
                 logits = self.model(**inputs, logits_to_keep=rows).logits[0]
                 return _logprobs(logits, targets, temperature=self._temperature, entropy=entropy)
+        with cast():
             states = self.model.base_model(**inputs).last_hidden_state[0].index_select(0, rows)
+        # One rounded copy of the head for all pieces would add up their gradients in its own precision.
+        with cast(cache_enabled=False):
             pieces = [
                 checkpoint(self._piece, *piece, entropy, use_reentrant=False, preserve_rng_state=False)
                 for piece in zip(states.split(self._rows), targets.split(self._rows), strict=True)
@@ -129,10 +137,22 @@ def _logprobs(logits: Tensor, targets: Tensor, *, temperature: float, entropy: b
 def _ends_in_its_head(model: nn.Module) -> bool:
     """Say whether logits are what the output layer makes of the last states: not scaled, not capped.
 
-    Raises ManifestError where the model has an attention that packs do not support.
+    Asked with states of its own, since those of a model that is not read yet, or of its padding, may be 0. Raises
+    ManifestError where the model has an attention that packs do not support.
     """
     pack = next(iter(pack_samples([_A_TOKEN], [_A_TOKEN], [0], layout="separate", budget=2)))
-    inputs = _inputs(pack, next(model.parameters()).device)
-    with torch.no_grad():
-        states = model.base_model(**inputs).last_hidden_state
-        return bool(torch.allclose(model.get_output_embeddings()(states), model(**inputs).logits))
+    head = model.get_output_embeddings()
+    shape = (1, len(pack.ids), head.weight.shape[1])
+    states = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(head.weight) * _LARGE
+
+    def replace(_module: nn.Module, _inputs: object, output: Any) -> Any:
+        output.last_hidden_state = states
+        return output
+
+    replaced = model.base_model.register_forward_hook(replace)
+    try:
+        with torch.no_grad():
+            logits = model(**_inputs(pack, head.weight.device)).logits
+            return bool(torch.allclose(head(states), logits))
+    finally:
+        replaced.remove()
