@@ -280,7 +280,8 @@ class SamplingSpec(Spec):
     top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """Most probable tokens that are kept; 0 is off."""
     stop: Annotated[tuple[StopText, ...], Field(max_length=16)] = ()
-    """Tokens, as text, that end a response as the end-of-sequence token does."""
+    """Texts that end a response, which keeps them: special tokens by their name, any other text however the model
+    spells it."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
