@@ -123,11 +123,17 @@ def test_a_resolved_manifest_means_the_same_everywhere(manifest, tmp_path):
     assert folder_of(load_job(elsewhere), elsewhere) == manifest.parent
 
 
-def test_ranks_that_would_share_a_device_are_refused_on_one_machine(manifest, capsys):
+def test_devices_that_this_machine_lacks_are_a_note_to_who_writes_and_an_error_to_who_runs(
+    manifest, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     devices = ["--set", "trainer={replicas: 2, backend: {name: torch}, accelerator: {profile: nvidia, count: 1}}"]
+    lacks = "this machine has 1 NVIDIA device, too few for trainer 2 x 1"
     assert cli.invoke(["validate", str(manifest), *devices]) == 0
-    capsys.readouterr()
-    assert "on one machine all ranks would train on the same device" in refused(capsys, "run", manifest, *devices)
+    assert f"note: this machine could not run it: spec.trainer.accelerator: {lacks}" in capsys.readouterr().out
+    assert lacks in refused(capsys, "run", manifest, *devices)
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.fixture

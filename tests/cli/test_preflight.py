@@ -139,7 +139,6 @@ def test_the_options_of_both_plugins_are_checked_at_once(manifest, capsys):
         ("rollout.engine={name: transformers, options: {quick: 1}}", "unknown option quick. Known: none"),
         ("trainer.backend.options={quick: 1}", "spec.trainer.backend.options: unknown option quick. Known: capacity"),
         ("trainer.backend={name: torch, options: {pack_tokens: 0}}", "pack_tokens"),
-        ("sampling.stop=[no such token]", "'no such token' is not one token of this model"),
         ("data.train.config={chat: true}", "data.train.config: chat is no setting of the source. Set data.train.chat"),
         ("data.train.chat=true", "no chat template"),
         ("data.train.source=gym://chain_sums", "near it: chain_sum"),

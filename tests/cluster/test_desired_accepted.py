@@ -55,6 +55,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "full": {
         "model": {"source": "pvc://models/qwen"},
         "storage": CLAIMS,
+        "weightSync": {"dtype": "bfloat16"},
         "template": {
             "labels": {"tier": "gold"},
             "annotations": {"note": "x"},

@@ -77,7 +77,8 @@ def test_what_only_a_role_can_tell_is_refused_by_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_device_that_the_machine_does_not_have_ends_the_run(tmp_path: Path) -> None:
+def test_a_device_that_torch_does_not_see_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0")
     device = "trainer.accelerator={profile: ascend-a2, count: 1}"
     ended = run(tmp_path / "run", device, "rollout.replicas=1", manifest="quickstart.yaml")
     assert ended.returncode == 1

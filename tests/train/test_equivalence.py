@@ -60,6 +60,7 @@ def cuts(batch: MicroBatch) -> Iterator[tuple[str, list[list[int]], dict[str, An
         [everything[12:], [], everything[4:12], everything[:4]],
         {"pack_tokens": 40},
     )
+    yield "logits a few at a time", [everything], {"pack_tokens": 4096, "options": {"head_tokens": 5}}
     yield "shared prompts", [everything], {"layout": "shared-prompt", "pack_tokens": 4096}
     yield (
         "shared prompts, small packs, shuffled",

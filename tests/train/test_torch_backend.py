@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 from train_reference import HORIZON, TEMPERATURE, padded_logprobs, part, samples
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from asyncflow.algorithms.grpo import GrpoLoss
 from asyncflow.errors import CheckpointError, DiskError, Diverged, ManifestError
 from asyncflow.identity import Version
 from asyncflow.net.frames import Jagged
 from asyncflow.train.backends.torch import TorchBackend
-from asyncflow.train.backends.torch_model import open_model, token_logprobs
+from asyncflow.train.backends.torch_model import LogprobModel, open_model
 from asyncflow.train.batch import MicroBatch
 from asyncflow.train.checkpoint import CheckpointManifest, Checkpoints
 from asyncflow.train.packing import LayoutName, pack_samples
@@ -165,6 +165,24 @@ def test_the_engine_is_measured_against_the_older_weights_that_made_a_sample(
     assert trainer.finish_step(3)["logprob_gap_p99"] > 1e-3
 
 
+def test_rounded_weights_are_the_bits_of_bfloat16_and_measure_as_such(tiny_folder: Path) -> None:
+    trainer, batch = backend(tiny_folder), samples()
+    bits = dict(trainer.tensors(dtype="bfloat16"))
+    as_is = weights(trainer)
+    for name, array in as_is.items():
+        assert bits[name].dtype == np.uint16
+        assert bits[name].tobytes() == torch.from_numpy(array).bfloat16().view(torch.uint16).numpy().tobytes()
+    gaps = []
+    for rounded in (
+        bits,
+        {name: (array.astype(np.uint32) << 16).view(np.float32) for name, array in bits.items()},
+        as_is,
+    ):
+        trainer.measure(batch, weights=rounded)
+        gaps.append(trainer.finish_step(1)["logprob_gap"])
+    assert gaps[0] == gaps[1] != gaps[2]
+
+
 def test_bfloat16_computes_nearly_the_same_and_keeps_float32_weights(tiny_folder: Path) -> None:
     exact, half = backend(tiny_folder), backend(tiny_folder, compute="bfloat16")
     a, b = train(exact, 1, 1), train(half, 1, 1)
@@ -219,6 +237,11 @@ SIZES = {
 }
 
 
+def opened(folder: Path, *, rows: int, compute: torch.dtype = torch.float32) -> LogprobModel:
+    model = open_model(folder, weights=True, device=torch.device("cpu"))
+    return LogprobModel(model, temperature=TEMPERATURE, compute=compute, rows=rows)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", ["separate", "shared-prompt"])
 def test_other_families_have_the_same_logprobs_in_packs(family: str, layout: LayoutName, tmp_path: Path) -> None:
@@ -229,18 +252,59 @@ def test_other_families_have_the_same_logprobs_in_packs(family: str, layout: Lay
     prompts, responses = ([c.row(i) for i in range(len(batch))] for c in (batch.prompts, batch.responses))
     with torch.no_grad():
         expected = padded_logprobs(plain, batch, HORIZON)
-        model = open_model(tmp_path, weights=True, device=torch.device("cpu"))
+        logprobs = opened(tmp_path, rows=7)
         for pack in pack_samples(prompts, responses, [key.serial for key in batch.keys], layout=layout, budget=64):
-            got, _ = token_logprobs(model, pack, temperature=TEMPERATURE, compute=torch.float32, entropy=False)
+            got, _ = logprobs(pack, entropy=False)
             torch.testing.assert_close(got, expected[pack.samples, pack.offsets], atol=1e-5, rtol=1e-5)
 
 
-def test_attention_that_packs_cannot_do_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", [LlamaConfig, GraniteConfig], ids=["plain", "scaled-logits"])
+def test_logits_of_a_pack_exist_a_piece_at_a_time_unless_the_model_changes_them(family: Any, tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    scaled = {"logits_scaling": 4.0, "pad_token_id": 0} if family is GraniteConfig else {}
+    AutoModelForCausalLM.from_config(family(**SIZES, **scaled)).save_pretrained(tmp_path)
+    batch = samples()
+    columns = ([column.row(i) for i in range(len(batch))] for column in (batch.prompts, batch.responses))
+    pack = next(iter(pack_samples(*columns, [0] * len(batch), layout="separate", budget=1000)))
+    found: list[tuple[torch.Tensor, ...]] = []
+    largest: list[int] = []
+    for rows in (len(pack.targets), 5):
+        model = opened(tmp_path, rows=rows)
+        sizes: list[int] = []
+        model.model.get_output_embeddings().register_forward_hook(
+            lambda _m, _i, out, sizes=sizes: sizes.append(out.shape[-2])
+        )
+        logprobs, entropy = model(pack, entropy=True)
+        assert entropy is not None
+        (logprobs - 0.1 * entropy).sum().backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        found.append((logprobs, entropy, *gradients))
+        largest.append(max(sizes))
+    whole = len(pack.targets)
+    assert largest == [whole, whole if scaled else 5]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+def test_pieces_in_bfloat16_add_up_the_gradient_of_the_head_in_float32(tiny_folder: Path) -> None:
+    batch = samples()
+    columns = ([column.row(i) for i in range(len(batch))] for column in (batch.prompts, batch.responses))
+    pack = next(iter(pack_samples(*columns, [0] * len(batch), layout="separate", budget=1000)))
+    gradients = []
+    for rows, compute in ((1000, torch.float32), (1000, torch.bfloat16), (1, torch.bfloat16)):
+        model = opened(tiny_folder, rows=rows, compute=compute)
+        logprobs, _ = model(pack, entropy=False)
+        logprobs.sum().backward()
+        gradients.append(model.model.get_output_embeddings().weight.grad)
+    exact, whole, pieces = gradients
+    assert torch.linalg.norm(pieces - exact) < 1.2 * torch.linalg.norm(whole - exact)
+
+
+def test_attention_that_packs_cannot_do_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
     config = MistralConfig(**SIZES, sliding_window=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    trainer = backend(tmp_path)
     with pytest.raises(ManifestError, match="sliding_window"):
-        trainer.micro_batch(samples(), version=0)
+        backend(tmp_path)
 
 
 def test_what_does_not_fit_is_refused(tiny_folder: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from asyncflow.api.base import API_VERSION, Spec
 from asyncflow.api.job import RLJob
+from asyncflow.api.weights import WeightsSpec
 from asyncflow_operator.desired.objects import Family, make_object, stamped
 from asyncflow_operator.observed import Manifest
 
@@ -20,7 +21,7 @@ def make_children(job: RLJob, family: Family) -> tuple[Manifest, ...]:
         queue["storageUnits"] = spec.transfer_queue.storage_units
         made.append(make_object(API_VERSION, "TransferQueue", family, name=family.name, body={"spec": queue}))
     if spec.weight_sync.name is None:
-        weights = _said(spec.weight_sync)
+        weights = _said(WeightsSpec(transport=spec.weight_sync.transport))
         made.append(make_object(API_VERSION, "WeightSync", family, name=family.name, body={"spec": weights}))
     return tuple(map(stamped, made))
 

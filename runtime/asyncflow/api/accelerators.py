@@ -44,11 +44,12 @@ class Profile:
 
     device: torch's name of it. resource: the name that its device plugin gives it, "" for none. legal_counts: devices
     that one process can have; gang_counts: the same where several processes form a gang. image: which runtime image.
-    collective: the torch.distributed back end. visible: the variable by which a process sees its devices, numbered from
-    0 in a container; assigned: the variable that names the host's devices where the vendor's scheduler plug-in chose
-    them. groups: group ids that may open the device files. node_labels, node_types: what nodes with it are labelled
-    with, the second with one of several values. port_ranges: see ``ports``. host_ip, interfaces: variables with the
-    address, or the name of the network interface, that the vendor's library uses (see there).
+    collective: the torch.distributed back end. files: the names that its devices have in /dev. visible: the variable by
+    which a process sees its devices, numbered from 0 in a container; assigned: the variable that names the host's
+    devices where the vendor's scheduler plug-in chose them. groups: group ids that may open the device files.
+    node_labels, node_types: what nodes with it are labelled with, the second with one of several values. port_ranges:
+    see ``ports``. host_ip, interfaces: variables with the address, or the name of the network interface, that the
+    vendor's library uses (see there).
     """
 
     title: str
@@ -60,6 +61,7 @@ class Profile:
     collective: str
     mounts: tuple[Mount, ...] = ()
     env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    files: str = ""
     visible: str = ""
     assigned: str = ""
     groups: tuple[int, ...] = ()
@@ -119,6 +121,7 @@ def _ascend(
         collective="hccl",
         mounts=mounts,
         env=_ASCEND_ENV,
+        files="davinci[0-9]*",
         visible="ASCEND_RT_VISIBLE_DEVICES",
         assigned="ASCEND_VISIBLE_DEVICES",
         groups=(_HWHIAIUSER,),
@@ -150,6 +153,7 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
             image="runtime-cuda",
             collective="nccl",
             env=MappingProxyType({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}),
+            files="nvidia[0-9]*",
             visible="CUDA_VISIBLE_DEVICES",
         ),
         "ascend-a2": _ascend(

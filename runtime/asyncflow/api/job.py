@@ -86,6 +86,12 @@ class RLJobSpec(Spec):
         return sum(role.replicas * max(1, role.accelerator.count) for role in (self.trainer, self.rollout))
 
     @property
+    def published_dtype(self) -> Literal["float32", "bfloat16"]:
+        """What weights are rounded to when they are published."""
+        usual: Literal["float32", "bfloat16"] = "bfloat16" if self.rollout.engine.dtype == "bfloat16" else "float32"
+        return self.weight_sync.dtype or usual
+
+    @property
     def output_bytes(self) -> dict[str, int]:
         """Most bytes of each column that is written to a sample after its creation."""
         of_token = {"response_ids": 4, "logprobs": 4, "versions": 8}

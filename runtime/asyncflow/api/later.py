@@ -43,7 +43,11 @@ def _not_cpu(profile: str) -> bool:
 
 _PLANNED: dict[str, tuple[_Later, ...]] = {
     "RLJob": (
-        _Later("model.dtype", _given, "nothing: weights are published as the trainer holds them, float32"),
+        _Later(
+            "model.dtype",
+            _given,
+            "weightSync.dtype for what is published, trainer.backend.precision for the computation",
+        ),
         _Later("algorithm.name", _is("ppo", "dapo", "pf-ppo", "dpo"), "grpo"),
         _Later("algorithm.old", _is("lagged"), "behaviour or recompute"),
         _Later(

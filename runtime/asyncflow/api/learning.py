@@ -194,6 +194,10 @@ class AlgorithmSpec(Spec):
     """Learning rate of AdamW after the warm-up."""
     warmup_steps: Steps = 0
     """Steps over which the learning rate rises from 0."""
+    learning_rate_curve: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes on after the warm-up: it stays, or falls to ``finalLearningRate`` at the last step."""
+    final_learning_rate: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """Learning rate of the last step, where it falls to one."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Decoupled weight decay of AdamW."""
     betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], ...], Field(min_length=2, max_length=2)] = (0.9, 0.999)
@@ -212,6 +216,8 @@ class AlgorithmSpec(Spec):
     """Advantage within a group: (R - mean) / std, R - mean, or leave-one-out."""
     kl: KlSpec = Field(default_factory=KlSpec)
     """Penalty for leaving the reference model."""
+    entropy: Annotated[float, Field(ge=0, le=100)] = 0.0
+    """Weight of the entropy bonus in the loss; 0 is off."""
     old: Literal["behaviour", "recompute", "lagged"] = "behaviour"
     """Denominator of the ratio: log-probs of the sampler, of the trainer before the step, or of one step behind."""
     filter_zero_variance: Literal["keep", "drop"] = "keep"
@@ -237,6 +243,20 @@ class AlgorithmSpec(Spec):
             why="the warm-up is longer than the run",
             fix="Give warmupSteps <= steps",
         ),
+        Rule(
+            reads=("final_learning_rate", "learning_rate"),
+            ok=lambda algorithm: algorithm.final_learning_rate <= algorithm.learning_rate,
+            cel="self.finalLearningRate <= self.learningRate",
+            why="the learning rate would rise after the warm-up",
+            fix="Give finalLearningRate <= learningRate",
+        ),
+        Rule(
+            reads=("final_learning_rate", "learning_rate_curve"),
+            ok=lambda algorithm: algorithm.final_learning_rate == 0 or algorithm.learning_rate_curve != "constant",
+            cel="self.finalLearningRate == 0.0 || self.learningRateCurve != 'constant'",
+            why="the learning rate stays as it is",
+            fix="Give learningRateCurve: linear or cosine, or leave finalLearningRate out",
+        ),
     )
     frozen_fields: ClassVar[tuple[Frozen, ...]] = (
         Frozen(reads="name", why="samples on their way belong to the old algorithm"),
@@ -260,7 +280,8 @@ class SamplingSpec(Spec):
     top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """Most probable tokens that are kept; 0 is off."""
     stop: Annotated[tuple[StopText, ...], Field(max_length=16)] = ()
-    """Tokens, as text, that end a response as the end-of-sequence token does."""
+    """Texts that end a response, which keeps them: special tokens by their name, any other text however the model
+    spells it."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

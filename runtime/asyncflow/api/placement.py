@@ -23,6 +23,10 @@ class AcceleratorSpec(Spec):
     """Row of the table of facts: resource name, legal counts, mounts, environment, ports."""
     count: Annotated[int, Field(ge=0, le=64)] = 0
     """Devices of one process; 0 exactly on CPU."""
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Part of one device that the process uses: its tensors take at most this part of the memory; the vendor's own
+    buffers come on top, so leave room. On one machine roles whose shares fit share a device; on a cluster the device
+    plug-in has to offer a device more than once (time-slicing, MPS), and the pod asks for one such part."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -31,6 +35,13 @@ class AcceleratorSpec(Spec):
             cel=f"self.count in { {name: list(facts.legal_counts) for name, facts in PROFILES.items()} }[self.profile]",
             why="the hardware does not give a process so many devices",
             fix="Give " + "; ".join(f"{name}: {counted(facts.legal_counts)}" for name, facts in PROFILES.items()),
+        ),
+        Rule(
+            reads=("share", "count"),
+            ok=lambda accelerator: accelerator.share == 1 or accelerator.count == 1,
+            cel="self.share == 1.0 || self.count == 1",
+            why="a share is of one device",
+            fix="Give count: 1, or leave share out",
         ),
     )
 

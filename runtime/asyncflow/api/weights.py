@@ -28,6 +28,10 @@ class WeightsSpec(Spec):
 class JobWeightsSpec(WeightsSpec):
     """The weight versions of a job: of its own, or of an existing WeightSync by name."""
 
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """What weights are rounded to when they are published. Absent: bfloat16 where the engine computes in it, which
+    rounds them anyway, else float32."""
+
     name: Name | None = None
     """An existing WeightSync in the job's namespace. Absent: the job makes its own."""
 

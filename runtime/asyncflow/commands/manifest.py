@@ -15,7 +15,7 @@ from asyncflow.api.job import RLJob
 from asyncflow.api.load import Manifest, check_files, load
 from asyncflow.api.names import FOLDER
 from asyncflow.api.problems import Problem, refusal
-from asyncflow.errors import ManifestError, NotYetError
+from asyncflow.errors import ManifestError
 from asyncflow.plugins import installed
 from asyncflow.queue.backends.base import BACKENDS
 from asyncflow.rewards.registry import check as check_reward
@@ -44,19 +44,11 @@ def checked(file: Path, overrides: Sequence[str] = ()) -> Manifest:
 def resolved_job(file: Path, overrides: Sequence[str] = ()) -> RLJob:
     """Read and check a job, with its paths made absolute, so that it means the same wherever it is written.
 
-    Raises ManifestError as ``checked`` does, for a manifest that is no job or a job that is suspended, and where this
-    machine cannot give each rank a device.
+    Raises ManifestError as ``checked`` does, and for a manifest that is no job or a job that is suspended.
     """
     manifest = checked(file, overrides)
     if not isinstance(manifest, RLJob):
         raise ManifestError(f"kind = {manifest.kind!r}: not a job", where=str(file), hint="Give an RLJob")
-    if manifest.spec.trainer.accelerator.count and manifest.spec.trainer.replicas > 1:
-        raise NotYetError(
-            f"trainer.replicas = {manifest.spec.trainer.replicas}: not yet: on one machine all ranks would train on the"
-            " same device",
-            where=str(file),
-            hint="What works is one rank on a device, several on the CPU, and several on a cluster",
-        )
     if manifest.spec.suspend:
         raise ManifestError("the job is suspended", where=str(file), hint="Run it with --set suspend=false")
     return anchored(manifest, folder_of(manifest, file))

@@ -24,12 +24,14 @@ from asyncflow.data.base import Purpose
 from asyncflow.data.prompter import Encoder, Prompter, survey
 from asyncflow.data.sources import check_disjoint, open_prompter
 from asyncflow.errors import AsyncFlowError, ManifestError
+from asyncflow.plan.job import plan
 from asyncflow.plugins import NoOptions, load_plugin, read_options
 from asyncflow.queue.backends.base import BACKENDS, Backend
 from asyncflow.rewards.process import RewardProcess, Scorer
 from asyncflow.rollout.engines.base import OPTIONS as ENGINE_OPTIONS
 from asyncflow.rollout.engines.base import RolloutEngine
 from asyncflow.rollout.engines.supported import check_length, check_model
+from asyncflow.substrates.local.devices import hand_out
 from asyncflow.train.backends.base import OPTIONS as BACKEND_OPTIONS
 from asyncflow.train.backends.base import TrainerBackend
 from asyncflow.train.settings import TorchOptions
@@ -95,6 +97,8 @@ def preflight(job: RLJob, folder: Path, *, source: str, elsewhere: bool = False)
     with findings.gather():
         _check_store(spec, findings, elsewhere=elsewhere)
     with findings.gather():
+        _check_devices(job, findings, elsewhere=elsewhere)
+    with findings.gather():
         _check_packages(spec)
         with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
             tokenizer = _check_model(spec, Path(scratch), findings, elsewhere=elsewhere)
@@ -125,6 +129,14 @@ def _check_store(spec: RLJobSpec, findings: _Findings, *, elsewhere: bool) -> No
     backend = load_plugin(BACKENDS, queue.backend, kind=Backend, where="spec.transferQueue.backend")
     try:
         backend.check(servers=queue.store is None)
+    except ManifestError as error:
+        _lacking(error, findings, elsewhere=elsewhere)
+
+
+def _check_devices(job: RLJob, findings: _Findings, *, elsewhere: bool) -> None:
+    """Find a device of this machine for each process that asks for one. Raises ManifestError."""
+    try:
+        hand_out(plan(job).roles)
     except ManifestError as error:
         _lacking(error, findings, elsewhere=elsewhere)
 
@@ -162,11 +174,7 @@ def _check_model(spec: RLJobSpec, scratch: Path, findings: _Findings, *, elsewhe
     with findings.gather():
         if spec.trainer.backend.name == "torch":
             check_weights(source, folder)
-    tokenizer = Tokenizer.load(folder)
-    with findings.gather():
-        for text in spec.sampling.stop:
-            tokenizer.token_id(text)
-    return tokenizer
+    return Tokenizer.load(folder)
 
 
 def _config(file: Path) -> dict[str, Any]:

@@ -95,13 +95,11 @@ class Tokenizer:
         text: str = self._core.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
         return text
 
-    def token_id(self, text: str) -> int:
-        """Give the id of the token that is spelled ``text``. Raises ManifestError where there is no such token."""
-        token: int | None = self._core.token_to_id(text)
-        if token is None:
-            hint = "A stop ends a response as the end-of-sequence token does: name one token"
-            raise ManifestError(f"{text!r} is not one token of this model", where="spec.sampling.stop", hint=hint)
-        return token
+    def special_id(self, text: str) -> int | None:
+        """Return the id of the special token that is spelled ``text``, None where the model has none."""
+        return next(
+            (id_ for id_, token in self._core.get_added_tokens_decoder().items() if token.content == text), None
+        )
 
     def chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
         """Give the ids of a conversation, rendered by the model's own chat template.

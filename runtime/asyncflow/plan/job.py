@@ -139,6 +139,7 @@ def _resources(
         profile=accelerator.profile,
         resource=PROFILES[accelerator.profile].resource,
         accelerators=accelerator.count,
+        share=accelerator.share,
     )
 
 

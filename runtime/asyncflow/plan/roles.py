@@ -55,7 +55,10 @@ class RestartPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What one process needs. cpu: cores; memory: bytes, None = unstated; accelerators: devices of ``resource``."""
+    """What one process needs.
+
+    cpu: cores; memory: bytes, None = unstated; accelerators: devices of ``resource``; share: part of each that it uses.
+    """
 
     cpu: float
     memory: int | None = None
@@ -63,6 +66,7 @@ class Resources:
     profile: str = "cpu"
     resource: str = ""
     accelerators: int = 0
+    share: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

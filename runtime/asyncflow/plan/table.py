@@ -55,7 +55,8 @@ def _each(resources: Resources) -> str:
     if resources.memory is not None:
         parts.append(size(resources.memory))
     if resources.accelerators:
-        parts.append(f"{resources.accelerators} {resources.resource}")
+        part = "" if resources.share == 1 else f"{resources.share:g} of "
+        parts.append(f"{part}{resources.accelerators} {resources.resource}")
     return ", ".join(parts)
 
 

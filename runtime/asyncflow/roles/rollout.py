@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 
 from asyncflow.errors import ManifestError
 from asyncflow.flow.instance import Instance
@@ -43,7 +44,9 @@ async def serve(post: JobPost) -> None:
         dtype=spec.rollout.engine.dtype,
         seed=spec.algorithm.seed,
         options=spec.rollout.engine.options,
+        decode=partial(tokenizer.decode, skip_special_tokens=False),
     )
+    special = {text: tokenizer.special_id(text) for text in spec.sampling.stop}
     rewards = open_rewards(
         spec.reward, workdir=job_folder(post.job, options), run=options.workdir, within_s=post.start_s
     )
@@ -92,7 +95,8 @@ async def serve(post: JobPost) -> None:
             settings=RolloutSettings(
                 temperature=spec.sampling.temperature,
                 max_tokens=spec.sampling.max_tokens,
-                stop_ids=(*tokenizer.eos_ids, *(tokenizer.token_id(text) for text in spec.sampling.stop)),
+                stop_ids=(*tokenizer.eos_ids, *(id_ for id_ in special.values() if id_ is not None)),
+                stop_texts=tuple(text for text, id_ in special.items() if id_ is None),
                 seed=spec.algorithm.seed,
                 lease_s=spec.rollout.lease_seconds,
                 drain_s=spec.rollout.drain_seconds,

@@ -75,7 +75,7 @@ async def serve(post: JobPost) -> None:
     await sender.start()
     queue = QueueClient.of(membership, keys=post.keys)
     folder = materialize_config(spec.model.source, options.workdir)
-    backend = kind(_backend_settings(spec, host=post.host), group=group)
+    backend = kind(backend_settings(spec, host=post.host), group=group)
     trainer = Trainer(
         queue=queue,
         sender=sender,
@@ -154,6 +154,7 @@ def _settings(post: JobPost) -> TrainerSettings:
         partition=TRAIN,
         attempt=post.options.attempt,
         whole=spec.schedule.whole_steps,
+        published=spec.published_dtype,
         slot_tokens=spec.trainer.backend.tokens_per_micro_batch,
         checkpoint_every=spec.storage.checkpoints.every,
         leave_s=spec.limits.stop_seconds / 4,
@@ -166,13 +167,16 @@ def _kind_of_backend(spec: RLJobSpec) -> type[TrainerBackend]:
     return load_plugin("asyncflow.trainer_backends", spec.trainer.backend.name, kind=TrainerBackend, where=where)
 
 
-def _backend_settings(spec: RLJobSpec, *, host: str) -> BackendSettings:
+def backend_settings(spec: RLJobSpec, *, host: str) -> BackendSettings:
+    """Return what the backend of a rank that others reach at ``host`` has to know of the job."""
     algorithm, backend = spec.algorithm, spec.trainer.backend
     return BackendSettings(
         optimizer=OptimizerSettings(
             learning_rate=algorithm.learning_rate,
             steps=algorithm.steps,
             warmup_steps=algorithm.warmup_steps,
+            curve=algorithm.learning_rate_curve,
+            final_fraction=algorithm.final_learning_rate / algorithm.learning_rate,
             betas=(algorithm.betas[0], algorithm.betas[1]),
             epsilon=algorithm.epsilon,
             weight_decay=algorithm.weight_decay,
@@ -184,6 +188,7 @@ def _backend_settings(spec: RLJobSpec, *, host: str) -> BackendSettings:
             old="recompute" if algorithm.old == "recompute" else "behaviour",
             kl=algorithm.kl.coefficient,
             kl_name=algorithm.kl.estimator,
+            entropy=algorithm.entropy,
         ),
         temperature=spec.sampling.temperature,
         compute="bfloat16" if backend.precision == "bf16" else "float32",
@@ -193,6 +198,7 @@ def _backend_settings(spec: RLJobSpec, *, host: str) -> BackendSettings:
         group_size=algorithm.group_size,
         seed=algorithm.seed,
         device=PROFILES[spec.trainer.accelerator.profile].device,
+        share=spec.trainer.accelerator.share,
         host=host,
         options=backend.options,
     )

@@ -33,9 +33,9 @@ _MOST_DETAIL = 2000
 class RolloutSettings:
     """What all instances of a job have in common.
 
-    temperature, max_tokens: unless a row's tags name others; stop_ids: end a response; seed: of the sampling;
-    train, eval: names of the partitions; lease_s: of the ``rollout`` tasks; call_s: for one call to the queue;
-    fetch_s, load_s: for prompts and weights of rows that were claimed, which are given back afterwards;
+    temperature, max_tokens: unless a row's tags name others; stop_ids, stop_texts: end a response; seed: of the
+    sampling; train, eval: names of the partitions; lease_s: of the ``rollout`` tasks; call_s: for one call to the
+    queue; fetch_s, load_s: for prompts and weights of rows that were claimed, which are given back afterwards;
     drain_s: for samples that are generated but not yet delivered when the instance leaves.
     """
 
@@ -43,6 +43,7 @@ class RolloutSettings:
     max_tokens: int
     stop_ids: tuple[int, ...]
     seed: int
+    stop_texts: tuple[str, ...] = ()
     lease_s: float = 60.0
     train: str = "train"
     eval: str = "eval"
@@ -91,6 +92,7 @@ class Job:
             max_tokens=int(meta.tags.get("max_tokens", settings.max_tokens)),
             temperature=float(meta.tags.get("temperature", settings.temperature)),
             stop_ids=settings.stop_ids,
+            stop_texts=settings.stop_texts,
             seed=purpose_seed(settings.seed, meta.purpose),
             purpose=meta.purpose,
         )

@@ -13,8 +13,9 @@ from asyncflow.train.tally import Tally
 
 
 class Seconds(Struct, frozen=True, kw_only=True):
-    """Where the time since the last report went. wall: all of it; wait: for samples; compute: forward and backward;
-    publish: waiting for a publication, which goes on beside the rest.
+    """Where the time since the last report went. wall: all of it; wait: for samples; compute: forward and backward,
+    on a device until they are queued there; optimizer: the step, and what is still queued before it; publish: waiting
+    for a publication, which goes on beside the rest.
 
     checkpoint: of those written since the last report, so after the step before this one.
     """

@@ -17,6 +17,9 @@ from asyncflow.algorithms.grpo import GrpoLoss
 from asyncflow.flow.schedule import Schedule
 from asyncflow.train.packing import LayoutName
 
+WeightsDtype = Literal["float32", "bfloat16"]
+"""What weights are rounded to when they leave a backend."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
@@ -55,7 +58,8 @@ class BackendSettings:
     temperature: of the sampling that made the responses, applied to the trainer's logits too; compute: dtype of
     forward and backward (weights, gradients and optimizer are always float32); layout, pack_tokens: see ``packing``;
     threads: of this rank, 0 = the library's choice; group_size: samples of one prompt; device: torch's name of
-    the kind of device; host: the address at which other ranks reach this one; options: the backend's own.
+    the kind of device; share: part of its memory that this rank may use; host: the address at which
+    other ranks reach this one; options: the backend's own.
     """
 
     optimizer: OptimizerSettings
@@ -68,6 +72,7 @@ class BackendSettings:
     group_size: int = 1
     seed: int = 0
     device: str = "cpu"
+    share: float = 1.0
     host: str = "127.0.0.1"
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -76,11 +81,12 @@ class BackendSettings:
 class TorchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of the backend ``torch``.
 
-    pack_tokens: most tokens of one forward pass, which bounds the memory of its logits; collective_timeout_s:
-    how long a rank waits for the others in a collective.
+    pack_tokens: most tokens of one forward pass, which bounds the memory of its activations; head_tokens: most of them
+    whose logits exist at once; collective_timeout_s: how long a rank waits for the others in a collective.
     """
 
     pack_tokens: Annotated[int, msgspec.Meta(ge=1)] = 1024
+    head_tokens: Annotated[int, msgspec.Meta(ge=1)] = 2048
     gradient_checkpointing: bool = False
     collective_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
 
@@ -91,15 +97,17 @@ class TrainerSettings:
 
     schedule: how many steps, which of them are published, and which versions later steps need; partition: the job's
     rows; attempt: of this gang, which fences older ones; whole: collect all of D_k before the first gradient (the
-    synchronous loop); slot_tokens: budget of one micro-batch per rank; checkpoint_every: steps between checkpoints, 0 =
-    the last one only; extra_columns: fetched beside the usual ones (``loss_mask``); patience_s: how long the queue or
-    the driver may be away; leave_s: how long the ledger may take to be on disk once the trainer is leaving.
+    synchronous loop); published: what weights are rounded to when they are published; slot_tokens: budget of one
+    micro-batch per rank; checkpoint_every: steps between checkpoints, 0 = the last one only; extra_columns: fetched
+    beside the usual ones (``loss_mask``); patience_s: how long the queue or the driver may be away; leave_s: how long
+    the ledger may take to be on disk once the trainer is leaving.
     """
 
     schedule: Schedule
     partition: str
     attempt: int
     whole: bool = False
+    published: WeightsDtype = "float32"
     slot_tokens: int = 8192
     checkpoint_every: int = 10
     extra_columns: tuple[str, ...] = ()

@@ -291,7 +291,7 @@ class Trainer:
             await self._unless_leaving(self._publication.begin(step, weights))
 
     def _weights(self) -> Weights:
-        return dict(self._backend.tensors())
+        return dict(self._backend.tensors(dtype=self._settings.published))
 
     async def _attend(self) -> None:
         """Obey the driver: between micro-batches, when the weights are those of the last completed step."""

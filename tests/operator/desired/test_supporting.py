@@ -130,6 +130,7 @@ def test_the_children_say_what_the_job_says(desired: Desired, job_state: JobStat
         transferQueue={"storageUnits": 3, "bytesPerUnit": "1Gi", "resources": {"memory": "2Gi"}},
         storage={"ledger": {"sync": "always", "claim": {"size": "1Gi"}}},
         template={"env": [{"name": "A", "value": "1"}]},
+        weightSync={"dtype": "bfloat16"},
     )
     made = by_name(desired.children(state))
     queue = TransferQueue.model_validate(made["TransferQueue/math"] | {"metadata": {"name": "math"}})

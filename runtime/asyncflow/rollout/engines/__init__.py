@@ -8,6 +8,7 @@ from typing import Any
 
 from asyncflow.plugins import load_plugin
 from asyncflow.rollout.engines.base import RolloutEngine
+from asyncflow.rollout.engines.stopping import Decode
 
 GROUP = "asyncflow.rollout_engines"
 
@@ -22,9 +23,17 @@ def open_engine(
     dtype: str = "float32",
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
+    decode: Decode | None = None,
 ) -> RolloutEngine:
     """Make the engine called ``name``. Raises ManifestError for a name or an option that is not known."""
     made: type[RolloutEngine] = load_plugin(GROUP, name, kind=RolloutEngine, where="spec.rollout.engine.name")
     return made(
-        folder=folder, slots=slots, max_length=max_length, threads=threads, dtype=dtype, seed=seed, options=options
+        folder=folder,
+        slots=slots,
+        max_length=max_length,
+        threads=threads,
+        dtype=dtype,
+        seed=seed,
+        options=options,
+        decode=decode,
     )

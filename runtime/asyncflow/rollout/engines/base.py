@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from asyncflow.errors import ManifestError, NotYetError
 from asyncflow.identity import SampleKey, Version
+from asyncflow.rollout.engines.stopping import Decode
 
 Finish = Literal["stop", "length", "aborted"]
 OPTIONS = "spec.rollout.engine.options"
@@ -32,7 +33,7 @@ class GenerationRequest:
     """One response that is wanted.
 
     temperature 0 is greedy; seed and key determine the random numbers (``rollout.sampling``); a stop id ends the
-    response and is its last token.
+    response and is its last token, as does the token that completes a stop text.
     """
 
     key: SampleKey
@@ -42,6 +43,7 @@ class GenerationRequest:
     top_p: float = 1.0
     top_k: int = 0
     stop_ids: tuple[int, ...] = ()
+    stop_texts: tuple[str, ...] = ()
     seed: int = 0
     purpose: str = "train"
 
@@ -97,8 +99,9 @@ class RolloutEngine(ABC):
 
     folder: the Hugging Face folder with the configuration (no weights are read: they come through ``load``); slots:
     sequences that run at once; max_length: prompt and response tokens of a sequence; options: the engine's own, with a
-    ManifestError for one that it does not know. ``Options``: their shape, each field with a default, so that they are
-    checked before anything starts; None: the engine alone can tell.
+    ManifestError for one that it does not know; decode: gives the text of ids, which stop texts need. ``Options``: the
+    shape of the options, each field with a default, so that they are checked before anything starts; None: the engine
+    alone can tell.
     """
 
     Options: ClassVar[type[msgspec.Struct] | None] = None
@@ -115,6 +118,7 @@ class RolloutEngine(ABC):
         dtype: str = "float32",
         seed: int = 0,
         options: Mapping[str, Any] | None = None,
+        decode: Decode | None = None,
     ) -> None:
         if slots < 1 or max_length < 2 or threads < 1:
             raise ManifestError(
@@ -127,6 +131,7 @@ class RolloutEngine(ABC):
         self.dtype = dtype
         self.seed = seed
         self.options = dict(options or {})
+        self.decode = decode
 
     @abstractmethod
     async def start(self) -> None:

@@ -23,6 +23,7 @@ from asyncflow.rollout.engines.base import Completion, Finish, GenerationRequest
 from asyncflow.rollout.engines.draw import draw
 from asyncflow.rollout.engines.kv import Prefix
 from asyncflow.rollout.engines.model import CausalModel
+from asyncflow.rollout.engines.stopping import StopTexts
 from asyncflow.rollout.sampling import stream, uniforms
 
 _PREFIXES_KEPT = 8
@@ -31,8 +32,9 @@ _PREFIXES_KEPT = 8
 class Sequence:
     """One response in the making. ``aborted`` may be set from any thread and is honoured at the next step."""
 
-    def __init__(self, request: GenerationRequest) -> None:
+    def __init__(self, request: GenerationRequest, *, stops: StopTexts | None = None) -> None:
         self.request = request
+        self._stops = stops
         self.aborted = False
         self.finish: Finish | None = None
         self._ids: list[int] = []
@@ -49,7 +51,7 @@ class Sequence:
         self._ids.append(token)
         self._logprobs.append(logprob)
         self._versions.append(version)
-        if token in self.request.stop_ids:
+        if token in self.request.stop_ids or (self._stops is not None and self._stops.met(self._ids)):
             self.finish = "stop"
         elif len(self._ids) == self.request.max_tokens:
             self.finish = "length"

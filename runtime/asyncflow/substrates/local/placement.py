@@ -1,7 +1,7 @@
 """How a replica of a plan becomes a command line on this machine.
 
-Invariant: what is added to the plan is what only this machine knows: paths, loopback ports, the interpreter. A replica
-serves at the same ports however often it starts again.
+Invariant: what is added to the plan is what only this machine knows: paths, loopback ports, devices, the interpreter. A
+replica serves at the same ports however often it starts again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from asyncflow.api.names import TOKEN_FILE_ENV
 from asyncflow.plan.roles import Role
 from asyncflow.substrates.local.crew import Seat
+from asyncflow.substrates.local.devices import hand_out
 from asyncflow.substrates.local.folder import RunFolder
 from asyncflow.substrates.local.terms import Launch
 
@@ -27,7 +28,9 @@ def launcher(
     """Return the function that says how to start a seat as an attempt.
 
     driver: the address that all dial; http_ports: where each seat serves /metrics, and the first one its status.
+    Raises ManifestError where this machine has too few devices.
     """
+    devices = hand_out(roles)
     own = {TOKEN_FILE_ENV: str(folder.token), "PYTHONSAFEPATH": "1"}
     named: dict[str, Role] = {role.name: role for role in roles}
 
@@ -43,6 +46,6 @@ def launcher(
             python=sys.executable,
         )
         http = f"http://127.0.0.1:{http_ports[seat]}"
-        return Launch(argv=argv, env={**own, **role.env}, http=http)
+        return Launch(argv=argv, env={**own, **devices.get(seat, {}), **role.env}, http=http)
 
     return launch

@@ -34,7 +34,7 @@ class Site:
 def site(roles: Sequence[Role], *, folder: RunFolder, limits: Limits, port: int = 0) -> Iterator[Site]:
     """Give the place at which ``roles`` run from ``folder``, whose first one all dial at ``port`` (0: any).
 
-    Raises AsyncFlowError where a port is not to be had.
+    Raises AsyncFlowError where a port or a device is not to be had.
     """
     seats = seats_of(roles)
     reserved = PortReservation(1 + len(seats), first=port)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from asyncflow.train.batch import MicroBatch
 from asyncflow.train.ranks import Group
-from asyncflow.train.settings import BackendSettings
+from asyncflow.train.settings import BackendSettings, WeightsDtype
 
 OPTIONS = "spec.trainer.backend.options"
 """Where a manifest gives a backend its own options."""
@@ -74,8 +74,11 @@ class TrainerBackend(ABC):
         """
 
     @abstractmethod
-    def tensors(self) -> Iterator[tuple[str, NDArray[Any]]]:
-        """Give the weights by name, as views where possible: valid until the next ``finish_step``."""
+    def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any]]]:
+        """Yield the weights by name, as views where possible: valid until the next ``finish_step``.
+
+        dtype: what weights that are floating-point numbers are rounded to; bfloat16 is given by its uint16 bits.
+        """
 
     @abstractmethod
     def save(self, folder: Path) -> None:

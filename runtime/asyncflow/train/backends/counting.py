@@ -24,7 +24,7 @@ from asyncflow.plugins import read_options
 from asyncflow.train.backends.base import OPTIONS, TrainerBackend
 from asyncflow.train.batch import MicroBatch
 from asyncflow.train.ranks import Group
-from asyncflow.train.settings import BackendSettings
+from asyncflow.train.settings import BackendSettings, WeightsDtype
 
 TENSOR = "counts"
 _FILE = "counts.npy"
@@ -87,8 +87,8 @@ class CountingBackend(TrainerBackend):
         self.trained = 0
         return {"counted": float(added.sum()), "counted_max": float(self._counts.max())}
 
-    def tensors(self) -> Iterator[tuple[str, NDArray[Any]]]:
-        """Give ``counts``."""
+    def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any]]]:  # noqa: ARG002
+        """Yield ``counts``, which are whole numbers."""
         yield TENSOR, self._counts
 
     def save(self, folder: Path) -> None:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.func import functional_call
 
 from asyncflow.algorithms.aggregation import LossTotals
 from asyncflow.algorithms.grpo import TokenLoss
@@ -31,14 +32,15 @@ from asyncflow.algorithms.losses import MAX_LOG_RATIO
 from asyncflow.errors import CheckpointError, DiskError, Diverged
 from asyncflow.plugins import read_options
 from asyncflow.train.backends.base import OPTIONS, TrainerBackend
-from asyncflow.train.backends.torch_model import named_weights, open_model, read_weights, token_logprobs
+from asyncflow.train.backends.torch_copies import as_array, on_device, rounded, weights_on_device
+from asyncflow.train.backends.torch_model import LogprobModel, named_weights, open_model, read_weights
 from asyncflow.train.backends.torch_optimizer import FlatAdamW
 from asyncflow.train.backends.torch_ranks import TensorGroup, find_device
 from asyncflow.train.batch import MicroBatch
 from asyncflow.train.meter import Meter
 from asyncflow.train.packing import Pack, pack_samples
 from asyncflow.train.ranks import Group
-from asyncflow.train.settings import BackendSettings, TorchOptions
+from asyncflow.train.settings import BackendSettings, TorchOptions, WeightsDtype
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +65,13 @@ class TorchBackend(TrainerBackend):
         self._options = options = read_options(settings.options, TorchOptions, where=OPTIONS)
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        self._device = find_device(settings.device)
+        self._device = find_device(settings.device, share=settings.share)
         torch.use_deterministic_algorithms(True, warn_only=self._device.type != "cpu")
         torch.manual_seed(settings.seed)
         self._how: dict[str, Any] = {
             "temperature": settings.temperature,
             "compute": getattr(torch, settings.compute),
+            "rows": options.head_tokens,
         }
         self._pack_tokens = min(settings.pack_tokens, options.pack_tokens)
         self._ranks = TensorGroup(
@@ -78,8 +81,10 @@ class TorchBackend(TrainerBackend):
             timeout_s=options.collective_timeout_s,
         )
         self._meter = _meter()
+        self._measured: list[tuple[tuple[str, ...], Tensor, Tensor]] = []
         self._skipped = 0
         self._has_room = True
+        self._copies: torch.Stream | None = None
 
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:
         """See the base class; the reference for the KL term is always θ_0, also after a resume."""
@@ -89,10 +94,11 @@ class TorchBackend(TrainerBackend):
         self._reference = None
         if keep_reference:
             self._ranks.from_first(tensor for _, tensor in named_weights(self._model))
-            self._reference = deepcopy(self._model).requires_grad_(False)
+            self._reference = LogprobModel(deepcopy(self._model).requires_grad_(False), **self._how)
         if self._options.gradient_checkpointing:
             self._model.train()
             self._model.gradient_checkpointing_enable()
+        self._policy = LogprobModel(self._model, **self._how)
         self._optimizer = FlatAdamW(self._model, self.settings.optimizer)
         if checkpoint is not None and first:
             self._restore(checkpoint)
@@ -130,7 +136,7 @@ class TorchBackend(TrainerBackend):
             self.trained += len(np.unique(pack.samples))
 
     def measure(self, batch: MicroBatch, *, weights: Mapping[str, NDArray[Any]]) -> None:
-        """See the base class. On the CPU the weights are used where they lie, elsewhere copied to the device.
+        """See the base class. On the CPU weights in float32 are used where they lie, else they are copied.
 
         Where the device has no room for them, no older weights are measured from then on.
         """
@@ -143,11 +149,11 @@ class TorchBackend(TrainerBackend):
             log.warning("log-probs of older weights are not measured: the device has no room for them: %s", full)
 
     def _measure_older(self, batch: MicroBatch, weights: Mapping[str, NDArray[Any]]) -> None:
-        tensors = {name: torch.from_numpy(array).to(self._device) for name, array in weights.items()}
+        tensors = {f"model.{name}": weights_on_device(array, self._device) for name, array in weights.items()}
         with torch.no_grad():
             for pack in self._packs(batch, np.arange(len(batch))):
                 entries, counted = _entries(batch, pack, pack.samples)
-                logprobs, _ = token_logprobs(self._model, pack, entropy=False, weights=tensors, **self._how)
+                logprobs, _ = functional_call(self._policy, tensors, args=(pack,), kwargs={"entropy": False})
                 gap = (logprobs - self._tensor(batch.logprobs.values[entries])).abs().cpu().numpy()[counted]
                 self._meter.add([("gap_tokens", float(len(gap))), ("gap", float(gap.sum(dtype=np.float64)))])
                 self._meter.histogram.add(gap)
@@ -176,8 +182,8 @@ class TorchBackend(TrainerBackend):
         reference = None
         if self._reference is not None:
             with torch.no_grad():
-                reference, _ = token_logprobs(self._reference, pack, entropy=False, **self._how)
-        logprobs, entropy = token_logprobs(self._model, pack, entropy=loss.entropy != 0, **self._how)
+                reference, _ = self._reference(pack, entropy=False)
+        logprobs, entropy = self._policy(pack, entropy=loss.entropy != 0)
         terms = loss.tokens(
             logprobs,
             behaviour=behaviour,
@@ -189,27 +195,30 @@ class TorchBackend(TrainerBackend):
         value.backward()
         self._measure(
             terms,
+            loss=value.detach(),
             logprobs=logprobs.detach(),
             behaviour=behaviour,
             entropy=entropy,
             counted=self._tensor(counted),
             on_policy=self._tensor(current[samples] & counted),
         )
-        self._meter.add([("loss", float(value.detach()))])
 
     def _measure(
         self,
         terms: TokenLoss,
         *,
+        loss: Tensor,
         logprobs: Tensor,
         behaviour: Tensor,
         entropy: Tensor | None,
         counted: Tensor,
         on_policy: Tensor,
     ) -> None:
+        """Compute the figures of a pack where it was computed; nothing waits for them before the step is over."""
         policy, logratio = terms.policy, logprobs - behaviour
         gap, zero = logratio.abs(), logprobs.new_zeros(())
         values = {
+            "loss": loss,
             "computed": counted.sum(),
             "kl": zero if terms.kl is None else (terms.kl.detach() * counted).sum(),
             "entropy": zero if entropy is None else (entropy.detach() * counted).sum(),
@@ -223,11 +232,23 @@ class TorchBackend(TrainerBackend):
             "gap_tokens": on_policy.sum(),
             "gap": (gap * on_policy).sum(),
         }
-        self._meter.add(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
-        self._meter.histogram.add(gap[on_policy > 0].cpu().numpy())
+        gaps = torch.where(on_policy > 0, gap, float("nan"))
+        self._measured.append((tuple(values), torch.stack(list(values.values())), gaps))
+
+    def _read_measured(self) -> None:
+        """Wait for the figures of all packs since the last step, and add them up."""
+        if not self._measured:
+            return
+        names, figures, gaps = zip(*self._measured, strict=True)
+        self._measured = []
+        for name, row in zip(names, torch.stack(figures).tolist(), strict=True):
+            self._meter.add(zip(name, row, strict=True))
+        found = torch.cat(gaps).cpu().numpy()
+        self._meter.histogram.add(found[~np.isnan(found)])
 
     def finish_step(self, step: int) -> dict[str, float]:
         """See the base class. Collective: the counts, then the gradient. Three skipped steps in a row are too many."""
+        self._read_measured()
         meter = self._meter.merged(self.group.gather(self._meter.array(), what=f"the counts of step {step}"))
         self._meter = _meter()
         self.trained = 0
@@ -260,23 +281,24 @@ class TorchBackend(TrainerBackend):
         }
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
-    def tensors(self) -> Iterator[tuple[str, NDArray[Any]]]:
-        """Give the weights in float32 under transformers' names; on the CPU they share the model's memory.
+    def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any]]]:
+        """Yield the weights under transformers' names; in float32 on the CPU they share the model's memory.
 
         Elsewhere they are copied on a stream of their own, behind what made them and beside what computes with them.
         """
+        kind = getattr(torch, dtype)
         with self._beside():
-            weights = [(name, tensor.detach().cpu()) for name, tensor in named_weights(self._model)]
+            weights = [(name, rounded(tensor.detach(), kind)) for name, tensor in named_weights(self._model)]
         for name, tensor in weights:
-            yield name, tensor.contiguous().numpy()
+            yield name, as_array(tensor)
 
     def _beside(self) -> AbstractContextManager[Any]:
         """Return what has this thread's copies from a device go on a stream of their own."""
         if self._device.type == "cpu":
             return nullcontext()
-        stream = torch.Stream(self._device)
-        stream.wait_stream(torch.accelerator.current_stream(self._device))
-        return cast(AbstractContextManager[Any], stream)
+        self._copies = self._copies or torch.Stream(self._device)
+        self._copies.wait_stream(torch.accelerator.current_stream(self._device))
+        return cast(AbstractContextManager[Any], self._copies)
 
     def save(self, folder: Path) -> None:
         """Write model.safetensors and optimizer.safetensors (moments, step counts, the generator's state)."""
@@ -294,7 +316,7 @@ class TorchBackend(TrainerBackend):
         self._ranks.close()
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.require(array, np.float32, ["W"])).to(self._device)
+        return on_device(np.require(array, np.float32, ["W"]), self._device)
 
 
 def _entries(batch: MicroBatch, pack: Pack, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

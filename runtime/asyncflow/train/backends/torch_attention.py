@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from asyncflow.errors import ManifestError
+from asyncflow.train.backends.torch_copies import on_device
 from asyncflow.train.packing import Pack
 
 ATTENTION = "asyncflow_documents"
@@ -42,8 +43,8 @@ class Documents(NamedTuple):
     def of(cls, pack: Pack, device: torch.device) -> Documents:
         """Lay ``pack`` out."""
         table = pack.table()
-        mask = None if table.mask is None else torch.from_numpy(table.mask).to(device)[:, None]
-        places, rows = (torch.from_numpy(array).to(device) for array in (table.places.reshape(-1), table.rows))
+        mask = None if table.mask is None else on_device(table.mask, device)[:, None]
+        places, rows = (on_device(array, device) for array in (table.places.reshape(-1), table.rows))
         return cls(places, rows, mask, len(table.places))
 
 

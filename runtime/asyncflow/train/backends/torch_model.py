@@ -1,26 +1,33 @@
 """A causal language model of transformers, run on packs.
 
-Invariant: ``token_logprobs`` gives the log-prob of each target under the distribution that sampling used (temperature
-applied), in float32, and only the rows that predict a target ever reach the output layer.
+Invariant: the log-prob of each target is that of the distribution that sampling used (temperature applied), in float32;
+only the rows that predict a target reach the output layer, a bounded number at a time where the model ends in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncflow.errors import CheckpointError, ManifestError
 from asyncflow.train.backends.torch_attention import ATTENTION, Documents
-from asyncflow.train.packing import Pack
+from asyncflow.train.backends.torch_copies import on_device
+from asyncflow.train.packing import Pack, pack_samples
+
+_A_TOKEN = np.zeros(1, dtype=np.int32)
+_LARGE = 100.0
+"""Size of states whose logits any capping changes."""
 
 
 def open_model(folder: Path, *, weights: bool, device: torch.device) -> nn.Module:
@@ -68,37 +75,84 @@ def read_weights(model: nn.Module, file: Path) -> None:
             tensor.copy_(stored[name])
 
 
-def token_logprobs(
-    model: nn.Module,
-    pack: Pack,
-    *,
-    temperature: float,
-    compute: torch.dtype,
-    entropy: bool,
-    weights: Mapping[str, Tensor] | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the log-prob of each target of ``pack``, float32[N], and the entropy there, float32[N], if asked for.
+class LogprobModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
+    """A model that is asked for the log-probs of targets instead of logits.
 
-    weights: to compute with instead of the model's own, with the names of ``named_weights``.
+    rows: most targets whose logits exist at once. A pack with more is taken in pieces, each computed again in the
+    backward pass, so that memory does not grow with the pack. A model that changes what its output layer makes, by a
+    scale or a cap, makes all logits of a pack at once.
     """
-    device = next(model.parameters()).device
 
-    def on_device(array: Any) -> Tensor:
-        return torch.from_numpy(array).to(device)
+    def __init__(self, model: nn.Module, *, temperature: float, compute: torch.dtype, rows: int) -> None:
+        super().__init__()
+        self.model = model
+        self._temperature = temperature
+        self._compute = compute
+        self._rows = rows if _ends_in_its_head(model) else None
 
-    with torch.autocast(device.type, dtype=compute, enabled=compute != torch.float32):
-        inputs = {
-            "input_ids": on_device(pack.ids)[None],
-            "position_ids": on_device(pack.positions)[None],
-            "logits_to_keep": on_device(pack.rows),
-            "documents": Documents.of(pack, device),
-            "use_cache": False,
-        }
-        output = model(**inputs) if weights is None else functional_call(model, dict(weights), kwargs=inputs)
-        logits = output.logits[0]
+    def forward(self, pack: Pack, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the log-prob of each target of ``pack``, and the entropy there if asked for: float32[N] each."""
+        device = next(self.model.parameters()).device
+        inputs = _inputs(pack, device)
+        targets, rows = (on_device(array, device) for array in (pack.targets, pack.rows))
+        cast = partial(torch.autocast, device.type, dtype=self._compute, enabled=self._compute != torch.float32)
+        if self._rows is None or len(targets) <= self._rows:
+            with cast():
+                logits = self.model(**inputs, logits_to_keep=rows).logits[0]
+                return _logprobs(logits, targets, temperature=self._temperature, entropy=entropy)
+        with cast():
+            states = self.model.base_model(**inputs).last_hidden_state[0].index_select(0, rows)
+        # One rounded copy of the head for all pieces would add up their gradients in its own precision.
+        with cast(cache_enabled=False):
+            pieces = [
+                checkpoint(self._piece, *piece, entropy, use_reentrant=False, preserve_rng_state=False)
+                for piece in zip(states.split(self._rows), targets.split(self._rows), strict=True)
+            ]
+        logprobs, entropies = zip(*pieces, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies) if entropy else None
+
+    def _piece(self, states: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        logits = self.model.get_output_embeddings()(states)
+        return _logprobs(logits, targets, temperature=self._temperature, entropy=entropy)
+
+
+def _inputs(pack: Pack, device: torch.device) -> dict[str, Any]:
+    return {
+        "input_ids": on_device(pack.ids, device)[None],
+        "position_ids": on_device(pack.positions, device)[None],
+        "documents": Documents.of(pack, device),
+        "use_cache": False,
+    }
+
+
+def _logprobs(logits: Tensor, targets: Tensor, *, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
     logits = logits.float() / temperature
-    logprobs = -F.cross_entropy(logits, on_device(pack.targets), reduction="none")
+    logprobs = -F.cross_entropy(logits, targets, reduction="none")
     if not entropy:
         return logprobs, None
     whole = logits.log_softmax(dim=-1)
     return logprobs, -(whole.exp() * whole).sum(dim=-1)
+
+
+def _ends_in_its_head(model: nn.Module) -> bool:
+    """Say whether logits are what the output layer makes of the last states: not scaled, not capped.
+
+    Asked with states of its own, since those of a model that is not read yet, or of its padding, may be 0. Raises
+    ManifestError where the model has an attention that packs do not support.
+    """
+    pack = next(iter(pack_samples([_A_TOKEN], [_A_TOKEN], [0], layout="separate", budget=2)))
+    head = model.get_output_embeddings()
+    shape = (1, len(pack.ids), head.weight.shape[1])
+    states = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(head.weight) * _LARGE
+
+    def replace(_module: nn.Module, _inputs: object, output: Any) -> Any:
+        output.last_hidden_state = states
+        return output
+
+    replaced = model.base_model.register_forward_hook(replace)
+    try:
+        with torch.no_grad():
+            logits = model(**_inputs(pack, head.weight.device)).logits
+            return bool(torch.allclose(head(states), logits))
+    finally:
+        replaced.remove()

@@ -26,8 +26,11 @@ _HOST_BYTES = 256
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def find_device(kind: str) -> torch.device:
-    """Return this process's device of ``kind``, torch's name for it. Raises ManifestError where there is none."""
+def find_device(kind: str, *, share: float) -> torch.device:
+    """Return this process's device of ``kind``, torch's name for it, with at most ``share`` of its memory allocated.
+
+    Raises ManifestError where there is none.
+    """
     if kind == "cpu":
         return torch.device(kind)
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -37,6 +40,8 @@ def find_device(kind: str) -> torch.device:
             where="spec.trainer.accelerator",
             hint="Run where the device and its build of torch are installed, or set profile: cpu and count: 0",
         )
+    if share < 1:
+        torch.get_device_module(found).set_per_process_memory_fraction(share)
     return found
 
 

@@ -1,0 +1,101 @@
+"""Which devices of this machine each process sees.
+
+Invariant: the shares of a device sum to at most 1, no two ranks of a gang have the same device, and a process has the
+same devices however often it starts again. Devices that a template names are nobody else's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+
+from asyncflow.api.accelerators import PROFILES, Profile
+from asyncflow.errors import ManifestError
+from asyncflow.plan.roles import Role
+from asyncflow.substrates.local.crew import Seat
+
+_ROUNDING = 1e-9
+
+
+def devices_of(
+    profile: Profile, *, environ: Mapping[str, str] = os.environ, folder: Path = Path("/dev")
+) -> tuple[str, ...]:
+    """Return this machine's devices by the names that go into ``profile.visible``.
+
+    Where the environment has that variable, these are the devices that it names; else all, numbered from 0 as the
+    vendor's runtime does.
+    """
+    if profile.visible in environ:
+        return _named(environ[profile.visible])
+    return tuple(map(str, range(len(list(folder.glob(profile.files))))))
+
+
+def hand_out(
+    roles: Sequence[Role], *, find: Callable[[Profile], Sequence[str]] = devices_of
+) -> dict[Seat, dict[str, str]]:
+    """Return the variables by which each process that asks for devices sees its own.
+
+    A role whose template names its devices has those, and nobody else is given them. Raises ManifestError where the
+    machine has too few, or where a template names the same devices for all ranks of a gang.
+    """
+    asking = [role for role in roles if role.resources.accelerators]
+    room = {facts.visible: dict.fromkeys(find(facts), 1.0) for facts in map(_facts, asking)}
+    for role in asking:
+        visible = _facts(role).visible
+        if visible in role.env and role.gang and role.replicas > 1:
+            raise ManifestError(
+                f"{visible} = {role.env[visible]!r}: all {role.replicas} ranks would see the same devices",
+                where=f"spec.{role.name}.template.env",
+                hint=f"Leave it out, and set {visible} where `asyncflow run` is started",
+            )
+        room[visible].update(dict.fromkeys(_named(role.env.get(visible, "")), 0.0))
+    given: dict[Seat, dict[str, str]] = {}
+    for role in sorted(asking, key=lambda role: -role.resources.share * role.resources.accelerators):
+        visible, wanted, taken = _facts(role).visible, role.resources, set[str]()
+        for index in range(role.replicas if visible not in role.env else 0):
+            chosen = _roomiest(room[visible], count=wanted.accelerators, share=wanted.share, without=taken)
+            if len(chosen) < wanted.accelerators:
+                raise _too_few(role, asking, found=len(room[visible]))
+            taken.update(chosen if role.gang else ())
+            for device in chosen:
+                room[visible][device] -= wanted.share
+            given[Seat(role.name, index)] = {visible: ",".join(chosen)}
+    return given
+
+
+def _facts(role: Role) -> Profile:
+    return PROFILES[role.resources.profile]
+
+
+def _named(variable: str) -> tuple[str, ...]:
+    """Return the devices that a variable names, up to the first that is none, as CUDA reads it."""
+    names = (name.strip() for name in variable.split(","))
+    return tuple(takewhile(lambda name: name and not name.startswith("-"), names))
+
+
+def _roomiest(room: Mapping[str, float], *, count: int, share: float, without: Collection[str]) -> list[str]:
+    fitting = [device for device, left in room.items() if left >= share - _ROUNDING and device not in without]
+    order = list(room)
+    return sorted(sorted(fitting, key=lambda device: -room[device])[:count], key=order.index)
+
+
+def _too_few(role: Role, asking: Sequence[Role], *, found: int) -> ManifestError:
+    facts = _facts(role)
+    wanted = [each for each in asking if _facts(each).visible == facts.visible]
+    asked = ", ".join(f"{each.name} {each.replicas} x {_amount(each)}" for each in wanted)
+    alone = (
+        "; ranks of a trainer never share one" if any(each.gang and each.resources.share < 1 for each in wanted) else ""
+    )
+    return ManifestError(
+        f"this machine has {found} {facts.title} device{'' if found == 1 else 's'}, too few for {asked}{alone}",
+        where=f"spec.{role.name}.accelerator",
+        hint="Lower replicas or count, or let roles share a device (accelerator.share); where devices are missing from "
+        f"this count, name them in {facts.visible}",
+    )
+
+
+def _amount(role: Role) -> str:
+    count, share = role.resources.accelerators, role.resources.share
+    return f"{count}" if share == 1 else f"{share:g} of one"

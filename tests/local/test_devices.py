@@ -1,0 +1,141 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncflow.api.accelerators import PROFILES
+from asyncflow.api.names import RoleName
+from asyncflow.errors import ManifestError
+from asyncflow.plan.roles import Readiness, Resources, RestartPolicy, Role
+from asyncflow.substrates.local.crew import Seat
+from asyncflow.substrates.local.devices import devices_of, hand_out
+
+NVIDIA = PROFILES["nvidia"]
+
+
+def role(name: RoleName, replicas: int = 1, *, count: int = 1, share: float = 1.0, profile: str = "nvidia") -> Role:
+    return Role(
+        name=name,
+        replicas=replicas,
+        core=replicas,
+        most=replicas,
+        gang=name == "trainer",
+        resources=Resources(cpu=1, profile=profile, accelerators=count, share=share),
+        readiness=Readiness(path="/readyz", port="http", within_s=1),
+        restart=RestartPolicy(max_restarts=0, window_s=1, backoff_s=1),
+    )
+
+
+def handed(*roles: Role, devices: int) -> dict[str, str]:
+    given = hand_out(roles, find=lambda _: [str(index) for index in range(devices)])
+    return {str(seat): value for seat, variables in given.items() for value in variables.values()}
+
+
+def test_each_process_has_devices_of_its_own() -> None:
+    assert handed(
+        role("driver", count=0, profile="cpu"), role("trainer", 2), role("rollout", 2, count=3), devices=8
+    ) == {
+        "rollout-0": "0,1,2",
+        "rollout-1": "3,4,5",
+        "trainer-0": "6",
+        "trainer-1": "7",
+    }
+
+
+def test_roles_share_one_device_by_their_shares() -> None:
+    assert handed(role("trainer", share=0.6), role("rollout", 2, share=0.2), devices=1) == dict.fromkeys(
+        ("trainer-0", "rollout-0", "rollout-1"), "0"
+    )
+
+
+def test_ranks_of_a_gang_never_share_one() -> None:
+    both = role("trainer", 2, share=0.5), role("rollout", 2, share=0.5)
+    assert handed(*both, devices=2) == {"trainer-0": "0", "trainer-1": "1", "rollout-0": "0", "rollout-1": "1"}
+    with pytest.raises(
+        ManifestError, match=r"too few for trainer 2 x 0.5 of one, .*; ranks of a trainer never share one"
+    ):
+        handed(*both, devices=1)
+
+
+def test_too_few_are_refused_with_what_all_roles_ask_for() -> None:
+    with pytest.raises(ManifestError) as refused:
+        handed(role("trainer", 2, count=2), role("rollout", count=1), devices=4)
+    assert refused.value.where == "spec.rollout.accelerator"
+    assert "this machine has 4 NVIDIA devices, too few for trainer 2 x 2, rollout 1 x 1" in str(refused.value)
+
+
+def test_vendors_do_not_mix_and_profiles_of_one_vendor_do() -> None:
+    chips = {"CUDA_VISIBLE_DEVICES": ["a"], "ASCEND_RT_VISIBLE_DEVICES": ["0", "1"]}
+    roles = role("trainer", profile="ascend-a2"), role("rollout", profile="ascend-a3"), role("critic")
+    assert hand_out(roles, find=lambda facts: chips[facts.visible]) == {
+        Seat("trainer", 0): {"ASCEND_RT_VISIBLE_DEVICES": "0"},
+        Seat("rollout", 0): {"ASCEND_RT_VISIBLE_DEVICES": "1"},
+        Seat("critic", 0): {"CUDA_VISIBLE_DEVICES": "a"},
+    }
+
+
+def test_devices_that_a_template_names_are_nobody_elses() -> None:
+    own = replace(role("trainer"), env={"CUDA_VISIBLE_DEVICES": "0, 7"})
+    assert handed(own, role("rollout"), devices=2) == {"rollout-0": "1"}
+    with pytest.raises(ManifestError, match="all 2 ranks would see the same devices"):
+        handed(replace(own, replicas=2), devices=8)
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, ("0", "1", "2")),
+        ("4, 6", ("4", "6")),
+        ("GPU-8a,GPU-8b", ("GPU-8a", "GPU-8b")),
+        ("", ()),
+        ("-1", ()),
+        ("2,-1,3", ("2",)),
+    ],
+)
+def test_devices_are_those_of_the_environment_or_all(
+    tmp_path: Path, visible: str | None, expected: tuple[str, ...]
+) -> None:
+    for name in ("nvidia0", "nvidia5", "nvidia7", "nvidiactl", "nvidia-uvm", "davinci0", "davinci_manager"):
+        (tmp_path / name).touch()
+    environ = {} if visible is None else {NVIDIA.visible: visible}
+    assert devices_of(NVIDIA, environ=environ, folder=tmp_path) == expected
+    assert devices_of(PROFILES["ascend-a2"], environ=environ, folder=tmp_path) == ("0",)
+
+
+@given(
+    devices=st.integers(0, 8),
+    wanted=st.lists(
+        st.tuples(
+            st.integers(0, 4),
+            st.one_of(
+                st.tuples(st.integers(0, 4), st.just(1.0)),
+                st.tuples(st.just(1), st.sampled_from((0.1, 0.25, 0.5, 0.6))),
+            ),
+        ),
+        min_size=2,
+        max_size=2,
+    ),
+)
+def test_no_device_is_promised_beyond_its_whole(devices: int, wanted: list[tuple[int, tuple[int, float]]]) -> None:
+    names: tuple[RoleName, RoleName] = ("trainer", "rollout")
+    roles = [role(name, n, count=count, share=share) for name, (n, (count, share)) in zip(names, wanted, strict=True)]
+    try:
+        given = handed(*roles, devices=devices)
+    except ManifestError:
+        assert sum(each.replicas * each.resources.accelerators for each in roles) > devices
+        return
+    used = dict.fromkeys(map(str, range(devices)), 0.0)
+    for each in roles:
+        lists = [
+            given[f"{each.name}-{index}"].split(",")
+            for index in range(each.replicas if each.resources.accelerators else 0)
+        ]
+        for chosen in lists:
+            assert len(set(chosen)) == each.resources.accelerators
+            for device in chosen:
+                used[device] += each.resources.share
+        if each.gang:
+            assert len({device for chosen in lists for device in chosen}) == sum(map(len, lists))
+    assert all(amount < 1 + 1e-6 for amount in used.values())

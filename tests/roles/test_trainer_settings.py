@@ -1,0 +1,31 @@
+"""What the trainer's backend is told of a job."""
+
+import pytest
+
+from asyncflow.api.job import RLJob
+from asyncflow.roles.trainer import backend_settings
+
+
+def job(**spec: object) -> RLJob:
+    source = {"source": "tiny://reverse-digits"}
+    usual = {"model": source, "data": {"train": source}, "reward": {"function": "task"}, "sampling": {"maxTokens": 16}}
+    return RLJob.model_validate({"metadata": {"name": "little"}, "spec": usual | spec})
+
+
+@pytest.mark.parametrize(
+    ("curve", "halfway"), [("constant", 1e-3), ("linear", (1e-3 + 1e-5) / 2), ("cosine", (1e-3 + 1e-5) / 2)]
+)
+def test_the_learning_rate_follows_its_curve_to_the_last_step(curve: str, halfway: float) -> None:
+    algorithm = {"steps": 110, "learningRate": 1e-3, "warmupSteps": 10, "entropy": 0.02}
+    algorithm |= {"learningRateCurve": curve} | ({} if curve == "constant" else {"finalLearningRate": 1e-5})
+    settings = backend_settings(job(algorithm=algorithm).spec, host="127.0.0.1")
+    rate = settings.optimizer.rate
+    assert [rate(5), rate(10)] == pytest.approx([5e-4, 1e-3])
+    assert [rate(60), rate(110)] == pytest.approx([halfway, 1e-3 if curve == "constant" else 1e-5])
+    assert settings.loss.entropy == 0.02
+
+
+def test_a_trainer_uses_its_share_of_the_device() -> None:
+    trainer = {"accelerator": {"profile": "nvidia", "count": 1, "share": 0.6}}
+    settings = backend_settings(job(algorithm={"steps": 1}, trainer=trainer).spec, host="127.0.0.1")
+    assert (settings.device, settings.share) == ("cuda", 0.6)
