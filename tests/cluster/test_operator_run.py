@@ -185,7 +185,7 @@ def test_the_units_of_a_jobs_queue_are_those_of_the_job_whoever_scales_the_queue
         change = {"spec": {"transferQueue": {"storageUnits": count}}}
         world.plane.api.patch(f"{ours}/rljobs/quickstart", change)
         world.until_whole(storage=count)
-        assert units() == count
+        world.until(lambda count=count: units() == count, f"the queue to say {count}")
     assert operator.total("asyncflow_operator_reconciles_total", outcome="failed") == 0
 
 
