@@ -48,7 +48,7 @@ class Key(NamedTuple):
 
 @dataclass(slots=True)
 class _Denied:
-    """What was refused for one of our objects at one generation.
+    """The refusals that concern one of our objects at one generation.
 
     until: when it is tried again (seconds, monotonic); times: how often it was refused.
     """

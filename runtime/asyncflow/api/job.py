@@ -19,7 +19,7 @@ from asyncflow.api.placement import DriverSpec, SchedulingSpec, TemplateSpec
 from asyncflow.api.queue import LEAST_BYTES, JobQueueSpec
 from asyncflow.api.schedule import AHEAD_CEL, ScheduleSpec
 from asyncflow.api.status import JobStatus
-from asyncflow.api.weights import JobWeightsSpec
+from asyncflow.api.weights import JobWeightsSpec, PublishedDtype
 from asyncflow.api.workers import AuxiliarySpec, RolloutSpec, TrainerSpec
 
 _ROW_CEL = "double(4 * self.sampling.maxPromptTokens + self.data.maxTaskBytes + 16 * self.sampling.maxTokens + 8)"
@@ -86,9 +86,9 @@ class RLJobSpec(Spec):
         return sum(role.replicas * max(1, role.accelerator.count) for role in (self.trainer, self.rollout))
 
     @property
-    def published_dtype(self) -> Literal["float32", "bfloat16"]:
-        """What weights are rounded to when they are published."""
-        usual: Literal["float32", "bfloat16"] = "bfloat16" if self.rollout.engine.dtype == "bfloat16" else "float32"
+    def published_dtype(self) -> PublishedDtype:
+        """The dtype to which weights are rounded when they are published."""
+        usual: PublishedDtype = "bfloat16" if self.rollout.engine.dtype == "bfloat16" else "float32"
         return self.weight_sync.dtype or usual
 
     @property

@@ -13,6 +13,8 @@ from asyncflow.api.base import API_VERSION, Frozen, Name, Spec
 from asyncflow.api.conditions import Conditions, Time
 from asyncflow.api.metadata import ObjectMeta
 
+PublishedDtype = Literal["float32", "bfloat16"]
+
 
 class WeightsSpec(Spec):
     """Transport of weights."""
@@ -28,7 +30,7 @@ class WeightsSpec(Spec):
 class JobWeightsSpec(WeightsSpec):
     """The weight versions of a job: of its own, or of an existing WeightSync by name."""
 
-    dtype: Literal["float32", "bfloat16"] | None = None
+    dtype: PublishedDtype | None = None
     """What weights are rounded to when they are published. Absent: bfloat16 where the engine computes in it, which
     rounds them anyway, else float32."""
 

@@ -18,7 +18,7 @@ from asyncflow.flow.schedule import Schedule
 from asyncflow.train.packing import LayoutName
 
 WeightsDtype = Literal["float32", "bfloat16"]
-"""What weights are rounded to when they leave a backend."""
+"""The dtype to which weights are rounded when they leave a backend."""
 
 
 @dataclass(frozen=True, kw_only=True)
