@@ -60,7 +60,6 @@ _PLANNED: dict[str, tuple[_Later, ...]] = {
         _Later("schedule.swap_at", _is("token"), "quota or sequence"),
         _Later("schedule.sync_every", _several, "1", when=lambda spec: spec.schedule.swap_at == "quota"),
         _Later("schedule.require_batches", _several, "0 or 1"),
-        _Later("rollout.engine.name", _is("vllm"), "transformers or simulated"),
         _Later("trainer.backend.name", _is("mindspeed", "simulated"), "torch or counting"),
         _Later("reference", _given, "nothing: the trainer computes the reference itself"),
         _Later("critic", _given, "nothing"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import TypeAlias
@@ -43,11 +43,20 @@ class RoleHttp:
     """Serves one role over HTTP.
 
     registry: the metrics that ``/metrics`` shows; ready: asked by ``/readyz``, gives whether, and the reason in a few
-    words; token_file: holds the bearer token for POST, read anew at each request so that it can be changed.
+    words; token_file: holds the bearer token for POST, read anew at each request so that it can be changed; refreshed:
+    called before the metrics are read.
     """
 
-    def __init__(self, *, registry: CollectorRegistry, ready: Ready = ready, token_file: Path | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        registry: CollectorRegistry,
+        ready: Ready = ready,
+        token_file: Path | None = None,
+        refreshed: Sequence[Callable[[], Awaitable[None]]] = (),
+    ) -> None:
         self._registry = registry
+        self._refreshed = refreshed
         self._ready = ready
         self._token_file = token_file
         self._server = HttpServer()
@@ -97,6 +106,8 @@ class RoleHttp:
         return bool(token) and hmac.compare_digest(token, given.strip().encode("latin-1"))
 
     async def _metrics(self, request: Request) -> Answer:
+        for refresh in self._refreshed:
+            await refresh()
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Answer(encode(self._registry), content_type=content_type)
 

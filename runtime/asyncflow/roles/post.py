@@ -111,7 +111,12 @@ class Post(ABC):
     def http(self, metrics: RoleMetrics, *, ready: Ready = ready) -> RoleHttp:
         """Give the HTTP server of this role, not yet started."""
         token = os.environ.get(TOKEN_FILE_ENV)
-        return RoleHttp(registry=metrics.registry, ready=ready, token_file=Path(token) if token else None)
+        return RoleHttp(
+            registry=metrics.registry,
+            ready=ready,
+            token_file=Path(token) if token else None,
+            refreshed=metrics.refreshed,
+        )
 
     async def join(
         self,

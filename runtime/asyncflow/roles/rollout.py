@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 from functools import partial
 
+from asyncflow.api.accelerators import PROFILES
+from asyncflow.api.job import RLJobSpec
 from asyncflow.errors import ManifestError
 from asyncflow.flow.instance import Instance
 from asyncflow.models.source import materialize_config
@@ -16,12 +18,17 @@ from asyncflow.rewards.service import open_rewards
 from asyncflow.roles.base import run_role
 from asyncflow.roles.post import JobPost, RoleOptions, job_folder
 from asyncflow.rollout.engines import open_engine
+from asyncflow.rollout.engines.base import Devices
 from asyncflow.rollout.job import RolloutSettings
 from asyncflow.rollout.worker import RolloutWorker, wanted_by
 from asyncflow.telemetry.metrics import RolloutMetrics
 from asyncflow.weights.receiver import WeightReceiver
 from asyncflow.weights.transfer import TransferRecord
 from asyncflow.weights.transports.base import open_transport
+
+_EXACT, _ROUNDED = 1e-3, 0.25
+"""Most by which an engine's log-probs may differ on average from the trainer's for the same weights, in float32 and in
+bfloat16; those of other weights differ by whole units."""
 
 
 def main(options: RoleOptions) -> int:
@@ -31,7 +38,7 @@ def main(options: RoleOptions) -> int:
 
 async def serve(post: JobPost) -> None:
     """Generate until told to stop or to drain."""
-    spec, options = post.job.spec, post.options
+    spec, options, accelerator = post.job.spec, post.options, post.job.spec.rollout.accelerator
     metrics = RolloutMetrics()
     folder = materialize_config(spec.model.source, options.workdir)
     tokenizer = Tokenizer.load(folder)
@@ -45,7 +52,12 @@ async def serve(post: JobPost) -> None:
         seed=spec.algorithm.seed,
         options=spec.rollout.engine.options,
         decode=partial(tokenizer.decode, skip_special_tokens=False),
+        devices=Devices(
+            kind=PROFILES[accelerator.profile].device, count=max(1, accelerator.count), share=accelerator.share
+        ),
+        deterministic=spec.schedule.deterministic,
     )
+    metrics.relay(engine.metrics)
     special = {text: tokenizer.special_id(text) for text in spec.sampling.stop}
     rewards = open_rewards(
         spec.reward, workdir=job_folder(post.job, options), run=options.workdir, within_s=post.start_s
@@ -100,6 +112,7 @@ async def serve(post: JobPost) -> None:
                 seed=spec.algorithm.seed,
                 lease_s=spec.rollout.lease_seconds,
                 drain_s=spec.rollout.drain_seconds,
+                probe_gap=_EXACT if _computes_exactly(spec) else _ROUNDED,
             ),
             metrics=metrics,
         )
@@ -110,6 +123,11 @@ async def serve(post: JobPost) -> None:
             await worker.run()
         finally:
             draining.cancel()
+
+
+def _computes_exactly(spec: RLJobSpec) -> bool:
+    """Return whether trainer and engine compute in float32, with weights that were not rounded on their way."""
+    return spec.rollout.engine.dtype == spec.published_dtype == "float32"
 
 
 async def _drain_when_told(post: JobPost, worker: RolloutWorker) -> None:

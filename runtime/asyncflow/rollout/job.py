@@ -36,7 +36,8 @@ class RolloutSettings:
     temperature, max_tokens: unless a row's tags name others; stop_ids, stop_texts: end a response; seed: of the
     sampling; train, eval: names of the partitions; lease_s: of the ``rollout`` tasks; call_s: for one call to the
     queue; fetch_s, load_s: for prompts and weights of rows that were claimed, which are given back afterwards;
-    drain_s: for samples that are generated but not yet delivered when the instance leaves.
+    drain_s: for samples that are generated but not yet delivered when the instance leaves; probe_gap: most by which the
+    engine's log-probs may differ on average from those published with the weights that it has loaded.
     """
 
     temperature: float
@@ -53,6 +54,7 @@ class RolloutSettings:
     fetch_s: float = 20.0
     load_s: float = 120.0
     drain_s: float = 10.0
+    probe_gap: float = 1e-3
 
 
 @dataclass(eq=False, kw_only=True)

@@ -11,6 +11,9 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from asyncflow.rollout.engines.base import Completion
 from asyncflow.rollout.job import Outcome
 from asyncflow.telemetry.busy import BusyClock
@@ -77,6 +80,11 @@ class Meter:
         self._metrics.swaps.inc()
         self._metrics.swap_seconds.observe(seconds)
         self._metrics.version_step.set(step)
+
+    def probed(self, gaps: NDArray[np.float32]) -> float:
+        """Take in by how much the engine's log-probs differ after a swap; return the mean."""
+        self._metrics.probe_gap.set(float(gaps.max(initial=0.0)))
+        return float(gaps.mean()) if len(gaps) else 0.0
 
     def scored(self, outcome: Outcome, seconds: float) -> None:
         """Take in a sample that got its reward."""

@@ -17,8 +17,11 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from asyncflow.errors import DeadlineExceeded
+import numpy as np
+
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded
 from asyncflow.flow.instance import Instance
+from asyncflow.identity import Version
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.net.roster import Status
 from asyncflow.queue.client.client import QueueClient
@@ -31,6 +34,7 @@ from asyncflow.rollout.job import Job, Outcome, RolloutSettings
 from asyncflow.rollout.meter import Meter
 from asyncflow.telemetry.metrics import RolloutMetrics
 from asyncflow.weights.messages import CatalogueView
+from asyncflow.weights.probe import Probe, split_probe
 from asyncflow.weights.receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
@@ -104,7 +108,13 @@ class RolloutWorker:
 
     async def run(self) -> None:
         """Work until ``drain``. Raises what makes going on senseless: weights or prompts that do not fit the engine."""
-        for work in (self._steer(), self._watch(), self._desk.renew(), *(claimer.run() for claimer in self._claimers)):
+        for work in (
+            self._steer(),
+            self._stage(),
+            self._watch(),
+            self._desk.renew(),
+            *(claimer.run() for claimer in self._claimers),
+        ):
             self._spawn(work)
         try:
             await self._leaving.wait()
@@ -176,11 +186,43 @@ class RolloutWorker:
                 await self._desk.give_back(stuck, reason=f"version {step} cannot be had")
                 return
             version, tensors = self._receiver.take(step)
-            await self._engine.load(version, tensors)
+            weights, probe = split_probe(tensors)
+            await self._engine.load(version, weights)
+            if probe is not None:
+                await self._prove(version, probe)
         self._instance.loaded(version)
         seconds = time.monotonic() - began
         self.meter.swapped(step, seconds)
         log.info("swapped to %s in %.3f s; %s", version, seconds, self.meter.lap())
+
+    async def _prove(self, version: Version, probe: Probe) -> None:
+        """Compare the log-probs of the loaded weights with those that were published with them.
+
+        Raises AsyncFlowError where the engine has other weights than the catalogue says.
+        """
+        probe = probe.shortened(self._engine.max_length - 1)
+        found = await self._engine.probe(probe.ids.tolist())
+        if found is None:
+            return
+        gap = self.meter.probed(np.abs(found - probe.logprobs))
+        log.info("%s: log-probs of %d tokens differ by %.1e from those published with it", version, len(found), gap)
+        if not gap <= self._settings.probe_gap:
+            raise AsyncFlowError(
+                f"log-probs of {len(found)} tokens differ by {gap:.3g} on average from those published with {version}, "
+                f"which should be at most {self._settings.probe_gap:g}",
+                where="rollout.engine",
+                hint="It has not loaded all tensors of this model",
+            )
+
+    async def _stage(self) -> None:
+        """Have the engine prepare each version that is complete here, while it generates with the one before."""
+        while True:
+            staged = self._receiver.staged
+            if staged is not None and self._engine.version is not None:
+                await self._engine.stage(staged, split_probe(self._receiver.look(staged))[0])
+            with contextlib.suppress(DeadlineExceeded):
+                differs = functools.partial(lambda seen: self._receiver.staged != seen, staged)
+                await self._receiver.wait_for(differs, what="a version to prepare", timeout=_WATCH_S)
 
     async def _watch(self) -> None:
         """Wake the steering loop whenever other weights can be had."""

@@ -9,14 +9,17 @@ Invariant: what an object counts itself (busy seconds, calls) is read from it wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from asyncflow.errors import AsyncFlowError
 from asyncflow.net.rpc import RpcCounters
 from asyncflow.telemetry.busy import BusyClock
 
@@ -47,11 +50,18 @@ class RoleMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.refreshed: list[Callable[[], Awaitable[None]]] = []
         ProcessCollector(registry=self.registry)
 
     def watch_busy(self, busy: BusyClock, *, what: str = "busy") -> None:
         """Show ``busy`` as ``asyncflow_<role>_<what>_seconds_total{cause}``; the cause "any" is their union."""
         self.registry.register(_BusyCollector(f"asyncflow_{self.role}_{what}_seconds", busy))
+
+    def relay(self, source: Callable[[], Awaitable[str]]) -> None:
+        """Show the metrics that ``source`` returns in Prometheus' text format, asked anew whenever these are."""
+        relayed = _Relayed(source)
+        self.registry.register(relayed)
+        self.refreshed.append(relayed.refresh)
 
     def watch_rpc(self, counters: RpcCounters) -> None:
         """Show the counters of this role's RPC server as ``asyncflow_<role>_rpc_*_total``."""
@@ -165,6 +175,9 @@ class RolloutMetrics(RoleMetrics):
         self.tokens = self.counter("tokens_generated", "tokens generated")
         self.swaps = self.counter("swaps", "changes of weights")
         self.swap_seconds = self.histogram("swap_seconds", "time that generation stood still for a change of weights")
+        self.probe_gap = self.gauge(
+            "probe_gap", "largest difference of the engine's log-probs to those published with its weights, last swap"
+        )
         self.pull_seconds = self.histogram("pull_seconds", "time to pull a version into host memory")
         self.reward_seconds = self.histogram("reward_seconds", "time to score one sample")
         self.rewards_failed = self.counter("rewards_failed", "samples that got no reward", "failure")
@@ -187,6 +200,23 @@ class TrainerMetrics(RoleMetrics):
         self.publish_seconds = self.histogram("publish_seconds", "time to publish a version, beside the training")
         self.checkpoint_seconds = self.histogram("checkpoint_seconds", "time to write a checkpoint")
         self.checkpoint_failures = self.counter("checkpoint_failures", "checkpoints put off by the disk")
+
+
+class _Relayed(Collector):
+    """The metrics of another process, as they were when ``refresh`` was called last."""
+
+    def __init__(self, source: Callable[[], Awaitable[str]]) -> None:
+        self._source = source
+        self._text = ""
+
+    async def refresh(self) -> None:
+        """Ask the other process; while it does not answer it has no metrics."""
+        self._text = ""
+        with suppress(AsyncFlowError):
+            self._text = await self._source()
+
+    def collect(self) -> Iterable[Metric]:
+        yield from text_string_to_metric_families(self._text)
 
 
 class _BusyCollector(Collector):

@@ -31,6 +31,7 @@ from asyncflow.identity import Version
 from asyncflow.net.rpc import persist
 from asyncflow.weights.arena import Arena
 from asyncflow.weights.manifest import Part
+from asyncflow.weights.probe import split_probe
 from asyncflow.weights.sender import Copied
 
 _CALL_S = 30.0
@@ -170,7 +171,8 @@ class Publication:
         if version.attempt != self._attempt and version.step > self.began_at:
             return None
         mine = self._held.get(version.step)
-        return mine.arrays if mine is not None else self._sender.held(Version(self._attempt, version.step))
+        held = mine.arrays if mine is not None else self._sender.held(Version(self._attempt, version.step))
+        return held if held is None else split_probe(held)[0]
 
     def _affordable(self, held: Mapping[int, Arena]) -> set[int]:
         """Return the versions that may have made samples still to come, as many of the newest as cost little memory."""

@@ -52,6 +52,7 @@ from asyncflow.train.ranks import Group, Left
 from asyncflow.train.report import TrainReport, describe
 from asyncflow.train.settings import TrainerSettings
 from asyncflow.train.tally import Tally
+from asyncflow.weights.probe import Probe
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ class Trainer:
         self._tally = Tally()
         self._aged: dict[int, list[MicroBatch]] = {}
         self._unmeasured = False
+        self._probe: Probe | None = None
         self._samples = 0
         self._committed = 0
         self._saving = False
@@ -197,15 +199,17 @@ class Trainer:
         """Make θ_step out of what was accumulated, and let everybody know."""
         with self.waits("publish"):
             await self._publication.copied()
+        published = self._settings.schedule.publishes(step)
         with self.busy("optimizer"):
             tally, metrics = await self._compute(self._optimize, step, totals)
+            if published:
+                self._probe = await self._compute(self._backend.probe)
         self.step = step
         self._samples += tally.samples
         await self._persist(
             lambda: self._queue.step_done(**self._ours, step=step, rank=self._group.rank, timeout=_CALL_S),
             what=f"telling the queue that step {step} is done",
         )
-        published = self._settings.schedule.publishes(step)
         if published:
             await self._publish(step, self._weights)
         if self._group.rank == 0:
@@ -226,6 +230,7 @@ class Trainer:
         if found is not None:
             for step in found.manifest.carried:
                 await self._publish(step, partial(Publication.read, found.folder, step))
+        self._probe = await self._compute(self._backend.probe)
         await self._publish(self.step, self._weights)
         await self._unless_leaving(self._publication.announced())
         self._since = (clock.now(), self._clock())
@@ -291,7 +296,8 @@ class Trainer:
             await self._unless_leaving(self._publication.begin(step, weights))
 
     def _weights(self) -> Weights:
-        return dict(self._backend.tensors(dtype=self._settings.published))
+        probe = {} if self._probe is None else self._probe.tensors
+        return {**dict(self._backend.tensors(dtype=self._settings.published)), **probe}
 
     async def _attend(self) -> None:
         """Obey the driver: between micro-batches, when the weights are those of the last completed step."""

@@ -132,6 +132,10 @@ class WeightReceiver:
         self.notify()
         return version, self._holder.copies[version].arena.tensors
 
+    def look(self, version: Version) -> Mapping[str, AnyArray]:
+        """Return the tensors of a held version, as ``take`` does, without making it the current one."""
+        return self._holder.copies[version].arena.tensors
+
     async def ensure(self, step: int, *, timeout: float) -> Version:
         """Wait until a version of ``step`` can be taken, and fetch it before anything else. Raises DeadlineExceeded."""
         self._asked[step] += 1

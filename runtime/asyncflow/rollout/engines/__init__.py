@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.plugins import load_plugin
-from asyncflow.rollout.engines.base import RolloutEngine
+from asyncflow.rollout.engines.base import Devices, RolloutEngine
 from asyncflow.rollout.engines.stopping import Decode
 
 GROUP = "asyncflow.rollout_engines"
@@ -24,6 +24,8 @@ def open_engine(
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
     decode: Decode | None = None,
+    devices: Devices | None = None,
+    deterministic: bool = False,
 ) -> RolloutEngine:
     """Make the engine called ``name``. Raises ManifestError for a name or an option that is not known."""
     made: type[RolloutEngine] = load_plugin(GROUP, name, kind=RolloutEngine, where="spec.rollout.engine.name")
@@ -36,4 +38,6 @@ def open_engine(
         seed=seed,
         options=options,
         decode=decode,
+        devices=devices,
+        deterministic=deterministic,
     )

@@ -10,7 +10,7 @@ weights that drew it, both written where the token was made.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -94,18 +94,29 @@ class EngineStats:
     busy_s: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """Devices of one engine: torch's name of their kind, their number, the share of their memory that it may use."""
+
+    kind: str = "cpu"
+    count: int = 1
+    share: float = 1.0
+
+
 class RolloutEngine(ABC):
     """The adapter of one rollout engine; made by ``open_engine``.
 
     folder: the Hugging Face folder with the configuration (no weights are read: they come through ``load``); slots:
     sequences that run at once; max_length: prompt and response tokens of a sequence; options: the engine's own, with a
-    ManifestError for one that it does not know; decode: gives the text of ids, which stop texts need. ``Options``: the
-    shape of the options, each field with a default, so that they are checked before anything starts; None: the engine
-    alone can tell.
+    ManifestError for one that it does not know; decode: gives the text of ids, which stop texts need; devices: those
+    that it computes on; deterministic: whether what a sequence becomes may depend on nothing but its request and the
+    weights, to the bit. ``Options``: the shape of the options, each field with a default, so that they are checked
+    before anything starts; None: the engine alone can tell. ``can_be_deterministic``: whether it knows how.
     """
 
     Options: ClassVar[type[msgspec.Struct] | None] = None
     supports_token_swap: ClassVar[bool] = False
+    can_be_deterministic: ClassVar[bool] = False
     version: Version | None = None
 
     def __init__(
@@ -119,7 +130,15 @@ class RolloutEngine(ABC):
         seed: int = 0,
         options: Mapping[str, Any] | None = None,
         decode: Decode | None = None,
+        devices: Devices | None = None,
+        deterministic: bool = False,
     ) -> None:
+        if deterministic and not self.can_be_deterministic:
+            raise ManifestError(
+                f"the engine {type(self).__name__} does not promise the same bits whatever runs beside a sequence",
+                where="spec.schedule.deterministic",
+                hint="Use the engine transformers, or vllm on a GPU; or leave deterministic out",
+            )
         if slots < 1 or max_length < 2 or threads < 1:
             raise ManifestError(
                 f"slots={slots}, max_length={max_length}, threads={threads}: too small", where=type(self).__name__
@@ -132,10 +151,18 @@ class RolloutEngine(ABC):
         self.seed = seed
         self.options = dict(options or {})
         self.decode = decode
+        self.devices = devices or Devices()
+        self.deterministic = deterministic
 
     @abstractmethod
     async def start(self) -> None:
         """Make the engine ready to load weights."""
+
+    async def stage(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:  # noqa: B027
+        """Prepare the weights of ``version``, which ``load`` is probably asked for next, while sequences run.
+
+        By default nothing is prepared. tensors: as for ``load``.
+        """
 
     @abstractmethod
     async def load(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
@@ -152,6 +179,17 @@ class RolloutEngine(ABC):
     @abstractmethod
     async def abort(self, keys: Iterable[SampleKey], *, purpose: str = "train") -> None:
         """End these sequences at the next step: their ``generate`` returns what there is, finish ``aborted``."""
+
+    async def probe(self, ids: Sequence[int]) -> NDArray[np.float32] | None:  # noqa: ARG002
+        """Return log p(ids[i] | ids[:i]) for i >= 1 under the loaded weights at temperature 1, float32[n - 1].
+
+        None, by default: the engine cannot tell.
+        """
+        return None
+
+    async def metrics(self) -> str:
+        """Return the engine's own metrics in Prometheus' text format; by default it has none."""
+        return ""
 
     @abstractmethod
     def stats(self) -> EngineStats:

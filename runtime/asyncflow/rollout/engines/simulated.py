@@ -53,6 +53,7 @@ class SimulatedEngine(RolloutEngine):
     """A pretended engine."""
 
     Options = SimulatedOptions
+    can_be_deterministic = True
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

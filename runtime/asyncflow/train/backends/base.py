@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from asyncflow.train.batch import MicroBatch
 from asyncflow.train.ranks import Group
 from asyncflow.train.settings import BackendSettings, WeightsDtype
+from asyncflow.weights.probe import Probe
 
 OPTIONS = "spec.trainer.backend.options"
 """Where a manifest gives a backend its own options."""
@@ -79,6 +80,13 @@ class TrainerBackend(ABC):
 
         dtype: what weights that are floating-point numbers are rounded to; bfloat16 is given by its uint16 bits.
         """
+
+    def probe(self) -> Probe | None:
+        """Return a probe of the weights as they are now, in which whoever loads them is compared with this model.
+
+        Collective. None, by default: the backend's tensors are not those of a model.
+        """
+        return None
 
     @abstractmethod
     def save(self, folder: Path) -> None:

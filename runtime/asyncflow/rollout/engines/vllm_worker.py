@@ -1,0 +1,131 @@
+"""What runs inside vLLM's worker processes (``--worker-extension-cls``): it stages weights and swaps to them.
+
+    stage:  a mapping of the sender's memory -> tensors beside the running model, on a stream and a thread of its own
+    swap:   ``model_runner.reload_weights`` from the staged tensors, while generation is paused
+
+The methods are called by name through ``/collective_rpc`` and answer with what JSON can say.
+
+Invariant: nothing that runs is touched before ``asyncflow_swap``; after it the model holds the staged tensors and
+nothing else. The calls other than the swap take microseconds, for they hold up the engine's loop.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Placed = dict[str, Any]
+"""Where a tensor lies in the memory that was shared: name, dtype, shape, offset in bytes."""
+
+_SPARE = 1 << 30
+"""Bytes of device memory that staged tensors leave alone."""
+
+
+class Staging:
+    """One version on its way into a worker.
+
+    where: ``host`` or ``device`` once it is known; error: why it cannot be staged; done: whether either is.
+    """
+
+    def __init__(self, path: str, tensors: list[Placed], *, device: torch.device, alone: bool) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.where = ""
+        self.error = ""
+        self._mapped = _mapped(path)
+        self._stream: torch.Stream | None = None
+        self._thread = threading.Thread(target=self._stage, args=(tensors, device, alone), daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether the tensors are here, or never will be."""
+        return bool(self.where or self.error)
+
+    def _stage(self, placed: list[Placed], device: torch.device, alone: bool) -> None:
+        try:
+            tensors = {each["name"]: _tensor(self._mapped, each) for each in placed}
+            self.tensors, where = self._brought(tensors, device, alone=alone)
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+            self.error = f"{type(error).__name__}: {error}"
+        else:
+            self.where = where
+
+    def _brought(
+        self, tensors: dict[str, Tensor], device: torch.device, *, alone: bool
+    ) -> tuple[dict[str, Tensor], str]:
+        """Bring ``tensors`` as near to the model as there is room. alone: no other worker shares this memory."""
+        if device.type == "cpu" or not alone:
+            return tensors, "host"
+        free, _ = torch.get_device_module(device).mem_get_info(device)
+        if sum(tensor.nbytes for tensor in tensors.values()) + _SPARE > free:
+            return {name: tensor.pin_memory() for name, tensor in tensors.items()}, "host"
+        stream = torch.Stream(device)
+        with stream:
+            staged = {name: tensor.to(device) for name, tensor in tensors.items()}
+        stream.synchronize()
+        return staged, "device"
+
+
+class WeightsExtension:
+    """Methods that vLLM adds to its workers."""
+
+    model_runner: Any
+    device: torch.device
+    _asyncflow_staging: Staging | None = None
+
+    def asyncflow_stage(self, path: str, tensors: list[Placed]) -> dict[str, str]:
+        """Begin to stage ``tensors``, which lie in the file ``path``; returns at once."""
+        alone = self.model_runner.parallel_config.world_size == 1
+        self._asyncflow_staging = Staging(path, tensors, device=torch.device(self.device), alone=alone)
+        return {}
+
+    def asyncflow_staged(self) -> dict[str, Any]:
+        """Return ``done``, ``where`` the staged tensors are, and the ``error`` that kept them away."""
+        staging = self._asyncflow_staging
+        if staging is None:
+            return {"done": True, "where": "", "error": "nothing was staged"}
+        return {"done": staging.done, "where": staging.where, "error": staging.error}
+
+    def asyncflow_swap(self) -> dict[str, Any]:
+        """Load the staged tensors. Return, by the ids of the requests that run, how many tokens each of them has."""
+        staging, self._asyncflow_staging = self._asyncflow_staging, None
+        assert staging is not None
+        with torch.inference_mode():
+            self.model_runner.reload_weights(weights_iterator=iter(staging.tensors.items()))
+            for layer in _packed_embeddings(self.model_runner.model):
+                layer.quant_method.process_weights_after_loading(layer)
+        if torch.device(self.device).type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return {"tokens": {name: len(request.output_token_ids) for name, request in self.model_runner.requests.items()}}
+
+
+def _packed_embeddings(model: nn.Module) -> Iterator[nn.Module]:
+    """Return the embeddings of which vLLM's CPU kernels hold a packed copy.
+
+    ``reload_weights`` leaves the copy as it was where the output layer is tied to the embedding.
+    """
+    return (layer for layer in model.modules() if hasattr(layer, "cpu_linear") and hasattr(layer, "num_embeddings"))
+
+
+def _mapped(path: str) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        return mmap.mmap(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def _tensor(memory: mmap.mmap, placed: Placed) -> Tensor:
+    kind, shape = getattr(torch, placed["dtype"]), tuple(placed["shape"])
+    count = 1
+    for extent in shape:
+        count *= extent
+    if not count:
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(memory, dtype=kind, count=count, offset=placed["offset"]).view(shape)
