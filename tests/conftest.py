@@ -10,8 +10,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 from kube.build import BuildError, binary
 
-TOGETHER = "tests/cluster/"
-"""Tests that one worker runs, which then has the one control plane of each kind."""
+TOGETHER = ("tests/cluster/", "tests/rollout/test_engine_vllm.py")
+"""Tests that one worker runs, which then has the one control plane of each kind, or the one vLLM server."""
 BINARIES = {
     "plane": ("etcd", "kube-apiserver", "kubectl", "controller-gen"),
     "kwok_plane": ("kube-controller-manager", "kwok", "controller-gen"),
@@ -30,7 +30,7 @@ class Scheduling(LoadScopeScheduling):
     """What belongs together is begun first; everything else goes to whoever is free."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return TOGETHER if nodeid.startswith(TOGETHER) else nodeid
+        return next((scope for scope in TOGETHER if nodeid.startswith(scope)), nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -48,7 +48,7 @@ _CPU = {
 _CPU_BLOCK = 128
 """Tokens of a block of vLLM's cache on a CPU."""
 _CPU_STEP = 4096
-"""Tokens of one step of the engine on a CPU, at least."""
+"""Most tokens of one step of the engine on a CPU, unless a single sequence has more."""
 _USABLE = 0.9
 """Part of its share of a device that an engine plans to use; the rest is for the next weights."""
 _CALL_S = 120.0
@@ -160,7 +160,7 @@ class VllmEngine(RolloutEngine):
                 "enforce_eager": True,
                 "kv_cache_memory_bytes": self._cache_bytes(),
                 "enable_chunked_prefill": False,
-                "max_num_batched_tokens": max(_CPU_STEP, self.max_length),
+                "max_num_batched_tokens": max(self.max_length, min(_CPU_STEP, self.slots * self.max_length)),
             }
         else:
             wished |= {"gpu_memory_utilization": round(_USABLE * self.devices.share, 3)}

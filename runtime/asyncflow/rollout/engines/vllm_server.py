@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.25
 _END_S = 10.0
 _QUOTED = 500
-_SILENT = {
+_ALWAYS = {
     "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -49,7 +49,7 @@ class VllmServer:
 
     def __init__(self, *, env: Mapping[str, str], start_s: float) -> None:
         self.paths: frozenset[str] = frozenset()
-        self._env = {**os.environ, **_SILENT, **env, leash.PARENT: str(os.getpid())}
+        self._env = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **_ALWAYS, **env, leash.PARENT: str(os.getpid())}
         self._start_s = start_s
         self._folder = Path(tempfile.mkdtemp(prefix="asyncflow-vllm-"))
         self._process: asyncio.subprocess.Process | None = None

@@ -1,0 +1,243 @@
+"""The engine vllm against a real server on the CPU, with a model whose output layer is tied to its embedding."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+
+from asyncflow.errors import ManifestError, PeerLost
+from asyncflow.identity import SampleKey, Version
+from asyncflow.models.tiny import write_config
+from asyncflow.rollout.engines import open_engine
+from asyncflow.rollout.engines.base import Devices, GenerationRequest
+
+from .conftest import random_weights
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300), pytest.mark.process]
+
+SLOTS, LENGTH = 16, 300
+V1, V2, V3 = (Version(0, step) for step in (1, 2, 3))
+PROMPT = tuple(range(5, 12))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("tied")
+    write_config(made)
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    return made
+
+
+@pytest.fixture(scope="module")
+def weights(folder) -> dict[Version, dict[str, np.ndarray]]:
+    return {version: random_weights(folder, seed=version.step) for version in (V1, V2, V3)}
+
+
+@pytest.fixture(scope="module")
+def decode(folder):
+    from asyncflow.models.tokenizer import Tokenizer
+
+    return lambda ids: Tokenizer.load(folder).decode(ids, skip_special_tokens=False)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(folder, decode):
+    made = open_engine("vllm", folder=folder, slots=SLOTS, max_length=LENGTH, decode=decode)
+    await made.start()
+    yield made
+    await made.close()
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    """Log p(ids[i] | ids[:i]) for i >= 1, by transformers."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
+
+    def logprobs(ids, tensors, *, temperature=1.0):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(torch.from_numpy(tensors[name]))
+            logits = model(torch.tensor([list(ids)])).logits[0, :-1] / temperature
+            return logits.log_softmax(-1)[range(len(ids) - 1), list(ids)[1:]].numpy()
+
+    return logprobs
+
+
+def request(serial=1, sample=0, **changes):
+    settings = {"prompt_ids": PROMPT, "max_tokens": 12, "seed": 5, **changes}
+    return GenerationRequest(key=SampleKey(serial, sample), **settings)
+
+
+def whole(asked, completion):
+    return [*asked.prompt_ids, *completion.ids.tolist()]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+async def test_log_probs_are_of_the_sampled_distribution_after_every_swap(engine, weights, reference, temperature):
+    for version in (V1, V2, V1, V3):
+        await engine.load(version, weights[version])
+        asked = [request(serial, temperature=temperature) for serial in range(SLOTS)]
+        made = await asyncio.gather(*map(engine.generate, asked))
+        for each, completion in zip(asked, made, strict=True):
+            expected = reference(whole(each, completion), weights[version], temperature=temperature or 1.0)
+            assert np.abs(completion.logprobs - expected[len(PROMPT) - 1 :]).max() < 1e-4
+            assert set(completion.versions.tolist()) == {version.packed}
+        probed = await engine.probe(PROMPT)
+        assert np.abs(probed - reference(PROMPT, weights[version])).max() < 1e-4
+
+
+async def test_a_sequence_is_the_same_whatever_runs_beside_it(engine, weights):
+    await engine.load(V1, weights[V1])
+    alone = await engine.generate(request(3, 2))
+    crowd = await asyncio.gather(*(engine.generate(request(serial, 2)) for serial in range(SLOTS)))
+    assert np.array_equal(alone.ids, crowd[3].ids)
+    assert np.abs(alone.logprobs - crowd[3].logprobs).max() < 1e-5
+    assert len({tuple(each.ids.tolist()) for each in crowd}) == SLOTS
+
+
+async def test_tokens_that_were_made_before_and_after_a_swap_say_so(engine, weights, reference):
+    await engine.load(V1, weights[V1])
+    asked = [request(serial, max_tokens=280) for serial in range(SLOTS)]
+    running = [asyncio.create_task(engine.generate(each)) for each in asked]
+    await engine.stage(V2, weights[V2])
+    await asyncio.sleep(0.3)
+    await engine.load(V2, weights[V2])
+    mixed = 0
+    for each, completion in zip(asked, await asyncio.gather(*running), strict=True):
+        ids = whole(each, completion)
+        for version in (V1, V2):
+            mine = completion.versions == version.packed
+            expected = reference(ids, weights[version])[len(PROMPT) - 1 :]
+            assert np.abs(completion.logprobs - expected)[mine].max(initial=0.0) < 1e-4
+        mixed += len(set(completion.versions.tolist())) == 2
+        assert set(completion.versions.tolist()) <= {V1.packed, V2.packed}
+    assert mixed > 0
+
+
+async def test_a_long_prompt_is_read_again_with_new_weights(engine, weights, reference):
+    prompt = tuple(i % 250 + 3 for i in range(280))
+    for version in (V1, V2):
+        await engine.load(version, weights[version])
+        for sample in range(2):
+            asked = request(1, sample, prompt_ids=prompt)
+            completion = await engine.generate(asked)
+            expected = reference(whole(asked, completion), weights[version])[len(prompt) - 1 :]
+            assert np.abs(completion.logprobs - expected).max() < 1e-4
+
+
+async def test_stop_ids_stop_texts_and_aborts_end_a_response(engine, weights, decode):
+    await engine.load(V1, weights[V1])
+    plain = await engine.generate(request(max_tokens=40))
+    assert plain.finish == "length"
+    stop = int(plain.ids[7])
+    stopped = await engine.generate(request(max_tokens=40, stop_ids=(stop,)))
+    end = plain.ids.tolist().index(stop) + 1
+    assert stopped.finish == "stop"
+    assert stopped.ids.tolist() == plain.ids[:end].tolist()
+    readable = await engine.generate(request(2, max_tokens=200, stop_texts=("a", "b", "c", "d", "e")))
+    assert readable.finish == "stop"
+    assert decode(readable.ids.tolist())[-1] in "abcde"
+    assert len(readable.logprobs) == len(readable.ids)
+    running = asyncio.create_task(engine.generate(request(9, max_tokens=290)))
+    await asyncio.sleep(0.1)
+    await engine.abort([SampleKey(9, 0)])
+    aborted = await running
+    assert aborted.finish == "aborted"
+    assert len(aborted.ids) == len(aborted.logprobs) < 290
+    assert engine.stats().running == 0
+
+
+async def test_vllm_s_own_metrics_are_shown(engine):
+    text = await engine.metrics()
+    assert "vllm:generation_tokens_total" in text
+    assert "process_" not in text
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def gone(processes: list[psutil.Process], *, within_s: float = 10.0) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=within_s)
+    return not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+
+
+PARENT = """
+    import asyncio, sys
+    from pathlib import Path
+    from asyncflow.rollout.engines import open_engine
+
+    async def main():
+        engine = open_engine("vllm", folder=Path(sys.argv[1]), slots=2, max_length=64)
+        await engine.start()
+        print("up", flush=True)
+        await asyncio.sleep(600)
+
+    asyncio.run(main())
+"""
+
+
+async def test_nothing_of_the_server_outlives_its_parent(folder):
+    command = [sys.executable, "-c", textwrap.dedent(PARENT), str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert await asyncio.to_thread(parent.stdout.readline) == "up\n"
+        processes = descendants(parent.pid)
+        assert len(processes) >= 2
+        parent.send_signal(signal.SIGKILL)
+    assert await asyncio.to_thread(gone, processes)
+
+
+async def test_a_server_that_is_killed_ends_what_runs_with_an_error(engine, weights):
+    await engine.load(V1, weights[V1])
+    server = next(each for each in descendants(os.getpid()) if "vllm_program" in " ".join(each.cmdline()))
+    processes = [server, *server.children(recursive=True)]
+    assert len(processes) >= 2
+    running = asyncio.create_task(engine.generate(request(max_tokens=290)))
+    await asyncio.sleep(0.05)
+    server.send_signal(signal.SIGKILL)
+    with pytest.raises(PeerLost, match="vLLM server"):
+        await running
+    assert await asyncio.to_thread(gone, processes)
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match="ended with status -9"):
+        await engine.generate(request())
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"options": {"args": {"max_num_sequences": 4}}}, "no option max_num_sequences"),
+        ({"options": {"args": {"block_size": "wide"}}}, "block-size"),
+        ({"devices": Devices(kind="cuda")}, "computes on cpu, not on cuda"),
+        ({"deterministic": True}, "no batch-invariant kernels"),
+    ],
+)
+async def test_what_the_installed_vllm_cannot_do_is_refused_in_words(folder, settings, said):
+    engine = open_engine("vllm", folder=folder, slots=2, max_length=64, **settings)
+    with pytest.raises(ManifestError, match=said):
+        await engine.start()
+    await engine.close()
+
+
+@pytest.mark.parametrize("name", ["model", "max-num-seqs", "uds"])
+async def test_an_option_that_the_manifest_says_elsewhere_is_refused(folder, name):
+    with pytest.raises(ManifestError, match=name):
+        open_engine("vllm", folder=folder, slots=2, max_length=64, options={"args": {name: "x"}})
