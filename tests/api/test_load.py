@@ -110,7 +110,6 @@ def test_a_bad_override_is_refused_like_a_bad_file(override: str, reason: str) -
         ["schedule.swapAt=token"],
         ["schedule.syncEvery=4"],
         ["schedule.requireBatches=4"],
-        ["rollout.engine.name=vllm"],
         ["trainer.backend.name=mindspeed"],
         ["reference={replicas: 1}", "algorithm.kl.coefficient=0.1"],
         ["critic={replicas: 1}"],

@@ -16,28 +16,26 @@ OTHERS = {"kubernetes/autoscaler.yaml"}
 OURS = sorted(str(file.relative_to(EXAMPLES)) for file in EXAMPLES.rglob("*.yaml"))
 OURS = [name for name in OURS if name not in OTHERS]
 
-VLLM, MINDSPEED = "spec.rollout.engine.name", "spec.trainer.backend.name"
+MINDSPEED = "spec.trainer.backend.name"
 NOT_YET = {
     "kubernetes/async-staggered.yaml": {"spec.schedule.update"},
     "kubernetes/async-token.yaml": {"spec.schedule.swapAt"},
     "kubernetes/existing-queue.yaml": {"spec.transferQueue.name", "spec.weightSync.name"},
     "kubernetes/mooncake.yaml": {"spec.weightSync.transport"},
-    "kubernetes/nvidia-vllm.yaml": {VLLM},
-    "published/asyncflow-7b.yaml": {VLLM, MINDSPEED},
-    "published/asyncflow-32b.yaml": {VLLM, MINDSPEED},
-    "published/periodic-7b-gsm8k.yaml": {VLLM, MINDSPEED, "spec.algorithm.old"},
-    "published/periodic-8b.yaml": {VLLM, MINDSPEED, "spec.algorithm.old"},
-    "published/periodic-32b.yaml": {VLLM, MINDSPEED, "spec.algorithm.old"},
+    "published/asyncflow-7b.yaml": {MINDSPEED},
+    "published/asyncflow-32b.yaml": {MINDSPEED},
+    "published/periodic-7b-gsm8k.yaml": {MINDSPEED, "spec.algorithm.old"},
+    "published/periodic-8b.yaml": {MINDSPEED, "spec.algorithm.old"},
+    "published/periodic-32b.yaml": {MINDSPEED, "spec.algorithm.old"},
     "published/verl-fully-async.yaml": {
-        VLLM,
         "spec.algorithm.name",
         "spec.schedule.swapAt",
         "spec.schedule.requireBatches",
     },
-    "published/mindspeed-rl-7b.yaml": {VLLM, MINDSPEED},
-    "published/mindspeed-rl-32b.yaml": {VLLM, MINDSPEED},
-    "published/mindspeed-rl-moe-30b.yaml": {VLLM, MINDSPEED},
-    "published/mindspeed-rl-671b.yaml": {VLLM, MINDSPEED},
+    "published/mindspeed-rl-7b.yaml": {MINDSPEED},
+    "published/mindspeed-rl-32b.yaml": {MINDSPEED},
+    "published/mindspeed-rl-moe-30b.yaml": {MINDSPEED},
+    "published/mindspeed-rl-671b.yaml": {MINDSPEED},
 }
 """Examples that are refused with "not yet", and the fields that are."""
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -196,11 +195,12 @@ PARENT = """
 
 async def test_nothing_of_the_server_outlives_its_parent(folder):
     command = [sys.executable, "-c", textwrap.dedent(PARENT), str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        assert await asyncio.to_thread(parent.stdout.readline) == "up\n"
-        processes = descendants(parent.pid)
-        assert len(processes) >= 2
-        parent.send_signal(signal.SIGKILL)
+    parent = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert await parent.stdout.readline() == b"up\n"
+    processes = descendants(parent.pid)
+    assert len(processes) >= 2
+    parent.kill()
+    await parent.wait()
     assert await asyncio.to_thread(gone, processes)
 
 

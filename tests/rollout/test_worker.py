@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncflow.errors import ManifestError
+from asyncflow.errors import AsyncFlowError, ManifestError
 from asyncflow.identity import Version
+from asyncflow.rollout.engines.simulated import SimulatedEngine
+from asyncflow.weights.probe import Probe, probe_ids
 
 from .conftest import random_weights
 
@@ -243,6 +245,36 @@ async def test_weights_that_do_not_fit_end_the_worker(world, tiny):
     await world.publish(0, {"stranger": np.zeros(3, np.float32)})
     with pytest.raises(ManifestError, match="stranger"):
         await rollout.running
+
+
+@pytest.mark.parametrize("off", [1e-6, 0.5])
+async def test_an_engine_that_has_other_weights_than_were_published_ends_the_worker(world, monkeypatch, off):
+    ids = probe_ids(vocabulary=97, most=64)
+    logprobs = np.linspace(-4, -1, len(ids) - 1, dtype=np.float32)
+    asked, staged = [], []
+
+    async def probe(_, ids):
+        asked.append(list(ids))
+        return logprobs + off
+
+    async def stage(_, version, tensors):
+        staged.append((version, set(tensors)))
+
+    monkeypatch.setattr(SimulatedEngine, "probe", probe)
+    monkeypatch.setattr(SimulatedEngine, "stage", stage)
+    tensors = {"step": np.zeros(64, np.float32), **Probe(ids, logprobs).tensors}
+    rollout = await world.rollout("r0")
+    await world.publish(0, tensors)
+    if off > 1e-3:
+        with pytest.raises(AsyncFlowError, match=r"differ by 0\.5 on average"):
+            await rollout.running
+        return
+    await world.put(range(2), step=1, oldest=0)
+    await world.made(8)
+    await world.publish(1, tensors)
+    await until(lambda: bool(staged), "the next version to be prepared")
+    assert asked == [ids.tolist()]
+    assert staged == [(Version(0, 1), {"step"})]
 
 
 async def test_with_the_real_engine_who_generates_changes_nothing(tmp_path, tiny):

@@ -19,7 +19,8 @@ class EngineSpec(Spec):
     """The rollout engine: an entry point of the group ``asyncflow.rollout_engines``."""
 
     name: PluginName = "transformers"
-    """``transformers`` (in-process), ``simulated`` (service times, no model), ``vllm``, or a third party's."""
+    """``transformers`` (in this process, on the CPU), ``vllm`` (a vLLM server beside it, docs/vllm.md), ``simulated``
+    (service times, no model), or a third party's."""
     slots: Annotated[int, Field(ge=1, le=65_536)] = 16
     """Sequences that run at the same time in one instance."""
     dtype: Dtype = "float32"

@@ -99,7 +99,7 @@ def preflight(job: RLJob, folder: Path, *, source: str, elsewhere: bool = False)
     with findings.gather():
         _check_devices(job, findings, elsewhere=elsewhere)
     with findings.gather():
-        _check_packages(spec)
+        _check_packages(spec, findings, elsewhere=elsewhere)
         with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
             tokenizer = _check_model(spec, Path(scratch), findings, elsewhere=elsewhere)
         if tokenizer is not None:
@@ -141,11 +141,16 @@ def _check_devices(job: RLJob, findings: _Findings, *, elsewhere: bool) -> None:
         _lacking(error, findings, elsewhere=elsewhere)
 
 
-def _check_packages(spec: RLJobSpec) -> None:
+def _check_packages(spec: RLJobSpec, findings: _Findings, *, elsewhere: bool) -> None:
     """Have the packages installed that read models, and those that compute them. Raises ManifestError."""
     needed = ["tokenizers", "safetensors"]
     if spec.rollout.engine.name in HEAVY or spec.trainer.backend.name in HEAVY:
         needed += ["torch", "transformers"]
+    if spec.rollout.engine.name == "vllm" and find_spec("vllm") is None:
+        hint = "make vllm installs the build for the CPU; for others see docs/vllm.md"
+        _lacking(
+            ManifestError("not installed: vllm", where="spec.rollout.engine", hint=hint), findings, elsewhere=elsewhere
+        )
     if absent := [name for name in needed if find_spec(name) is None]:
         raise ManifestError(f"not installed: {', '.join(absent)}", hint="pip install 'asyncflow[torch]'")
 
