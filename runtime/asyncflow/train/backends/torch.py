@@ -11,7 +11,6 @@ packs and ranks; the same seed, order and number of threads give the same bits.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
@@ -27,17 +26,15 @@ from torch import Tensor
 from torch.func import functional_call
 
 from asyncflow.algorithms.aggregation import LossTotals
-from asyncflow.algorithms.grpo import TokenLoss
-from asyncflow.algorithms.losses import MAX_LOG_RATIO
 from asyncflow.errors import CheckpointError, DiskError, Diverged
 from asyncflow.plugins import read_options
 from asyncflow.train.backends.base import OPTIONS, TrainerBackend
 from asyncflow.train.backends.torch_copies import as_array, on_device, rounded, weights_on_device
+from asyncflow.train.backends.torch_figures import StepFigures, metrics_of
 from asyncflow.train.backends.torch_model import LogprobModel, named_weights, open_model, read_weights
 from asyncflow.train.backends.torch_optimizer import FlatAdamW
 from asyncflow.train.backends.torch_ranks import TensorGroup, find_device
 from asyncflow.train.batch import MicroBatch
-from asyncflow.train.meter import Meter
 from asyncflow.train.packing import Pack, pack_samples
 from asyncflow.train.ranks import Group
 from asyncflow.train.settings import BackendSettings, TorchOptions, WeightsDtype
@@ -49,10 +46,6 @@ STATE_FILE = "optimizer.safetensors"
 _GENERATOR = "generator"
 _MOST_SKIPPED = 3
 """Steps in a row whose gradient is not finite, at which the training ends."""
-_SUMS = (
-    "tokens", "sequences", "computed", "loss", "kl", "entropy", "surprise", "ratio", "approx_kl",
-    "clip_low", "clip_high", "clip_dual", "silent", "packed_tokens", "gap_tokens", "gap",
-)  # fmt: skip
 
 
 class TorchBackend(TrainerBackend):
@@ -80,8 +73,7 @@ class TorchBackend(TrainerBackend):
             host=settings.host,
             timeout_s=options.collective_timeout_s,
         )
-        self._meter = _meter()
-        self._measured: list[tuple[tuple[str, ...], Tensor, Tensor]] = []
+        self._figures = StepFigures()
         self._skipped = 0
         self._has_room = True
         self._copies: torch.Stream | None = None
@@ -123,13 +115,13 @@ class TorchBackend(TrainerBackend):
         loss, lengths = self.settings.loss, batch.loss_lengths()
         silent = loss.silent(batch.advantages)
         totals = ("tokens", lengths.sum()), ("sequences", np.count_nonzero(lengths)), ("silent", silent.sum())
-        self._meter.add((name, float(value)) for name, value in totals)
+        self._figures.count((name, float(value)) for name, value in totals)
         active = np.flatnonzero(~silent & (lengths > 0))
         self.trained += len(batch) - len(active)
         if not len(active):
             return
         packs = self._packs(batch, active)
-        self._meter.add([("packed_tokens", float(sum(len(pack.ids) for pack in packs)))])
+        self._figures.count([("packed_tokens", float(sum(len(pack.ids) for pack in packs)))])
         weights, current = loss.aggregation.weights(lengths), batch.makers() == version
         for pack in packs:
             self._accumulate(batch, pack, active[pack.samples], weights, current)
@@ -154,9 +146,8 @@ class TorchBackend(TrainerBackend):
             for pack in self._packs(batch, np.arange(len(batch))):
                 entries, counted = _entries(batch, pack, pack.samples)
                 logprobs, _ = functional_call(self._policy, tensors, args=(pack,), kwargs={"entropy": False})
-                gap = (logprobs - self._tensor(batch.logprobs.values[entries])).abs().cpu().numpy()[counted]
-                self._meter.add([("gap_tokens", float(len(gap))), ("gap", float(gap.sum(dtype=np.float64)))])
-                self._meter.histogram.add(gap)
+                gap = (logprobs - self._tensor(batch.logprobs.values[entries])).abs().cpu().numpy()
+                self._figures.gaps(gap[counted])
 
     def _packs(self, batch: MicroBatch, chosen: NDArray[np.int64]) -> list[Pack]:
         return pack_samples(
@@ -193,7 +184,7 @@ class TorchBackend(TrainerBackend):
         )
         value = (terms.total * weight).sum()
         value.backward()
-        self._measure(
+        self._figures.pack(
             terms,
             loss=value.detach(),
             logprobs=logprobs.detach(),
@@ -203,57 +194,12 @@ class TorchBackend(TrainerBackend):
             on_policy=self._tensor(current[samples] & counted),
         )
 
-    def _measure(
-        self,
-        terms: TokenLoss,
-        *,
-        loss: Tensor,
-        logprobs: Tensor,
-        behaviour: Tensor,
-        entropy: Tensor | None,
-        counted: Tensor,
-        on_policy: Tensor,
-    ) -> None:
-        """Compute the figures of a pack where it was computed; nothing waits for them before the step is over."""
-        policy, logratio = terms.policy, logprobs - behaviour
-        gap, zero = logratio.abs(), logprobs.new_zeros(())
-        values = {
-            "loss": loss,
-            "computed": counted.sum(),
-            "kl": zero if terms.kl is None else (terms.kl.detach() * counted).sum(),
-            "entropy": zero if entropy is None else (entropy.detach() * counted).sum(),
-            "surprise": -(logprobs * counted).sum(),
-            "ratio": (policy.ratio * counted).sum(),
-            "ratio_max": (policy.ratio * counted).max(),
-            "approx_kl": ((logratio.clamp(max=MAX_LOG_RATIO).exp() - 1 - logratio) * counted).sum(),
-            "clip_low": (policy.clipped_low * counted).sum(),
-            "clip_high": (policy.clipped_high * counted).sum(),
-            "clip_dual": (policy.clipped_dual * counted).sum(),
-            "gap_tokens": on_policy.sum(),
-            "gap": (gap * on_policy).sum(),
-        }
-        gaps = torch.where(on_policy > 0, gap, float("nan"))
-        self._measured.append((tuple(values), torch.stack(list(values.values())), gaps))
-
-    def _read_measured(self) -> None:
-        """Wait for the figures of all packs since the last step, and add them up."""
-        if not self._measured:
-            return
-        names, figures, gaps = zip(*self._measured, strict=True)
-        self._measured = []
-        for name, row in zip(names, torch.stack(figures).tolist(), strict=True):
-            self._meter.add(zip(name, row, strict=True))
-        found = torch.cat(gaps).cpu().numpy()
-        self._meter.histogram.add(found[~np.isnan(found)])
-
     def finish_step(self, step: int) -> dict[str, float]:
         """See the base class. Collective: the counts, then the gradient. Three skipped steps in a row are too many."""
-        self._read_measured()
-        meter = self._meter.merged(self.group.gather(self._meter.array(), what=f"the counts of step {step}"))
-        self._meter = _meter()
+        meter = self._figures.merged(self.group, step=step)
         self.trained = 0
-        sums = meter.sums
-        divisor = self.settings.loss.aggregation.divisor(LossTotals(int(sums["tokens"]), int(sums["sequences"])))
+        totals = LossTotals(int(meter.sums["tokens"]), int(meter.sums["sequences"]))
+        divisor = self.settings.loss.aggregation.divisor(totals)
         applied = self._optimizer.apply(step, divisor=divisor, total=self._ranks.total)
         self._skipped = 0 if applied.moved else self._skipped + 1
         if self._skipped == _MOST_SKIPPED:
@@ -264,22 +210,7 @@ class TorchBackend(TrainerBackend):
             )
         if not applied.moved:
             log.warning("step %d: the gradient is not finite, the weights stay as they are", step)
-        computed, gap_tokens = max(1.0, sums["computed"]), sums["gap_tokens"]
-        means = ("kl", "entropy", "surprise", "ratio", "approx_kl", "clip_low", "clip_high", "clip_dual")
-        metrics = {name: sums[name] / computed for name in means} | {
-            "loss": sums["loss"] / divisor,
-            "ratio_max": meter.maxima["ratio_max"],
-            "grad_norm": applied.grad_norm,
-            "learning_rate": applied.learning_rate,
-            "skipped": float(not applied.moved),
-            "silent_samples": sums["silent"],
-            "computed_tokens": sums["computed"],
-            "packed_tokens": sums["packed_tokens"],
-            "logprob_gap_tokens": gap_tokens,
-            "logprob_gap": sums["gap"] / max(1.0, gap_tokens),
-            "logprob_gap_p99": meter.histogram.quantile(0.99),
-        }
-        return {name: value for name, value in metrics.items() if math.isfinite(value)}
+        return metrics_of(meter, divisor=divisor, applied=applied)
 
     def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any]]]:
         """Yield the weights under transformers' names; in float32 on the CPU they share the model's memory.
@@ -326,7 +257,3 @@ def _entries(batch: MicroBatch, pack: Pack, samples: NDArray[np.int64]) -> tuple
     """
     entries = batch.responses.offsets[samples] + pack.offsets
     return entries, np.ones(len(entries), bool) if batch.loss_mask is None else batch.loss_mask.values[entries]
-
-
-def _meter() -> Meter:
-    return Meter(sums=_SUMS, maxima=("ratio_max",))
