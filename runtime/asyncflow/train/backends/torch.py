@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,23 +20,32 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.func import functional_call
 
 from asyncflow.algorithms.aggregation import LossTotals
-from asyncflow.errors import CheckpointError, DiskError, Diverged
+from asyncflow.errors import DiskError, Diverged
 from asyncflow.plugins import read_options
 from asyncflow.train.backends.base import OPTIONS, TrainerBackend
 from asyncflow.train.backends.torch_copies import as_array, on_device, rounded, weights_on_device
 from asyncflow.train.backends.torch_figures import StepFigures, metrics_of
-from asyncflow.train.backends.torch_model import LogprobModel, named_weights, open_model, read_weights
+from asyncflow.train.backends.torch_model import LogprobModel, open_model, smallest_pack
 from asyncflow.train.backends.torch_optimizer import FlatAdamW
+from asyncflow.train.backends.torch_pieces import (
+    Piece,
+    pieces_of,
+    read_first,
+    read_saved,
+    write_gathered,
+    write_pieces,
+)
 from asyncflow.train.backends.torch_ranks import TensorGroup, find_device
+from asyncflow.train.backends.torch_sharding import older, open_sharded
 from asyncflow.train.batch import MicroBatch
 from asyncflow.train.packing import Pack, pack_samples
 from asyncflow.train.ranks import Group
 from asyncflow.train.settings import BackendSettings, TorchOptions, WeightsDtype
+from asyncflow.weights.sender import Shard
+from asyncflow.weights.slices import Box
 
 log = logging.getLogger(__name__)
 
@@ -81,34 +89,42 @@ class TorchBackend(TrainerBackend):
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:
         """See the base class; the reference for the KL term is always θ_0, also after a resume."""
         self._ranks.meet()
-        first, keep_reference = self.group.rank == 0, self.settings.loss.kl > 0
-        self._model = open_model(folder, weights=first and (checkpoint is None or keep_reference), device=self._device)
-        self._reference = None
-        if keep_reference:
-            self._ranks.from_first(tensor for _, tensor in named_weights(self._model))
-            self._reference = LogprobModel(deepcopy(self._model).requires_grad_(False), **self._how)
+        seen = np.array([checkpoint is not None])
+        resumed = bool(self.group.gather(seen, what="who sees the checkpoint")[0, 0])
+        self._policy = self._open(folder, first=not resumed)
+        self._reference = self._open(folder, first=True, frozen=True) if self.settings.loss.kl > 0 else None
+        self._model = self._policy.model
         if self._options.gradient_checkpointing:
             self._model.train()
             self._model.gradient_checkpointing_enable()
-        self._policy = LogprobModel(self._model, **self._how)
+        if resumed:
+            read_saved(checkpoint, WEIGHTS_FILE, pieces_of(self._model), group=self.group, ranks=self._ranks)
+        self._policy.probe()
         self._optimizer = FlatAdamW(self._model, self.settings.optimizer)
-        if checkpoint is not None and first:
-            self._restore(checkpoint)
-        self._ranks.from_first(tensor for _, tensor in named_weights(self._model))
-        self._ranks.from_first(tensor for _, tensor in self._optimizer.state())
+        self._pieces = pieces_of(self._model)
+        if resumed:
+            generator, state = self._generator(), list(self._optimizer.state())
+            if read_saved(checkpoint, STATE_FILE, state, optional=generator, group=self.group, ranks=self._ranks):
+                torch.set_rng_state(generator.tensor.reshape(-1))
 
-    def _restore(self, checkpoint: Path) -> None:
-        read_weights(self._model, checkpoint / WEIGHTS_FILE)
-        state = load_file(checkpoint / STATE_FILE)
-        try:
-            torch.set_rng_state(state.pop(_GENERATOR))
-            self._optimizer.take(state)
-        except (KeyError, RuntimeError) as wrong:
-            raise CheckpointError(
-                f"the optimizer's state does not fit: {wrong}",
-                where=str(checkpoint / STATE_FILE),
-                hint="Resume with the model that the run began with.",
-            ) from wrong
+    def _open(self, folder: Path, *, first: bool, frozen: bool = False) -> LogprobModel:
+        """Open the model, cut over the ranks, with the weights of the folder (``first``) or arbitrary ones."""
+        mesh = self._ranks.mesh
+        if mesh is None:
+            model = open_model(folder, weights=first, device=self._device).requires_grad_(not frozen)
+            return LogprobModel(model, **self._how)
+        opened = open_sharded(folder, mesh=mesh, device=self._device, frozen=frozen, how=self._how)
+        if first:
+            read_first(folder, pieces_of(opened.model), group=self.group, ranks=self._ranks)
+        return opened
+
+    def _generator(self) -> Piece:
+        """Return the state of torch's generator: of a gang, this rank's row of all ranks' states."""
+        state, world = torch.get_rng_state(), self.group.world
+        if world == 1:
+            return Piece(_GENERATOR, state, Box.whole(state.shape), tuple(state.shape))
+        row = Box((self.group.rank, 0), (1, len(state)))
+        return Piece(_GENERATOR, state[None], row, (world, len(state)), cut=True)
 
     def micro_batch(self, batch: MicroBatch, *, version: int) -> None:
         """See the base class. The pack budget bounds memory; a slot may hold any number of packs."""
@@ -118,14 +134,23 @@ class TorchBackend(TrainerBackend):
         self._figures.count((name, float(value)) for name, value in totals)
         active = np.flatnonzero(~silent & (lengths > 0))
         self.trained += len(batch) - len(active)
-        if not len(active):
-            return
         packs = self._packs(batch, active)
         self._figures.count([("packed_tokens", float(sum(len(pack.ids) for pack in packs)))])
         weights, current = loss.aggregation.weights(lengths), batch.makers() == version
-        for pack in packs:
-            self._accumulate(batch, pack, active[pack.samples], weights, current)
-            self.trained += len(np.unique(pack.samples))
+        for pack in self._in_step(packs):
+            if pack is None:
+                self._accompany()
+            else:
+                self._accumulate(batch, pack, active[pack.samples], weights, current)
+                self.trained += len(np.unique(pack.samples))
+
+    def _accompany(self) -> None:
+        """Make the pass of a pack that adds nothing, since other ranks make one."""
+        if self._reference is not None:
+            with torch.no_grad():
+                self._reference(smallest_pack(), entropy=False)
+        logprobs, _ = self._policy(smallest_pack(), entropy=False)
+        (logprobs * 0).sum().backward()
 
     def measure(self, batch: MicroBatch, *, weights: Mapping[str, NDArray[Any]]) -> None:
         """See the base class. On the CPU weights in float32 are used where they lie, else they are copied.
@@ -141,13 +166,24 @@ class TorchBackend(TrainerBackend):
             log.warning("log-probs of older weights are not measured: the device has no room for them: %s", full)
 
     def _measure_older(self, batch: MicroBatch, weights: Mapping[str, NDArray[Any]]) -> None:
-        tensors = {f"model.{name}": weights_on_device(array, self._device) for name, array in weights.items()}
-        with torch.no_grad():
-            for pack in self._packs(batch, np.arange(len(batch))):
-                entries, counted = _entries(batch, pack, pack.samples)
-                logprobs, _ = functional_call(self._policy, tensors, args=(pack,), kwargs={"entropy": False})
-                gap = (logprobs - self._tensor(batch.logprobs.values[entries])).abs().cpu().numpy()
-                self._figures.gaps(gap[counted])
+        tensors = {name: weights_on_device(array, self._device) for name, array in weights.items()}
+        packs = self._packs(batch, np.arange(len(batch)))
+        with torch.no_grad(), older(self._policy, self._pieces, tensors) as policy:
+            for pack in self._in_step(packs):
+                logprobs, _ = policy(pack or smallest_pack(), entropy=False)
+                if pack is not None:
+                    entries, counted = _entries(batch, pack, pack.samples)
+                    gap = (logprobs - self._tensor(batch.logprobs.values[entries])).abs().cpu().numpy()
+                    self._figures.gaps(gap[counted])
+
+    def _in_step(self, packs: list[Pack]) -> Iterator[Pack | None]:
+        """Give the packs, and then None as often as another rank has more: all ranks have to make equally many passes.
+
+        Collective before the first, so that no rank begins one that another, which leaves, will not make.
+        """
+        most = self.group.gather(np.array([len(packs)]), what="the number of packs").max()
+        yield from packs
+        yield from (None for _ in range(int(most) - len(packs)))
 
     def _packs(self, batch: MicroBatch, chosen: NDArray[np.int64]) -> list[Pack]:
         return pack_samples(
@@ -200,7 +236,7 @@ class TorchBackend(TrainerBackend):
         self.trained = 0
         totals = LossTotals(int(meter.sums["tokens"]), int(meter.sums["sequences"]))
         divisor = self.settings.loss.aggregation.divisor(totals)
-        applied = self._optimizer.apply(step, divisor=divisor, total=self._ranks.total)
+        applied = self._optimizer.apply(step, divisor=divisor, norm=self._ranks.norm)
         self._skipped = 0 if applied.moved else self._skipped + 1
         if self._skipped == _MOST_SKIPPED:
             raise Diverged(
@@ -212,16 +248,17 @@ class TorchBackend(TrainerBackend):
             log.warning("step %d: the gradient is not finite, the weights stay as they are", step)
         return metrics_of(meter, divisor=divisor, applied=applied)
 
-    def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any]]]:
+    def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any] | Shard]]:
         """Yield the weights under transformers' names; in float32 on the CPU they share the model's memory.
 
         Elsewhere they are copied on a stream of their own, behind what made them and beside what computes with them.
         """
         kind = getattr(torch, dtype)
         with self._beside():
-            weights = [(name, rounded(tensor.detach(), kind)) for name, tensor in named_weights(self._model)]
-        for name, tensor in weights:
-            yield name, as_array(tensor)
+            weights = [(piece, rounded(piece.tensor, kind)) for piece in self._pieces if piece.tensor.numel()]
+        for piece, tensor in weights:
+            array = as_array(tensor)
+            yield piece.name, Shard(array=array, offset=piece.box.offset, shape=piece.shape) if piece.cut else array
 
     def _beside(self) -> AbstractContextManager[Any]:
         """Return what has this thread's copies from a device go on a stream of their own."""
@@ -231,13 +268,15 @@ class TorchBackend(TrainerBackend):
         self._copies.wait_stream(torch.accelerator.current_stream(self._device))
         return cast(AbstractContextManager[Any], self._copies)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, shared: bool = True) -> None:
         """Write model.safetensors and optimizer.safetensors (moments, step counts, the generator's state)."""
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in named_weights(self._model)}
-        state = {name: tensor.cpu() for name, tensor in self._optimizer.state()} | {_GENERATOR: torch.get_rng_state()}
+        saved = {WEIGHTS_FILE: self._pieces, STATE_FILE: [*self._optimizer.state(), self._generator()]}
         try:
-            save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-            save_file(state, folder / STATE_FILE)
+            for name, pieces in saved.items():
+                if shared:
+                    write_pieces(folder / name, pieces, group=self.group)
+                else:
+                    write_gathered(folder / name, pieces, group=self.group, ranks=self._ranks)
         except SafetensorError as wrong:
             hint = "Free space, or give a folder that this process may write to."
             raise DiskError(f"the weights cannot be written: {wrong}", where=str(folder), hint=hint) from wrong
