@@ -104,7 +104,7 @@ def gradients(group: HostGroup) -> dict[str, Any]:
     mine = [i for i in range(len(batch)) if i % 3 == 0] if RANK else [i for i in range(len(batch)) if i % 3]
     kept = {}
     for step in (1, 2):
-        for slot in ([mine, []] if RANK else [mine[:5], mine[5:]]):
+        for slot in [mine, []] if RANK else [mine[:5], mine[5:]]:
             backend.micro_batch(part(batch, slot), version=0)
         metrics = backend.finish_step(step)
         kept |= {f"gradient{step}/{name}": tensor.numpy() for name, tensor in backend.kept.items()}

@@ -2,7 +2,7 @@
 
     checkpoints/attempt                  the newest attempt that may write here
     checkpoints/step-000010/...          what the backend saved, and earlier versions that are still needed
-    checkpoints/step-000010/rank-0001/...   of a gang: the part of each rank
+    checkpoints/step-000010/rank-0001/...   of a gang: what its other ranks saved
     checkpoints/step-000010/manifest.json   written last, by rank 0
 
 Files are written into a temporary folder and synced, the folder takes its name, and then ``manifest.json`` is renamed
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _ATTEMPT = "attempt"
+_RANK = "rank-"
 _FORMAT = 1
 _CHUNK = 1 << 24
 
@@ -89,14 +90,14 @@ class Checkpoint(msgspec.Struct, frozen=True):
 class Checkpoints:
     """The checkpoints of one job in ``folder``; the newest ``keep`` stay.
 
-    ``claim`` and ``write`` are called by every rank of ``group`` at the same point. shared: whether all ranks see the
-    folder of rank 0, known once it is claimed.
+    group: the ranks that write together: each calls ``claim`` and ``write`` at the same point; this process alone until
+    it is set. shared: whether all of them see the folder of rank 0, known once it is claimed.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 2, group: Group | None = None) -> None:
+    def __init__(self, folder: Path, *, keep: int = 2) -> None:
         self.folder = folder
         self.shared = True
-        self._group = group or Alone()
+        self.group: Group = Alone()
         self._keep = max(1, keep)
         self._handled = 0
         self._draft: Path | None = None
@@ -118,8 +119,8 @@ class Checkpoints:
 
         Raises Fenced if a newer attempt is already here, DiskError where rank 0 cannot write.
         """
-        with jointly(self._group, what="claiming the checkpoints"):
-            if self._group.rank == 0:
+        with jointly(self.group, what="claiming the checkpoints"):
+            if self.group.rank == 0:
                 try:
                     make_folder(self.folder)
                     self._check(attempt)
@@ -129,7 +130,7 @@ class Checkpoints:
         seen = False
         with contextlib.suppress(OSError):
             seen = self._newest_attempt() == attempt
-        self.shared = bool(self._group.gather(np.array([seen]), what="who sees the checkpoints").all())
+        self.shared = bool(self.group.gather(np.array([seen]), what="who sees the checkpoints").all())
 
     def latest(self) -> Checkpoint | None:
         """Give the complete checkpoint of the highest step, or None; unfinished folders are passed over."""
@@ -147,17 +148,17 @@ class Checkpoints:
         ``manifest.files`` and ``saved_at`` are filled in here. Raises Fenced for an attempt that has been replaced, and
         DiskError, with nothing committed and nothing left behind, when a disk is full or not writable.
         """
-        final, group = _folder(self.folder, manifest.step), self._group
+        final, group = _folder(self.folder, manifest.step), self.group
         process = group.gather(np.array([os.getpid()]), what="the checkpoint's draft")[0, 0]
         draft = self.folder / f".step-{manifest.step:06d}.{manifest.attempt}.{process}"
-        mine = draft / f"rank-{group.rank:04d}" if group.world > 1 else draft
+        mine = draft / f"{_RANK}{group.rank:04d}" if group.rank else draft
         writes = group.rank == 0 or self.shared
         try:
             with self._writing(final, what="the checkpoint's folder"):
                 if group.rank == 0:
                     self._check(manifest.attempt)
                     shutil.rmtree(draft, ignore_errors=True)
-                    mine.mkdir(parents=True)
+                    draft.mkdir(parents=True)
             self._draft = draft
             files: list[StoredFile] = []
             with self._writing(final, what="the checkpoint's files"):
@@ -184,14 +185,14 @@ class Checkpoints:
     @contextlib.contextmanager
     def _writing(self, final: Path, *, what: str) -> Iterator[None]:
         """Raise on every rank what goes wrong on one, an OSError as a DiskError."""
-        with jointly(self._group, what=what):
+        with jointly(self.group, what=what):
             try:
                 yield
             except OSError as error:
                 raise _unwritable(final, error) from error
 
     def _commit(self, manifest: CheckpointManifest, draft: Path, final: Path) -> None:
-        if self._group.world > 1:
+        if self.group.world > 1:
             sync(draft)
         self._replace(final, draft)
         try:
@@ -271,15 +272,16 @@ def _read(path: Path) -> Checkpoint:
 
 
 def _stored(draft: Path, folder: Path, handled: Callable[[int], None]) -> list[StoredFile]:
-    """Have everything in ``folder`` on disk; return its files by their paths in ``draft``.
+    """Have everything in ``folder`` on disk but what other ranks write there; return its files by paths in ``draft``.
 
     handled: told of bytes that were synced or read.
     """
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    found = [path for path in folder.rglob("*") if not path.relative_to(folder).parts[0].startswith(_RANK)]
+    files = sorted(path for path in found if path.is_file())
     for path in files:
         sync(path)
         handled(path.stat().st_size)
-    for path in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
+    for path in (*(path for path in found if path.is_dir()), folder):
         sync(path)
     return [
         StoredFile(path=str(path.relative_to(draft)), size=path.stat().st_size, sha256=_digest(path, handled))

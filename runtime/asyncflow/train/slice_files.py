@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
-from asyncflow.errors import CheckpointError
-from asyncflow.weights.slices import Box, intersect, subtract
+from asyncflow.errors import CheckpointError, DiskError
+from asyncflow.weights.sender import Shard
+from asyncflow.weights.slices import AnyArray, Box, intersect, subtract
 
 _SHARDING = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
@@ -36,7 +39,7 @@ class SliceFiles:
         self._held: dict[str, list[tuple[Path, Any, Box]]] = {}
         for path in files:
             try:
-                file = safe_open(path, framework=framework)
+                file: Any = safe_open(path, framework=framework)
                 offsets = _offsets(file.metadata() or {})
                 for name in file.keys():  # noqa: SIM118  an open file is no mapping
                     extent = tuple(file.get_slice(name).get_shape())
@@ -75,6 +78,31 @@ class SliceFiles:
         if any(part.volume for part in missing):
             where = str(self._held[name][0][0].parent) if name in self._held else ""
             raise CheckpointError(f"no file has {missing[0]} of {name!r}", where=where, hint="A file is missing")
+
+    def array(self, name: str, box: Box) -> AnyArray:
+        """Return ``box`` of a tensor of files that were opened for numpy."""
+        _, file, held = self._held[name][0]
+        stored = file.get_slice(name)[:0] if held.extent else file.get_tensor(name)
+        array: AnyArray = np.empty(box.extent, stored.dtype)
+        self.read(name, box, array)
+        return array
+
+
+def write_slices(file: Path, slices: Mapping[str, Shard]) -> None:
+    """Write numpy slices into a safetensors file; none for none. Raises DiskError where it cannot be written."""
+    if not slices:
+        return
+    arrays = {name: np.ascontiguousarray(one.array) for name, one in slices.items()}
+    try:
+        save_file(arrays, file, metadata=slice_metadata({name: one.offset for name, one in slices.items()}))
+    except SafetensorError as wrong:
+        raise unwritable(file, wrong) from wrong
+
+
+def unwritable(path: Path, wrong: Exception) -> DiskError:
+    """Return the error of a file or folder that cannot be written now."""
+    hint = "Free space, or give a folder that this process may write to."
+    return DiskError(f"the weights cannot be written: {wrong}", where=str(path), hint=hint)
 
 
 def slice_metadata(offsets: Mapping[str, tuple[int, ...]]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from asyncflow.train.batch import MicroBatch
 from asyncflow.train.ranks import Group
 from asyncflow.train.settings import BackendSettings, WeightsDtype
-from asyncflow.weights.sender import Shard
+from asyncflow.weights.sender import Shard, Tensors
 
 OPTIONS = "spec.trainer.backend.options"
 """Where a manifest gives a backend its own options."""
@@ -82,6 +82,14 @@ class TrainerBackend(ABC):
         Of a tensor that is cut over the ranks each yields its slice; any other is the same on all ranks. dtype: what
         weights that are floating-point numbers are rounded to; bfloat16 is given by its uint16 bits.
         """
+
+    def whole(self, tensors: Tensors) -> Iterator[tuple[str, NDArray[Any]]]:
+        """Yield whole tensors, one after another, of which each rank has what ``tensors`` gave it; collective.
+
+        For what rank 0 has to write alone. By default nothing is cut.
+        """
+        for name, given in tensors.items():
+            yield name, given.array if isinstance(given, Shard) else given
 
     @abstractmethod
     def save(self, folder: Path, *, shared: bool = True) -> None:

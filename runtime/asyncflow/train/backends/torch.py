@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from asyncflow.algorithms.aggregation import LossTotals
-from asyncflow.errors import DiskError, Diverged
+from asyncflow.errors import Diverged
 from asyncflow.plugins import read_options
 from asyncflow.train.backends.base import OPTIONS, TrainerBackend
 from asyncflow.train.backends.torch_copies import as_array, on_device, rounded, weights_on_device
@@ -44,7 +44,8 @@ from asyncflow.train.batch import MicroBatch
 from asyncflow.train.packing import Pack, pack_samples
 from asyncflow.train.ranks import Group
 from asyncflow.train.settings import BackendSettings, TorchOptions, WeightsDtype
-from asyncflow.weights.sender import Shard
+from asyncflow.train.slice_files import unwritable
+from asyncflow.weights.sender import Shard, Tensors
 from asyncflow.weights.slices import Box
 
 log = logging.getLogger(__name__)
@@ -260,6 +261,20 @@ class TorchBackend(TrainerBackend):
             array = as_array(tensor)
             yield piece.name, Shard(array=array, offset=piece.box.offset, shape=piece.shape) if piece.cut else array
 
+    def whole(self, tensors: Tensors) -> Iterator[tuple[str, NDArray[Any]]]:
+        """See the base class: one tensor after another is gathered, on every rank."""
+        given = {name: one.array if isinstance(one, Shard) else one for name, one in tensors.items()}
+        rounded_to = np.uint16 if any(array.dtype == np.uint16 for array in given.values()) else np.float32
+        for piece in self._pieces:
+            array = given.get(piece.name)
+            if not piece.cut and array is not None:
+                yield piece.name, array
+                continue
+            mine = np.zeros(piece.box.extent, rounded_to) if array is None else array
+            # Collectives know no uint16.
+            bits = torch.from_numpy(mine.view(np.int16) if mine.dtype == np.uint16 else mine).to(self._device)
+            yield piece.name, self._ranks.whole(bits, piece.shape).cpu().numpy().view(mine.dtype)
+
     def _beside(self) -> AbstractContextManager[Any]:
         """Return what has this thread's copies from a device go on a stream of their own."""
         if self._device.type == "cpu":
@@ -278,8 +293,7 @@ class TorchBackend(TrainerBackend):
                 else:
                     write_gathered(folder / name, pieces, group=self.group, ranks=self._ranks)
         except SafetensorError as wrong:
-            hint = "Free space, or give a folder that this process may write to."
-            raise DiskError(f"the weights cannot be written: {wrong}", where=str(folder), hint=hint) from wrong
+            raise unwritable(folder, wrong) from wrong
 
     def close(self) -> None:
         """Leave the process group."""
