@@ -10,10 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from asyncflow.net.rpc import RpcServer
-from asyncflow.train.ranks import GatherService, HostGroup
+from asyncflow.train.backends.base import TrainerBackend
+from asyncflow.train.ranks import GatherService, HostGroup, gather_bytes
+from asyncflow.weights.sender import Shard
 
 KIND, FOLDER = sys.argv[1], Path(sys.argv[2])
 RANK, WORLD, ATTEMPT = map(int, sys.argv[3:])
@@ -54,8 +57,29 @@ def counts(group: HostGroup) -> dict[str, Any]:
     return dict(backend.tensors())
 
 
+def whole(group: HostGroup, backend: TrainerBackend) -> dict[str, Any]:
+    """The whole weights, put together from what every rank gives."""
+    told = gather_bytes(group, pickle_free(dict(backend.tensors())), what="slices")
+    merged: dict[str, Any] = {}
+    for rank in told:
+        for name, (dtype, shape, offset, extent, content) in msgspec.msgpack.decode(rank).items():
+            array = np.frombuffer(content, dtype).reshape(extent)
+            into = merged.setdefault(name, np.full(shape, np.nan, dtype))
+            into[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))] = array
+    return merged
+
+
+def pickle_free(tensors: dict[str, Any]) -> bytes:
+    parts = {}
+    for name, given in tensors.items():
+        shard = given if isinstance(given, Shard) else Shard(array=given, offset=(0,) * given.ndim, shape=given.shape)
+        array = np.ascontiguousarray(shard.array)
+        parts[name] = (array.dtype.str, shard.shape, shard.offset, array.shape, array.tobytes())
+    return msgspec.msgpack.encode(parts)
+
+
 def gradients(group: HostGroup) -> dict[str, Any]:
-    """Two steps of the torch backend on this rank's share of D_k; rank 1 has an empty slot more."""
+    """Two steps of the torch backend on this rank's share of D_k; rank 1 has fewer packs, and an empty slot."""
     import torch
     from train_reference import GradientKept, part, samples
 
@@ -68,6 +92,7 @@ def gradients(group: HostGroup) -> dict[str, Any]:
         optimizer=OptimizerSettings(learning_rate=1e-3, steps=2, max_grad_norm=0),
         loss=GrpoLoss(aggregation=aggregation, kl=0.05, kl_name="k3"),
         temperature=0.8,
+        pack_tokens=40,
         threads=1,
     )
     backend = GradientKept(settings, group=group)
@@ -79,14 +104,13 @@ def gradients(group: HostGroup) -> dict[str, Any]:
     mine = [i for i in range(len(batch)) if i % 3 == 0] if RANK else [i for i in range(len(batch)) if i % 3]
     kept = {}
     for step in (1, 2):
-        backend.micro_batch(part(batch, mine), version=0)
-        if RANK:
-            backend.micro_batch(part(batch, []), version=0)
+        for slot in [mine, []] if RANK else [mine[:5], mine[5:]]:
+            backend.micro_batch(part(batch, slot), version=0)
         metrics = backend.finish_step(step)
         kept |= {f"gradient{step}/{name}": tensor.numpy() for name, tensor in backend.kept.items()}
     backend.close()
     assert torch.is_grad_enabled()
-    return kept | dict(backend.tensors()) | {"metrics": np.array(sorted(metrics.items()), dtype="U32")}
+    return kept | whole(group, backend) | {"metrics": np.array(sorted(metrics.items()), dtype="U32")}
 
 
 async def main() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from asyncflow.algorithms.grpo import GrpoLoss
@@ -130,7 +131,8 @@ class GradientKept(TorchBackend):
         step = self._optimizer._adam.step
 
         def keep_and_step() -> None:
-            self.kept = {name: p.grad.clone() for name, p in self._model.named_parameters()}
+            grads = {name: p.grad for name, p in self._model.named_parameters()}
+            self.kept = {name: g.full_tensor() if isinstance(g, DTensor) else g.clone() for name, g in grads.items()}
             step()
 
         self._optimizer._adam.step = keep_and_step

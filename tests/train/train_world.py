@@ -103,6 +103,8 @@ async def take_seat(
         membership=Linked(RpcClient(name=worker, resolve=places.driver)),
         worker=worker,
         transport=HostTransport(name=worker),
+        part=group.rank,
+        parts=group.world,
     )
     await sender.start()
     queue = places.queue(worker)

@@ -127,7 +127,7 @@ async def serve(post: JobPost) -> None:
 
 def _computes_exactly(spec: RLJobSpec) -> bool:
     """Return whether trainer and engine compute in float32, with weights that were not rounded on their way."""
-    return spec.rollout.engine.dtype == spec.published_dtype == "float32"
+    return spec.rollout.engine.dtype == spec.published_dtype == spec.trainer.backend.precision == "float32"
 
 
 async def _drain_when_told(post: JobPost, worker: RolloutWorker) -> None:

@@ -71,7 +71,13 @@ async def serve(post: JobPost) -> None:
     transport = open_transport(
         spec.weight_sync.transport, name=f"trainer-{options.index}", bind=post.bind, keys=post.keys
     )
-    sender = WeightSender(membership=membership, worker=post.worker, transport=transport)
+    sender = WeightSender(
+        membership=membership,
+        worker=post.worker,
+        transport=transport,
+        part=options.index,
+        parts=spec.trainer.replicas,
+    )
     await sender.start()
     queue = QueueClient.of(membership, keys=post.keys)
     folder = materialize_config(spec.model.source, options.workdir)
@@ -94,7 +100,7 @@ async def serve(post: JobPost) -> None:
     leaving = asyncio.create_task(_leave_when_told(post, trainer))
     step = await trainer.run()
     if step >= spec.algorithm.steps:
-        if options.index == 0 and backend.of_model:
+        if backend.of_model:
             await asyncio.to_thread(_export, backend, folder, options.workdir / "export")
         exported.set()
         membership.nudge()
@@ -205,4 +211,8 @@ def backend_settings(spec: RLJobSpec, *, host: str) -> BackendSettings:
 
 
 def _export(backend: TrainerBackend, model: Path, target: Path) -> None:
-    export_folder(dict(backend.tensors()), model, target)
+    """Have rank 0 write the model that all ranks hold."""
+    first, whole = backend.group.rank == 0, backend.whole(dict(backend.tensors()))
+    tensors = {name: array for name, array in whole if first}
+    if first:
+        export_folder(tensors, model, target)

@@ -2,14 +2,16 @@
 
     checkpoints/attempt                  the newest attempt that may write here
     checkpoints/step-000010/...          what the backend saved, and earlier versions that are still needed
-    checkpoints/step-000010/manifest.json   written last
+    checkpoints/step-000010/rank-0001/...   of a gang: what its other ranks saved
+    checkpoints/step-000010/manifest.json   written last, by rank 0
 
 Files are written into a temporary folder and synced, the folder takes its name, and then ``manifest.json`` is renamed
-into it.
+into it. The ranks of a gang that see one folder write, sync and digest their own files; where they do not, rank 0
+writes all of them.
 
 Invariant: that last rename is the commit point. A folder without a manifest is nothing, whatever is in it; one with a
 manifest holds files of exactly the sizes and digests that it names. A trainer of an older attempt writes none. A write
-that failed has committed nothing, and may be tried again.
+that failed, on whatever rank, has failed on all of them and committed nothing, and may be tried again.
 """
 
 from __future__ import annotations
@@ -20,18 +22,21 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from asyncflow.durable import make_folder, sync, write_whole
 from asyncflow.errors import AsyncFlowError, CheckpointError, DiskError, Fenced
+from asyncflow.train.ranks import Alone, Group, gather_bytes, jointly
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _ATTEMPT = "attempt"
+_RANK = "rank-"
 _FORMAT = 1
 _CHUNK = 1 << 24
 
@@ -66,12 +71,13 @@ class Checkpoint(msgspec.Struct, frozen=True):
     folder: Path
     manifest: CheckpointManifest
 
-    def verify(self, *, read: Callable[[int], None] = lambda _: None) -> None:
-        """Read everything and compare. Raises CheckpointError at the first file that is not as it was written.
+    def verify(self, *, read: Callable[[int], None] = lambda _: None, rank: int = 0, world: int = 1) -> None:
+        """Read everything, or one of ``world`` ranks' share of the files, and compare.
 
-        read: told how many bytes more were read.
+        read: told how many bytes more were read. Raises CheckpointError at the first file that is not as it was
+        written.
         """
-        for file in self.manifest.files:
+        for file in self.manifest.files[rank::world]:
             path = self.folder / file.path
             if not path.is_file() or path.stat().st_size != file.size or _digest(path, read) != file.sha256:
                 raise CheckpointError(
@@ -82,10 +88,16 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 class Checkpoints:
-    """The checkpoints of one job in ``folder``; the newest ``keep`` stay."""
+    """The checkpoints of one job in ``folder``; the newest ``keep`` stay.
+
+    group: the ranks that write together: each calls ``claim`` and ``write`` at the same point; this process alone until
+    it is set. shared: whether all of them see the folder of rank 0, known once it is claimed.
+    """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
         self.folder = folder
+        self.shared = True
+        self.group: Group = Alone()
         self._keep = max(1, keep)
         self._handled = 0
         self._draft: Path | None = None
@@ -95,7 +107,7 @@ class Checkpoints:
         draft, written = self._draft, 0
         if draft is not None:
             with contextlib.suppress(OSError):
-                written = sum(file.stat().st_size for file in draft.iterdir())
+                written = sum(file.stat().st_size for file in draft.rglob("*"))
         return self._handled + written
 
     def handled(self, bytes_: int) -> None:
@@ -103,79 +115,108 @@ class Checkpoints:
         self._handled += bytes_
 
     def claim(self, attempt: int) -> None:
-        """Shut out all older attempts. Raises Fenced if a newer one is already here, DiskError if unwritable."""
-        try:
-            make_folder(self.folder)
-            self._check(attempt)
-            write_whole(self.folder / _ATTEMPT, str(attempt).encode())
-        except OSError as error:
-            raise _unwritable(self.folder, error) from error
+        """Shut out all older attempts, and find out whether all ranks see the folder.
+
+        Raises Fenced if a newer attempt is already here, DiskError where rank 0 cannot write.
+        """
+        with jointly(self.group, what="claiming the checkpoints"):
+            if self.group.rank == 0:
+                try:
+                    make_folder(self.folder)
+                    self._check(attempt)
+                    write_whole(self.folder / _ATTEMPT, str(attempt).encode())
+                except OSError as error:
+                    raise _unwritable(self.folder, error) from error
+        seen = False
+        with contextlib.suppress(OSError):
+            seen = self._newest_attempt() == attempt
+        self.shared = bool(self.group.gather(np.array([seen]), what="who sees the checkpoints").all())
 
     def latest(self) -> Checkpoint | None:
         """Give the complete checkpoint of the highest step, or None; unfinished folders are passed over."""
         complete = self._complete()
         return complete[-1] if complete else None
 
-    def write(self, manifest: CheckpointManifest, fill: Callable[[Path], None]) -> Checkpoint:
-        """Write what ``fill`` puts into the empty folder that it is given, and commit it; blocks until it is on disk.
+    def at(self, step: int) -> Checkpoint:
+        """Return the complete checkpoint of ``step``. Raises DiskError where it cannot be read."""
+        return _read(_folder(self.folder, step) / MANIFEST)
 
+    def write(self, manifest: CheckpointManifest, fill: Callable[[Path], None]) -> Checkpoint:
+        """Write what ``fill`` puts into the folder that it is given, and commit it; blocks until it is on disk.
+
+        The folder is empty and this rank's own; where the ranks see no common folder, only rank 0's exists.
         ``manifest.files`` and ``saved_at`` are filled in here. Raises Fenced for an attempt that has been replaced, and
-        DiskError, with nothing committed and nothing left behind, when the disk is full or not writable.
+        DiskError, with nothing committed and nothing left behind, when a disk is full or not writable.
         """
-        final = self.folder / f"step-{manifest.step:06d}"
-        draft = self.folder / f".step-{manifest.step:06d}.{manifest.attempt}.{os.getpid()}"
+        final, group = _folder(self.folder, manifest.step), self.group
+        process = group.gather(np.array([os.getpid()]), what="the checkpoint's draft")[0, 0]
+        draft = self.folder / f".step-{manifest.step:06d}.{manifest.attempt}.{process}"
+        mine = draft / f"{_RANK}{group.rank:04d}" if group.rank else draft
+        writes = group.rank == 0 or self.shared
         try:
-            self._check(manifest.attempt)
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
+            with self._writing(final, what="the checkpoint's folder"):
+                if group.rank == 0:
+                    self._check(manifest.attempt)
+                    shutil.rmtree(draft, ignore_errors=True)
+                    draft.mkdir(parents=True)
             self._draft = draft
-            fill(draft)
-            manifest = msgspec.structs.replace(manifest, files=_stored(draft, self.handled), saved_at=time.time())
-            self._replace(final, draft)
-            try:
-                sync(self.folder)
-                self._check(manifest.attempt)
-                write_whole(final / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
-            except OSError:
-                self._undo(final, attempt=manifest.attempt)
-                raise
-        except OSError as error:
-            raise _unwritable(final, error) from error
+            files: list[StoredFile] = []
+            with self._writing(final, what="the checkpoint's files"):
+                if writes:
+                    mine.mkdir(exist_ok=True)
+                fill(mine)
+                if writes:
+                    files = _stored(draft, mine, self.handled)
+            told = gather_bytes(group, msgspec.json.encode(files), what="the checkpoint's files")
+            files = [file for part in told for file in msgspec.json.decode(part, type=list[StoredFile])]
+            manifest = msgspec.structs.replace(manifest, files=files, saved_at=time.time())
+            with self._writing(final, what="the checkpoint's commit"):
+                if group.rank == 0:
+                    self._commit(manifest, draft, final)
         finally:
             self._draft = None
-            shutil.rmtree(draft, ignore_errors=True)
-        self._prune(manifest.attempt)
-        log.info("checkpoint of step %d in %s", manifest.step, final)
+            if group.rank == 0:
+                shutil.rmtree(draft, ignore_errors=True)
+        if group.rank == 0:
+            self._prune(manifest.attempt)
+            log.info("checkpoint of step %d in %s", manifest.step, final)
         return Checkpoint(final, manifest)
 
-    def _check(self, attempt: int) -> None:
+    @contextlib.contextmanager
+    def _writing(self, final: Path, *, what: str) -> Iterator[None]:
+        """Raise on every rank what goes wrong on one, an OSError as a DiskError."""
+        with jointly(self.group, what=what):
+            try:
+                yield
+            except OSError as error:
+                raise _unwritable(final, error) from error
+
+    def _commit(self, manifest: CheckpointManifest, draft: Path, final: Path) -> None:
+        if self.group.world > 1:
+            sync(draft)
+        self._replace(final, draft)
         try:
-            newest = int((self.folder / _ATTEMPT).read_text())
+            sync(self.folder)
+            self._check(manifest.attempt)
+            write_whole(final / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+        except OSError:
+            self._undo(final, attempt=manifest.attempt)
+            raise
+
+    def _newest_attempt(self) -> int | None:
+        """Return the newest attempt that has claimed the folder, None where none has."""
+        try:
+            return int((self.folder / _ATTEMPT).read_text())
         except FileNotFoundError:
-            return
-        if newest > attempt:
+            return None
+
+    def _check(self, attempt: int) -> None:
+        newest = self._newest_attempt()
+        if newest is not None and newest > attempt:
             raise Fenced(f"attempt {attempt} of the trainer was replaced by attempt {newest}", where=str(self.folder))
 
     def _complete(self) -> list[Checkpoint]:
-        found = []
-        for path in sorted(self.folder.glob(f"step-*/{MANIFEST}")):
-            try:
-                manifest = msgspec.json.decode(path.read_bytes(), type=CheckpointManifest)
-            except OSError as error:
-                raise DiskError(f"the manifest cannot be read: {error}", where=str(path)) from error
-            except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
-                raise CheckpointError(
-                    f"the manifest cannot be read: {wrong}",
-                    where=str(path),
-                    hint="Move this folder away to resume from an older checkpoint.",
-                ) from wrong
-            if manifest.format != _FORMAT:
-                raise CheckpointError(
-                    f"format {manifest.format} is not {_FORMAT}",
-                    where=str(path),
-                    hint="Resume with the version that wrote it.",
-                )
-            found.append(Checkpoint(path.parent, manifest))
+        found = [_read(path) for path in self.folder.glob(f"step-*/{MANIFEST}")]
         return sorted(found, key=lambda checkpoint: checkpoint.manifest.step)
 
     def _replace(self, final: Path, draft: Path) -> None:
@@ -206,16 +247,44 @@ class Checkpoints:
             log.warning("older checkpoints cannot be removed: %s", error)
 
 
-def _stored(folder: Path, handled: Callable[[int], None]) -> list[StoredFile]:
-    """Have everything in ``folder`` on disk; return its files. handled: told of bytes that were synced or read."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+def _folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}"
+
+
+def _read(path: Path) -> Checkpoint:
+    try:
+        manifest = msgspec.json.decode(path.read_bytes(), type=CheckpointManifest)
+    except OSError as error:
+        raise DiskError(f"the manifest cannot be read: {error}", where=str(path)) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
+        raise CheckpointError(
+            f"the manifest cannot be read: {wrong}",
+            where=str(path),
+            hint="Move this folder away to resume from an older checkpoint.",
+        ) from wrong
+    if manifest.format != _FORMAT:
+        raise CheckpointError(
+            f"format {manifest.format} is not {_FORMAT}",
+            where=str(path),
+            hint="Resume with the version that wrote it.",
+        )
+    return Checkpoint(path.parent, manifest)
+
+
+def _stored(draft: Path, folder: Path, handled: Callable[[int], None]) -> list[StoredFile]:
+    """Have everything in ``folder`` on disk but what other ranks write there; return its files by paths in ``draft``.
+
+    handled: told of bytes that were synced or read.
+    """
+    found = [path for path in folder.rglob("*") if not path.relative_to(folder).parts[0].startswith(_RANK)]
+    files = sorted(path for path in found if path.is_file())
     for path in files:
         sync(path)
         handled(path.stat().st_size)
-    for path in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
+    for path in (*(path for path in found if path.is_dir()), folder):
         sync(path)
     return [
-        StoredFile(path=str(path.relative_to(folder)), size=path.stat().st_size, sha256=_digest(path, handled))
+        StoredFile(path=str(path.relative_to(draft)), size=path.stat().st_size, sha256=_digest(path, handled))
         for path in files
     ]
 

@@ -8,6 +8,8 @@ Copying, digesting and announcing go on beside the training, which waits only wh
 copied yet, or begin the next publication before the last one is announced. Older versions that are at hand also serve
 to measure the engine: a sample's log-probs are computed again with the weights that made it.
 
+Every rank of a gang publishes what it holds of each version, its slices; nobody gathers them.
+
 Invariants: versions are announced in their order, and what is announced was copied while it did not change; after a
 resume at j, every version that an unfinished step may require is published under the new attempt, oldest first; what is
 carried costs no second copy, since it is the memory that the sender serves.
@@ -29,10 +31,12 @@ from numpy.typing import NDArray
 from asyncflow.flow.schedule import Schedule
 from asyncflow.identity import Version
 from asyncflow.net.rpc import persist
-from asyncflow.weights.arena import Arena
+from asyncflow.train.ranks import Group
+from asyncflow.train.slice_files import SliceFiles, share_of, within, write_slices
 from asyncflow.weights.manifest import Part
 from asyncflow.weights.probe import split_probe
-from asyncflow.weights.sender import Copied
+from asyncflow.weights.sender import Copied, Shard, Tensors, shard_of
+from asyncflow.weights.slices import Box
 
 _CALL_S = 30.0
 _AFFORDABLE_BYTES = 1 << 30
@@ -41,12 +45,13 @@ _AFFORDABLE_BYTES = 1 << 30
 log = logging.getLogger(__name__)
 
 Weights: TypeAlias = Mapping[str, NDArray[Any]]
+"""Arrays of what one rank holds of each tensor."""
 
 
 class Publisher(Protocol):
     """What a trainer uses of ``weights.sender.WeightSender``."""
 
-    def copy(self, version: Version, tensors: Weights) -> Copied:
+    def copy(self, version: Version, tensors: Tensors) -> Copied:
         """Copy the tensors aside; blocks."""
 
     def part(self, copied: Copied) -> Part:
@@ -60,7 +65,7 @@ class Publisher(Protocol):
 
 
 class Publication:
-    """Rank 0's versions of one attempt, published one after another while the trainer goes on.
+    """One rank's versions of one attempt, published one after another while the trainer goes on.
 
     patience_s: how long the driver may be away; ended: told of each publication that is finished how many seconds it
     took. began_at: the step at which the attempt began, -1 before it has. seconds: what the last publication took that
@@ -83,7 +88,7 @@ class Publication:
         self._attempt = attempt
         self._patience_s = patience_s
         self._ended = ended
-        self._held: dict[int, Arena] = {}
+        self._held: dict[int, Copied] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
         self._step = -1
         self._copying: asyncio.Future[Copied] | None = None
@@ -94,7 +99,7 @@ class Publication:
         """The step of the version that is being published, -1 for none."""
         return self._step if self._publishing is not None and not self._publishing.done() else -1
 
-    async def begin(self, step: int, weights: Callable[[], Weights]) -> None:
+    async def begin(self, step: int, weights: Callable[[], Tensors]) -> None:
         """Begin to publish θ_step as soon as the version before it is announced.
 
         weights: gives it, in another thread; it must not change before ``copied`` returns. Raises what ``announced``
@@ -145,22 +150,25 @@ class Publication:
         self.seconds = time.monotonic() - began
         self._ended(self.seconds)
 
-    def _copy(self, step: int, weights: Callable[[], Weights]) -> Copied:
+    def _copy(self, step: int, weights: Callable[[], Tensors]) -> Copied:
         copied = self._sender.copy(Version(self._attempt, step), weights())
-        held = self._held | {step: copied.arena}
+        held = self._held | {step: copied}
         newest = max(held)
         wanted = self._needed(newest) | {newest} | self._affordable(held)
-        self._held = {number: arena for number, arena in held.items() if number in wanted}
+        self._held = {number: one for number, one in held.items() if number in wanted}
         return copied
 
     def carried(self, step: int) -> list[int]:
         """Give the steps, oldest first, of the versions that a checkpoint of θ_step has to carry."""
         return sorted(number for number in self._held.keys() & self._needed(step) if number < step)
 
-    def save(self, folder: Path, steps: list[int]) -> None:
-        """Write versions that ``carried`` named into ``folder``."""
-        for step in steps:
-            np.savez(folder / _file(step), allow_pickle=False, **self._held[step].arrays)
+    def slices(self, step: int) -> Tensors:
+        """Return what this rank holds of a version that ``carried`` named."""
+        _, arena, shapes = self._held[step]
+        return {
+            name: Shard(array=array, offset=arena.boxes[name].offset, shape=shapes[name])
+            for name, array in arena.arrays.items()
+        }
 
     def weights_of(self, version: Version) -> Weights | None:
         """Return the weights of a version that may have made a sample, None where they are not at hand.
@@ -171,25 +179,54 @@ class Publication:
         if version.attempt != self._attempt and version.step > self.began_at:
             return None
         mine = self._held.get(version.step)
-        held = mine.arrays if mine is not None else self._sender.held(Version(self._attempt, version.step))
+        held = mine.arena.arrays if mine is not None else self._sender.held(Version(self._attempt, version.step))
         return held if held is None else split_probe(held)[0]
 
-    def _affordable(self, held: Mapping[int, Arena]) -> set[int]:
+    def _affordable(self, held: Mapping[int, Copied]) -> set[int]:
         """Return the versions that may have made samples still to come, as many of the newest as cost little memory."""
         newest = max(held)
         window = [number for number in sorted(held, reverse=True) if number >= newest - self._schedule.lag]
-        return set(window[: _AFFORDABLE_BYTES // max(1, held[newest].nbytes)])
+        return set(window[: _AFFORDABLE_BYTES // max(1, held[newest].arena.nbytes)])
 
     def _needed(self, step: int) -> set[int]:
         """The versions up to about θ_step that D_{step+1} or later may only be generated with."""
         return self._schedule.required(set(range(step + 1, step + 1 + self._schedule.lag + self._schedule.sync_every)))
 
     @staticmethod
-    def read(folder: Path, step: int) -> Weights:
-        """Read a version that ``save`` wrote."""
-        with np.load(folder / _file(step), allow_pickle=False) as tensors:
-            return dict(tensors)
+    def save(folder: Path, step: int, tensors: Tensors, *, rank: int) -> None:
+        """Write a rank's part of θ_step into ``folder``; whole tensors are written by rank 0 alone.
+
+        Raises DiskError where it cannot be written.
+        """
+        slices = {name: shard_of(name, given) for name, given in tensors.items()}
+        wanted = {name: one for name, one in slices.items() if rank == 0 or one.array.shape != one.shape}
+        write_slices(folder / f"{_stem(step)}.safetensors", wanted)
+
+    @staticmethod
+    def read(checkpoint: Path | None, step: int, *, group: Group, shared: bool) -> Tensors:
+        """Read a rank's part of θ_step, a version that a checkpoint of any number of ranks carries.
+
+        Unless the ranks share the folder, rank 0 takes all of it, and the others, which see none, nothing.
+        """
+        if checkpoint is None:
+            return {}
+        rank, world = (group.rank, group.world) if shared else (0, 1)
+        read: dict[str, Shard] = {}
+        old = checkpoint / f"{_stem(step)}.npz"
+        if old.is_file():
+            with np.load(old, allow_pickle=False) as tensors:
+                for name, array in tensors.items():
+                    box = share_of(array.shape, rank=rank, world=world)
+                    mine = array[within(box, Box.whole(array.shape))]
+                    read[name] = Shard(array=mine, offset=box.offset, shape=array.shape)
+            return read
+        files = SliceFiles(sorted(checkpoint.rglob(f"{_stem(step)}.safetensors")), framework="numpy")
+        for name, shape in files.shapes.items():
+            box = share_of(shape, rank=rank, world=world)
+            if box.volume:
+                read[name] = Shard(array=files.array(name, box), offset=box.offset, shape=shape)
+        return read
 
 
-def _file(step: int) -> str:
-    return f"carried-{step:06d}.npz"
+def _stem(step: int) -> str:
+    return f"carried-{step:06d}"

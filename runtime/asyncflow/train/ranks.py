@@ -1,14 +1,16 @@
 """The gang of one trainer: R processes that hold the same weights and act in lockstep.
 
 All that ranks say to one another beside gradients is one operation, ``gather``: every rank gives an array, and every
-rank gets all of them. Sums, agreement on where to resume and the meeting of torch's process group are made of it. One
-rank alone needs no socket; several meet at the RpcServer of rank 0, whom they find in the directory.
+rank gets all of them. Sums, agreement on where to resume, errors that all ranks raise (``jointly``) and the meeting of
+torch's process group are made of it. One rank alone needs no socket; several meet at the RpcServer of rank 0, whom they
+find in the directory.
 
 Invariants: round n of attempt a pairs the n-th ``gather`` of every rank of attempt a and nothing else: an array for
 another round, of another attempt, shape or dtype is refused, and a repeated one gets the same answer again. Rank 0's
 table alone decides whether a round came about: once one rank leaves, a round that lacks an array lacks it for all. So
-all ranks end after the same round, and none enters torch's collectives without the others. A rank waits for the others
-as long as rank 0 gets on (it alone writes checkpoints, and a disk may be slow).
+all ranks end after the same round, and none enters torch's collectives without the others. What they still have to do
+together then, a checkpoint of the step that all have completed, goes through rounds of their own (``regroup``), with
+negative numbers. A rank waits for the others as long as rank 0 gets on (a disk may be slow).
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, ProtocolError
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, ProtocolError, from_wire
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient, RpcServer, persist
 
@@ -32,6 +34,7 @@ log = logging.getLogger(__name__)
 _KEEP_ROUNDS = 2
 _LEAVE_S = 2.0
 _TELL_S = 10.0
+_TELL_LAST_S = 0.5
 _ANSWER_S = 3 * _TELL_S
 _LEAST_S = 1.0
 
@@ -58,9 +61,44 @@ class Group(Protocol):
         """Begin no more rounds, and let the other ranks know; called from the event loop, any number of times."""
         ...
 
+    def regroup(self, *, patience_s: float) -> None:
+        """Begin the rounds in which ranks that leave finish together; each waits ``patience_s`` for the slowest rank.
+
+        Every rank calls it after its last ordinary round, which was the same for all.
+        """
+        ...
+
     async def close(self) -> None:
         """Hang up, when the other ranks have been told or cannot be reached."""
         ...
+
+
+def gather_bytes(group: Group, content: bytes, *, what: str) -> list[bytes]:
+    """Return every rank's ``content``, of any length, in the order of ranks."""
+    lengths = group.gather(np.array([len(content)]), what=f"the size of {what}")[:, 0]
+    padded = np.zeros(int(lengths.max()), np.uint8)
+    padded[: len(content)] = np.frombuffer(content, np.uint8)
+    rows = group.gather(padded, what=what)
+    return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+
+@contextlib.contextmanager
+def jointly(group: Group, *, what: str) -> Iterator[None]:
+    """Have an AsyncFlowError of any rank in this block raised on every rank: that of the lowest rank that has one.
+
+    All ranks enter the block at the same point; collectives do not belong into it.
+    """
+    found: AsyncFlowError | None = None
+    try:
+        yield
+    except AsyncFlowError as error:
+        found = error
+    told = gather_bytes(group, msgspec.json.encode(found.to_wire()) if found else b"", what=f"the outcome of {what}")
+    for rank, content in enumerate(told):
+        if content and rank == group.rank and found is not None:
+            raise found
+        if content:
+            raise from_wire(msgspec.json.decode(content, type=dict[str, str]))
 
 
 class Alone:
@@ -75,6 +113,9 @@ class Alone:
 
     def leave(self) -> None:
         """There is nobody to tell."""
+
+    def regroup(self, *, patience_s: float) -> None:
+        """There is nobody to wait for."""
 
     async def close(self) -> None:
         """There is nobody to hang up on."""
@@ -145,16 +186,18 @@ class GatherService:
         for other, _ in arrays.values():
             if (other.dtype, other.shape) != (share.dtype, share.shape):
                 raise ProtocolError(f"{share} does not fit {other}", where="trainer.gather")
-        if not self._left:
+        last = share.round < 0
+        if last or not self._left:
             arrays[share.rank] = (share, bytes(frames[0]))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._tell_s), self._changed:
+            async with asyncio.timeout(min(self._tell_s, _TELL_LAST_S) if last else self._tell_s), self._changed:
                 self._changed.notify_all()
-                await self._changed.wait_for(lambda: self._left or len(arrays) == self._world)
+                await self._changed.wait_for(lambda: (self._left and not last) or len(arrays) == self._world)
         if len(arrays) < self._world:
-            progress = None if self._left else await asyncio.to_thread(self._progress)
-            return Shares(round=share.round, left=self._left, progress=progress), []
-        self._rounds.pop(share.round - _KEEP_ROUNDS, None)
+            left = self._left and not last
+            progress = None if left else await asyncio.to_thread(self._progress)
+            return Shares(round=share.round, left=left, progress=progress), []
+        self._rounds.pop(share.round + _KEEP_ROUNDS * (1 if last else -1), None)
         return Shares(round=share.round), [arrays[rank][1] for rank in range(self._world)]
 
     async def _on_leave(self, leave: Leave, _frames: Sequence[memoryview]) -> Gone:
@@ -195,13 +238,14 @@ class HostGroup:
         self._loop = loop
         self._patience_s = patience_s
         self._round = 0
+        self._onwards = 1
         self._leaving: asyncio.Task[None] | None = None
         self._limit: asyncio.Timeout | None = None
 
     def gather(self, array: NDArray[Any], *, what: str) -> NDArray[Any]:
         """Give every rank's ``array`` as [world, ...], from the compute thread."""
         array = np.ascontiguousarray(array)
-        self._round += 1
+        self._round += self._onwards
         share = Share(
             attempt=self._attempt,
             round=self._round,
@@ -221,6 +265,11 @@ class HostGroup:
             if self._limit is not None:
                 self._limit.reschedule(self._loop.time() + _LEAVE_S)
 
+    def regroup(self, *, patience_s: float) -> None:
+        """Count rounds from -1 downwards from now on; ``left`` means nothing in them."""
+        if self._onwards > 0:
+            self._round, self._onwards, self._patience_s = 0, -1, patience_s
+
     async def close(self) -> None:
         """Hang up, when rank 0 has heard of a ``leave``."""
         if self._leaving is not None:
@@ -235,12 +284,14 @@ class HostGroup:
             log.info("rank 0 was not told that rank %d leaves: %s", self.rank, error)
 
     async def _call(self, share: Share, content: bytes, what: str) -> list[memoryview]:
+        whole = f"gathering {what} of {self.world} ranks"
+        if share.round < 0:
+            return (await self._gathered(share, content, whole))[1]
         if self._leaving is not None:
             raise Left
-
         try:
             async with asyncio.timeout(None) as self._limit:
-                shares, frames = await self._gathered(share, content, f"gathering {what} of {self.world} ranks")
+                shares, frames = await self._gathered(share, content, whole)
         except TimeoutError:
             raise Left from None
         finally:

@@ -4,6 +4,9 @@
     step k: slots of D_k -> gradient -> step -> queue.step_done(k) -> publish θ_k -> report
             now and then: checkpoint -> queue.commit(k)
 
+All ranks write checkpoints together, of a step that all have completed; rank 0 alone decides when, talks to queue and
+driver about them, and makes the commit. All ranks publish, each what it holds.
+
 Invariant: the rename of a checkpoint's manifest is the commit point; the queue's ledger is on disk before it, and hears
 of it afterwards; so whenever this process or its machine dies, the queue un-commits exactly the steps that no
 checkpoint holds. A disk that fails puts checkpoints off. A trainer of an older
@@ -24,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+import msgspec
 import numpy as np
 
 from asyncflow import clock
@@ -44,15 +48,16 @@ from asyncflow.queue.protocol.messages import StepTotals
 from asyncflow.telemetry.busy import BusyClock
 from asyncflow.train.backends.base import TrainerBackend
 from asyncflow.train.batch import MicroBatch
-from asyncflow.train.checkpoint import Checkpoint, CheckpointManifest, Checkpoints
+from asyncflow.train.checkpoint import CheckpointManifest, Checkpoints
 from asyncflow.train.feed import Feed, Filled, TrainQueue
 from asyncflow.train.loops import streaming, synchronous
-from asyncflow.train.publication import Publication, Publisher, Weights
-from asyncflow.train.ranks import Group, Left
+from asyncflow.train.publication import Publication, Publisher
+from asyncflow.train.ranks import Group, Left, gather_bytes, jointly
 from asyncflow.train.report import TrainReport, describe
 from asyncflow.train.settings import TrainerSettings
 from asyncflow.train.tally import Tally
 from asyncflow.weights.probe import Probe
+from asyncflow.weights.sender import Tensors
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +111,7 @@ class Trainer:
         self._backend = backend
         self._group = group
         self._checkpoints = checkpoints
+        checkpoints.group = group
         self._report = report
         self._directives = directives
         self._settings = settings
@@ -216,20 +222,21 @@ class Trainer:
             report = self._describe(tally, metrics, published=published)
             await self._persist(lambda: self._report(report), what=f"reporting step {step}")
         every, last = self._settings.checkpoint_every, step == self._settings.schedule.steps
-        await self._checkpoint_if(last or (every > 0 and step % every == 0))
+        await self._checkpoint_if(last or (every > 0 and step % every == 0) or self._asked())
         while last and self._failing_since is not None:
             await asyncio.sleep(self._again_at - time.monotonic())
             await self._attend()
+            await self._checkpoint_if(False)
 
     async def _start(self) -> None:
-        found = await self._compute(self._load)
+        checkpoint, carried = await self._compute(self._load)
         await self._persist(
             lambda: self._queue.begin(**self._ours, step=self.step, world=self._group.world, timeout=_CALL_S),
             what=f"beginning at step {self.step}",
         )
-        if found is not None:
-            for step in found.manifest.carried:
-                await self._publish(step, partial(Publication.read, found.folder, step))
+        for step in carried:
+            read = partial(Publication.read, checkpoint, step, group=self._group, shared=self._checkpoints.shared)
+            await self._publish(step, read)
         self._probe = await self._compute(self._backend.probe)
         await self._publish(self.step, self._weights)
         await self._unless_leaving(self._publication.announced())
@@ -238,20 +245,29 @@ class Trainer:
         self.begun = True
         log.info("attempt %d begins at step %d", self._settings.attempt, self.step)
 
-    def _load(self) -> Checkpoint | None:
-        found = None
-        if self._group.rank == 0:
-            self._checkpoints.claim(self._settings.attempt)
-            found = self._checkpoints.latest()
-            if found is not None:
-                found.verify(read=self._checkpoints.handled)
-            if found is None or self._backend.settings.loss.kl > 0:
-                self._materialise()
-        place = np.array([found.manifest.step, found.manifest.samples] if found is not None else [0, 0])
-        self.step, self._samples = self._group.gather(place, what="the step to begin at")[0].tolist()
+    def _load(self) -> tuple[Path | None, list[int]]:
+        """Resume; return the checkpoint's folder as far as this rank sees it, and the steps that it carries."""
+        found, group, checkpoints = None, self._group, self._checkpoints
+        checkpoints.claim(self._settings.attempt)
+        with jointly(group, what="looking for a checkpoint"):
+            if group.rank == 0:
+                found = checkpoints.latest()
+                if found is None or self._backend.settings.loss.kl > 0:
+                    self._materialise()
+        place = (found.manifest.step, found.manifest.samples, found.manifest.carried) if found is not None else None
+        told = gather_bytes(group, msgspec.json.encode(place), what="the step to begin at")[0]
+        resumed = msgspec.json.decode(told, type=tuple[int, int, list[int]] | None)
+        self.step, self._samples, carried = resumed or (0, 0, [])
         self._committed = self.step
-        self._backend.load(self._folder, checkpoint=found.folder if found is not None else None)
-        return found
+        with jointly(group, what="reading the checkpoint"):
+            if resumed is not None and checkpoints.shared:
+                found = checkpoints.at(self.step)
+                found.verify(read=checkpoints.handled, rank=group.rank, world=group.world)
+            elif found is not None:
+                found.verify(read=checkpoints.handled)
+        checkpoint = found.folder if found is not None else None
+        self._backend.load(self._folder, checkpoint=checkpoint)
+        return checkpoint, carried
 
     def _keep_aged(self, batch: MicroBatch, *, current: int) -> None:
         """Keep some samples of each older version for ``_measure_aged``."""
@@ -263,13 +279,18 @@ class Trainer:
                 kept.append(batch.take(more.tolist()))
 
     def _measure_aged(self) -> None:
-        """Measure the engine on samples of older versions, as far as those are at hand."""
+        """Measure the engine on rank 0's samples of older versions, as far as all ranks have those at hand; collective.
+
+        Each rank holds its slices of them.
+        """
         aged, self._aged = self._aged, {}
-        for version, batches in aged.items():
+        asked = msgspec.json.encode([(version, len(batches)) for version, batches in aged.items()])
+        told = gather_bytes(self._group, asked, what="the older versions to measure")[0]
+        for version, number in msgspec.json.decode(told, type=list[tuple[int, int]]):
             weights = self._publication.weights_of(Version.unpack(version))
-            if weights is not None:
-                for batch in batches:
-                    self._backend.measure(batch, weights=weights)
+            if self._group.gather(np.array([bool(weights)]), what=f"who has {Version.unpack(version)}").all():
+                for batch in aged.get(version, [MicroBatch.empty()] * number):
+                    self._backend.measure(batch, weights=weights or {})
             elif not self._unmeasured:
                 self._unmeasured = True
                 log.warning(
@@ -289,14 +310,12 @@ class Trainer:
             )
         return tally, self._backend.finish_step(step)
 
-    async def _publish(self, step: int, weights: Callable[[], Weights]) -> None:
-        if self._group.rank != 0:
-            return
+    async def _publish(self, step: int, weights: Callable[[], Tensors]) -> None:
         with self.waits("publish"):
             await self._unless_leaving(self._publication.begin(step, weights))
 
-    def _weights(self) -> Weights:
-        probe = {} if self._probe is None else self._probe.tensors
+    def _weights(self) -> Tensors:
+        probe = self._probe.tensors if self._probe is not None and self._group.rank == 0 else {}
         return {**dict(self._backend.tensors(dtype=self._settings.published)), **probe}
 
     async def _attend(self) -> None:
@@ -306,21 +325,33 @@ class Trainer:
             self.leave()
             raise Left
         self._publication.check()
-        asked, self._checkpoints_asked = self._checkpoints_asked, directives.checkpoint
-        await self._checkpoint_if(directives.checkpoint > asked and self.step > self._committed)
+        if self._group.world == 1:
+            await self._checkpoint_if(self._asked())
+
+    def _asked(self) -> bool:
+        """Say whether the driver has asked for a checkpoint that would be new."""
+        asked, self._checkpoints_asked = self._checkpoints_asked, self._directives().checkpoint
+        return self._checkpoints_asked > asked and self.step > self._committed
 
     async def _save_completed(self) -> None:
-        with suppress(Left):
-            await self._checkpoint_if(self.step > self._committed)
+        """Write a checkpoint with all ranks that leave, unless there is one of this step."""
+        self._group.leave()
+        self._group.regroup(patience_s=self._settings.leave_s)
+        if self.step > self._committed:
+            with suppress(Left):
+                await self._try_checkpoint()
 
     async def _checkpoint_if(self, wanted: bool) -> None:
-        """Write a checkpoint where one is wanted, or where one could not be written and it is time to try again.
+        """Write a checkpoint where rank 0 wants one, or could not write one and it is time to try again; collective.
 
         Raises CheckpointError when the disk has failed for too long.
         """
         overdue = self._failing_since is not None and time.monotonic() >= self._again_at
-        if self._group.rank != 0 or not (wanted or overdue):
-            return
+        mine = np.array([wanted or overdue])
+        if (await self._compute(self._group.gather, mine, what=f"whether to save θ_{self.step}"))[0, 0]:
+            await self._try_checkpoint()
+
+    async def _try_checkpoint(self) -> None:
         try:
             await self._checkpoint(self.step)
         except DiskError as error:
@@ -346,13 +377,16 @@ class Trainer:
         would cost the run, where a missing one costs the steps since the last.
         """
         sync, moment_s = partial(self._queue.sync, timeout=_SYNC_S), self._settings.leave_s
+        failed: DiskError | None = None
         try:
-            await self._unless_leaving(persist(sync, what="syncing the ledger", timeout=_SYNC_S), moment_s=moment_s)
+            if self._group.rank == 0:
+                await self._unless_leaving(persist(sync, what="syncing the ledger", timeout=_SYNC_S), moment_s=moment_s)
         except Left:
             hint = "Its steps since the last checkpoint are trained again"
-            raise DiskError(f"the ledger was not on disk within {moment_s:g} s", where="trainer", hint=hint) from None
+            failed = DiskError(f"the ledger was not on disk within {moment_s:g} s", where="trainer", hint=hint)
         except (Refused, DeadlineExceeded) as error:
-            raise DiskError(error.what, where=error.where, hint=error.hint) from error
+            failed = DiskError(error.what, where=error.where, hint=error.hint)
+        await self._compute(self._agree, failed)
         carried = self._publication.carried(step)
         manifest = CheckpointManifest(attempt=self._settings.attempt, step=step, samples=self._samples, carried=carried)
         self._saving = True
@@ -362,13 +396,26 @@ class Trainer:
         finally:
             self._saving = False
         self._committed = step
-        await self._persist(
-            lambda: self._queue.commit(**self._ours, step=step, timeout=_CALL_S), what=f"committing step {step}"
-        )
+        if self._group.rank == 0:
+            await self._persist(
+                lambda: self._queue.commit(**self._ours, step=step, timeout=_CALL_S), what=f"committing step {step}"
+            )
+
+    def _agree(self, failed: DiskError | None) -> None:
+        """Raise on all ranks what failed on one."""
+        with jointly(self._group, what="the ledger's sync"):
+            if failed is not None:
+                raise failed
 
     def _fill(self, folder: Path, carried: list[int]) -> None:
-        self._backend.save(folder)
-        self._publication.save(folder, carried)
+        first, shared = self._group.rank == 0, self._checkpoints.shared
+        self._backend.save(folder, shared=shared)
+        for number in carried:
+            slices = self._publication.slices(number)
+            if not shared:
+                slices = {name: array for name, array in self._backend.whole(slices) if first}
+            if shared or first:
+                Publication.save(folder, number, slices, rank=self._group.rank)
 
     def _describe(self, tally: Tally, metrics: dict[str, float], *, published: bool) -> TrainReport:
         (started, before), (ended, now) = self._since, (clock.now(), self._clock())

@@ -90,7 +90,7 @@ class WeightSender:
 
         Raises Refused for a dtype that cannot be published, or a slice that sticks out of its tensor.
         """
-        shards = {name: _shard(name, given) for name, given in tensors.items()}
+        shards = {name: shard_of(name, given) for name, given in tensors.items()}
         arena = Arena({name: (dtype_name(shard.array), shard.box) for name, shard in shards.items()})
         for name, shard in shards.items():
             np.copyto(arena.arrays[name], shard.array)
@@ -129,7 +129,8 @@ class WeightSender:
         return TensorEntry(name=name, dtype=dtype_name(array), shape=copied.shapes[name], slices=(piece,))
 
 
-def _shard(name: str, given: AnyArray | Shard) -> Shard:
+def shard_of(name: str, given: AnyArray | Shard) -> Shard:
+    """Return a tensor, or a slice of one, as a slice. Raises Refused where it sticks out of its tensor."""
     if not isinstance(given, Shard):
         return Shard(array=given, offset=(0,) * given.ndim, shape=given.shape)
     if not given.box.fits(given.shape):

@@ -22,6 +22,7 @@ from asyncflow.train.batch import MicroBatch
 from asyncflow.train.ranks import Group
 from asyncflow.train.settings import BackendSettings, WeightsDtype
 from asyncflow.weights.probe import Probe
+from asyncflow.weights.sender import Shard, Tensors
 
 OPTIONS = "spec.trainer.backend.options"
 """Where a manifest gives a backend its own options."""
@@ -49,8 +50,8 @@ class TrainerBackend(ABC):
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:
         """Take θ_0 from the model folder, or the state that ``save`` left in ``checkpoint``.
 
-        All ranks need ``folder``/config.json; the weights and the checkpoint are read by rank 0 alone and sent to the
-        others. Raises CheckpointError where what is there does not fit.
+        All ranks need ``folder``/config.json. What a rank sees of the weights and of the checkpoint (None where it sees
+        none) it may read by itself; rank 0 sees all. Raises CheckpointError where what is there does not fit.
         """
 
     @abstractmethod
@@ -63,7 +64,8 @@ class TrainerBackend(ABC):
     def measure(self, batch: MicroBatch, *, weights: Mapping[str, NDArray[Any]]) -> None:  # noqa: B027
         """Measure the engine against the trainer on samples that older ``weights`` made, as part of this step.
 
-        weights: as ``tensors`` gave them then. Changes no weights and no gradient. By default nothing is measured.
+        weights: as ``tensors`` gave them on this rank then. Called on every rank for the same weights, with a batch
+        that may be empty. Changes no weights and no gradient. By default nothing is measured.
         """
 
     @abstractmethod
@@ -75,10 +77,11 @@ class TrainerBackend(ABC):
         """
 
     @abstractmethod
-    def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any]]]:
+    def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any] | Shard]]:
         """Yield the weights by name, as views where possible: valid until the next ``finish_step``.
 
-        dtype: what weights that are floating-point numbers are rounded to; bfloat16 is given by its uint16 bits.
+        Of a tensor that is cut over the ranks each yields its slice; any other is the same on all ranks. dtype: what
+        weights that are floating-point numbers are rounded to; bfloat16 is given by its uint16 bits.
         """
 
     def probe(self) -> Probe | None:
@@ -88,9 +91,22 @@ class TrainerBackend(ABC):
         """
         return None
 
+    def whole(self, tensors: Tensors) -> Iterator[tuple[str, NDArray[Any]]]:
+        """Yield whole tensors, one after another, of which each rank has what ``tensors`` gave it; collective.
+
+        For what rank 0 has to write alone. By default nothing is cut.
+        """
+        for name, given in tensors.items():
+            yield name, given.array if isinstance(given, Shard) else given
+
     @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer and generators into the empty ``folder``; ``load`` continues bit for bit."""
+    def save(self, folder: Path, *, shared: bool = True) -> None:
+        """Write this rank's part of weights, optimizer and generators into its own empty ``folder``; collective.
+
+        ``load`` continues bit for bit with as many ranks, and up to rounding with more or fewer. shared: whether the
+        ranks' folders will be seen by all; otherwise only that of rank 0 exists, and rank 0 writes all. Raises OSError
+        or DiskError where the disk fails.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -91,9 +91,10 @@ class CountingBackend(TrainerBackend):
         """Yield ``counts``, which are whole numbers."""
         yield TENSOR, self._counts
 
-    def save(self, folder: Path) -> None:
-        """Write counts.npy."""
-        np.save(folder / _FILE, self._counts, allow_pickle=False)
+    def save(self, folder: Path, *, shared: bool = True) -> None:  # noqa: ARG002
+        """Have rank 0, as all ranks count the same, write counts.npy."""
+        if self.group.rank == 0:
+            np.save(folder / _FILE, self._counts, allow_pickle=False)
 
     def close(self) -> None:
         """Nothing is held."""

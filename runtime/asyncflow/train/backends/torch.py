@@ -11,10 +11,8 @@ packs and ranks; the same seed, order and number of threads give the same bits.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,26 +20,34 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.func import functional_call
 
 from asyncflow.algorithms.aggregation import LossTotals
-from asyncflow.algorithms.grpo import TokenLoss
-from asyncflow.algorithms.losses import MAX_LOG_RATIO
-from asyncflow.errors import CheckpointError, DiskError, Diverged
+from asyncflow.errors import Diverged
 from asyncflow.plugins import read_options
 from asyncflow.train.backends.base import OPTIONS, TrainerBackend
 from asyncflow.train.backends.torch_copies import as_array, on_device, rounded, weights_on_device
-from asyncflow.train.backends.torch_model import LogprobModel, named_weights, open_model, read_weights
+from asyncflow.train.backends.torch_figures import StepFigures, metrics_of
+from asyncflow.train.backends.torch_model import LogprobModel, open_model, smallest_pack
 from asyncflow.train.backends.torch_optimizer import FlatAdamW
+from asyncflow.train.backends.torch_pieces import (
+    Piece,
+    pieces_of,
+    read_first,
+    read_saved,
+    write_gathered,
+    write_pieces,
+)
 from asyncflow.train.backends.torch_ranks import TensorGroup, find_device
+from asyncflow.train.backends.torch_sharding import older, open_sharded
 from asyncflow.train.batch import MicroBatch
-from asyncflow.train.meter import Meter
 from asyncflow.train.packing import Pack, pack_samples
 from asyncflow.train.ranks import Group
 from asyncflow.train.settings import BackendSettings, TorchOptions, WeightsDtype
+from asyncflow.train.slice_files import unwritable
 from asyncflow.weights.probe import TOKENS, Probe, probe_ids
+from asyncflow.weights.sender import Shard, Tensors
+from asyncflow.weights.slices import Box
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +56,6 @@ STATE_FILE = "optimizer.safetensors"
 _GENERATOR = "generator"
 _MOST_SKIPPED = 3
 """Steps in a row whose gradient is not finite, at which the training ends."""
-_SUMS = (
-    "tokens", "sequences", "computed", "loss", "kl", "entropy", "surprise", "ratio", "approx_kl",
-    "clip_low", "clip_high", "clip_dual", "silent", "packed_tokens", "gap_tokens", "gap",
-)  # fmt: skip
 
 
 class TorchBackend(TrainerBackend):
@@ -81,8 +83,7 @@ class TorchBackend(TrainerBackend):
             host=settings.host,
             timeout_s=options.collective_timeout_s,
         )
-        self._meter = _meter()
-        self._measured: list[tuple[tuple[str, ...], Tensor, Tensor]] = []
+        self._figures = StepFigures()
         self._skipped = 0
         self._has_room = True
         self._copies: torch.Stream | None = None
@@ -90,51 +91,68 @@ class TorchBackend(TrainerBackend):
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:
         """See the base class; the reference for the KL term is always θ_0, also after a resume."""
         self._ranks.meet()
-        first, keep_reference = self.group.rank == 0, self.settings.loss.kl > 0
-        self._model = open_model(folder, weights=first and (checkpoint is None or keep_reference), device=self._device)
-        self._reference = None
-        if keep_reference:
-            self._ranks.from_first(tensor for _, tensor in named_weights(self._model))
-            self._reference = LogprobModel(deepcopy(self._model).requires_grad_(False), **self._how)
+        seen = np.array([checkpoint is not None])
+        resumed = bool(self.group.gather(seen, what="who sees the checkpoint")[0, 0])
+        self._policy = self._open(folder, first=not resumed)
+        self._reference = self._open(folder, first=True, frozen=True) if self.settings.loss.kl > 0 else None
+        self._model = self._policy.model
         if self._options.gradient_checkpointing:
             self._model.train()
             self._model.gradient_checkpointing_enable()
-        self._policy = LogprobModel(self._model, **self._how)
+        if resumed:
+            read_saved(checkpoint, WEIGHTS_FILE, pieces_of(self._model), group=self.group, ranks=self._ranks)
+        self._policy.evaluate(smallest_pack())
         self._optimizer = FlatAdamW(self._model, self.settings.optimizer)
-        if checkpoint is not None and first:
-            self._restore(checkpoint)
-        self._ranks.from_first(tensor for _, tensor in named_weights(self._model))
-        self._ranks.from_first(tensor for _, tensor in self._optimizer.state())
+        self._pieces = pieces_of(self._model)
+        if resumed:
+            generator, state = self._generator(), list(self._optimizer.state())
+            if read_saved(checkpoint, STATE_FILE, state, optional=generator, group=self.group, ranks=self._ranks):
+                torch.set_rng_state(generator.tensor.reshape(-1))
 
-    def _restore(self, checkpoint: Path) -> None:
-        read_weights(self._model, checkpoint / WEIGHTS_FILE)
-        state = load_file(checkpoint / STATE_FILE)
-        try:
-            torch.set_rng_state(state.pop(_GENERATOR))
-            self._optimizer.take(state)
-        except (KeyError, RuntimeError) as wrong:
-            raise CheckpointError(
-                f"the optimizer's state does not fit: {wrong}",
-                where=str(checkpoint / STATE_FILE),
-                hint="Resume with the model that the run began with.",
-            ) from wrong
+    def _open(self, folder: Path, *, first: bool, frozen: bool = False) -> LogprobModel:
+        """Open the model, cut over the ranks, with the weights of the folder (``first``) or arbitrary ones."""
+        mesh = self._ranks.mesh
+        if mesh is None:
+            model = open_model(folder, weights=first, device=self._device).requires_grad_(not frozen)
+            return LogprobModel(model, **self._how)
+        opened = open_sharded(folder, mesh=mesh, device=self._device, frozen=frozen, how=self._how)
+        if first:
+            read_first(folder, pieces_of(opened.model), group=self.group, ranks=self._ranks)
+        return opened
+
+    def _generator(self) -> Piece:
+        """Return the state of torch's generator: of a gang, this rank's row of all ranks' states."""
+        state, world = torch.get_rng_state(), self.group.world
+        if world == 1:
+            return Piece(_GENERATOR, state, Box.whole(state.shape), tuple(state.shape))
+        row = Box((self.group.rank, 0), (1, len(state)))
+        return Piece(_GENERATOR, state[None], row, (world, len(state)), cut=True)
 
     def micro_batch(self, batch: MicroBatch, *, version: int) -> None:
         """See the base class. The pack budget bounds memory; a slot may hold any number of packs."""
         loss, lengths = self.settings.loss, batch.loss_lengths()
         silent = loss.silent(batch.advantages)
         totals = ("tokens", lengths.sum()), ("sequences", np.count_nonzero(lengths)), ("silent", silent.sum())
-        self._meter.add((name, float(value)) for name, value in totals)
+        self._figures.count((name, float(value)) for name, value in totals)
         active = np.flatnonzero(~silent & (lengths > 0))
         self.trained += len(batch) - len(active)
-        if not len(active):
-            return
         packs = self._packs(batch, active)
-        self._meter.add([("packed_tokens", float(sum(len(pack.ids) for pack in packs)))])
+        self._figures.count([("packed_tokens", float(sum(len(pack.ids) for pack in packs)))])
         weights, current = loss.aggregation.weights(lengths), batch.makers() == version
-        for pack in packs:
-            self._accumulate(batch, pack, active[pack.samples], weights, current)
-            self.trained += len(np.unique(pack.samples))
+        for pack in self._in_step(packs):
+            if pack is None:
+                self._accompany()
+            else:
+                self._accumulate(batch, pack, active[pack.samples], weights, current)
+                self.trained += len(np.unique(pack.samples))
+
+    def _accompany(self) -> None:
+        """Make the pass of a pack that adds nothing, since other ranks make one."""
+        if self._reference is not None:
+            with torch.no_grad():
+                self._reference(smallest_pack(), entropy=False)
+        logprobs, _ = self._policy(smallest_pack(), entropy=False)
+        (logprobs * 0).sum().backward()
 
     def measure(self, batch: MicroBatch, *, weights: Mapping[str, NDArray[Any]]) -> None:
         """See the base class. On the CPU weights in float32 are used where they lie, else they are copied.
@@ -150,14 +168,24 @@ class TorchBackend(TrainerBackend):
             log.warning("log-probs of older weights are not measured: the device has no room for them: %s", full)
 
     def _measure_older(self, batch: MicroBatch, weights: Mapping[str, NDArray[Any]]) -> None:
-        tensors = {f"model.{name}": weights_on_device(array, self._device) for name, array in weights.items()}
-        with torch.no_grad():
-            for pack in self._packs(batch, np.arange(len(batch))):
-                entries, counted = _entries(batch, pack, pack.samples)
-                logprobs, _ = functional_call(self._policy, tensors, args=(pack,), kwargs={"entropy": False})
-                gap = (logprobs - self._tensor(batch.logprobs.values[entries])).abs().cpu().numpy()[counted]
-                self._meter.add([("gap_tokens", float(len(gap))), ("gap", float(gap.sum(dtype=np.float64)))])
-                self._meter.histogram.add(gap)
+        tensors = {name: weights_on_device(array, self._device) for name, array in weights.items()}
+        packs = self._packs(batch, np.arange(len(batch)))
+        with torch.no_grad(), older(self._policy, self._pieces, tensors) as policy:
+            for pack in self._in_step(packs):
+                logprobs, _ = policy(pack or smallest_pack(), entropy=False)
+                if pack is not None:
+                    entries, counted = _entries(batch, pack, pack.samples)
+                    gap = (logprobs - self._tensor(batch.logprobs.values[entries])).abs().cpu().numpy()
+                    self._figures.gaps(gap[counted])
+
+    def _in_step(self, packs: list[Pack]) -> Iterator[Pack | None]:
+        """Give the packs, and then None as often as another rank has more: all ranks have to make equally many passes.
+
+        Collective before the first, so that no rank begins one that another, which leaves, will not make.
+        """
+        most = self.group.gather(np.array([len(packs)]), what="the number of packs").max()
+        yield from packs
+        yield from (None for _ in range(int(most) - len(packs)))
 
     def _packs(self, batch: MicroBatch, chosen: NDArray[np.int64]) -> list[Pack]:
         return pack_samples(
@@ -194,7 +222,7 @@ class TorchBackend(TrainerBackend):
         )
         value = (terms.total * weight).sum()
         value.backward()
-        self._measure(
+        self._figures.pack(
             terms,
             loss=value.detach(),
             logprobs=logprobs.detach(),
@@ -204,58 +232,13 @@ class TorchBackend(TrainerBackend):
             on_policy=self._tensor(current[samples] & counted),
         )
 
-    def _measure(
-        self,
-        terms: TokenLoss,
-        *,
-        loss: Tensor,
-        logprobs: Tensor,
-        behaviour: Tensor,
-        entropy: Tensor | None,
-        counted: Tensor,
-        on_policy: Tensor,
-    ) -> None:
-        """Compute the figures of a pack where it was computed; nothing waits for them before the step is over."""
-        policy, logratio = terms.policy, logprobs - behaviour
-        gap, zero = logratio.abs(), logprobs.new_zeros(())
-        values = {
-            "loss": loss,
-            "computed": counted.sum(),
-            "kl": zero if terms.kl is None else (terms.kl.detach() * counted).sum(),
-            "entropy": zero if entropy is None else (entropy.detach() * counted).sum(),
-            "surprise": -(logprobs * counted).sum(),
-            "ratio": (policy.ratio * counted).sum(),
-            "ratio_max": (policy.ratio * counted).max(),
-            "approx_kl": ((logratio.clamp(max=MAX_LOG_RATIO).exp() - 1 - logratio) * counted).sum(),
-            "clip_low": (policy.clipped_low * counted).sum(),
-            "clip_high": (policy.clipped_high * counted).sum(),
-            "clip_dual": (policy.clipped_dual * counted).sum(),
-            "gap_tokens": on_policy.sum(),
-            "gap": (gap * on_policy).sum(),
-        }
-        gaps = torch.where(on_policy > 0, gap, float("nan"))
-        self._measured.append((tuple(values), torch.stack(list(values.values())), gaps))
-
-    def _read_measured(self) -> None:
-        """Wait for the figures of all packs since the last step, and add them up."""
-        if not self._measured:
-            return
-        names, figures, gaps = zip(*self._measured, strict=True)
-        self._measured = []
-        for name, row in zip(names, torch.stack(figures).tolist(), strict=True):
-            self._meter.add(zip(name, row, strict=True))
-        found = torch.cat(gaps).cpu().numpy()
-        self._meter.histogram.add(found[~np.isnan(found)])
-
     def finish_step(self, step: int) -> dict[str, float]:
         """See the base class. Collective: the counts, then the gradient. Three skipped steps in a row are too many."""
-        self._read_measured()
-        meter = self._meter.merged(self.group.gather(self._meter.array(), what=f"the counts of step {step}"))
-        self._meter = _meter()
+        meter = self._figures.merged(self.group, step=step)
         self.trained = 0
-        sums = meter.sums
-        divisor = self.settings.loss.aggregation.divisor(LossTotals(int(sums["tokens"]), int(sums["sequences"])))
-        applied = self._optimizer.apply(step, divisor=divisor, total=self._ranks.total)
+        totals = LossTotals(int(meter.sums["tokens"]), int(meter.sums["sequences"]))
+        divisor = self.settings.loss.aggregation.divisor(totals)
+        applied = self._optimizer.apply(step, divisor=divisor, norm=self._ranks.norm)
         self._skipped = 0 if applied.moved else self._skipped + 1
         if self._skipped == _MOST_SKIPPED:
             raise Diverged(
@@ -265,42 +248,40 @@ class TorchBackend(TrainerBackend):
             )
         if not applied.moved:
             log.warning("step %d: the gradient is not finite, the weights stay as they are", step)
-        computed, gap_tokens = max(1.0, sums["computed"]), sums["gap_tokens"]
-        means = ("kl", "entropy", "surprise", "ratio", "approx_kl", "clip_low", "clip_high", "clip_dual")
-        metrics = {name: sums[name] / computed for name in means} | {
-            "loss": sums["loss"] / divisor,
-            "ratio_max": meter.maxima["ratio_max"],
-            "grad_norm": applied.grad_norm,
-            "learning_rate": applied.learning_rate,
-            "skipped": float(not applied.moved),
-            "silent_samples": sums["silent"],
-            "computed_tokens": sums["computed"],
-            "packed_tokens": sums["packed_tokens"],
-            "logprob_gap_tokens": gap_tokens,
-            "logprob_gap": sums["gap"] / max(1.0, gap_tokens),
-            "logprob_gap_p99": meter.histogram.quantile(0.99),
-        }
-        return {name: value for name, value in metrics.items() if math.isfinite(value)}
+        return metrics_of(meter, divisor=divisor, applied=applied)
 
-    def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any]]]:
+    def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any] | Shard]]:
         """Yield the weights under transformers' names; in float32 on the CPU they share the model's memory.
 
         Elsewhere they are copied on a stream of their own, behind what made them and beside what computes with them.
         """
         kind = getattr(torch, dtype)
         with self._beside():
-            weights = [(name, rounded(tensor.detach(), kind)) for name, tensor in named_weights(self._model)]
-        for name, tensor in weights:
-            yield name, as_array(tensor)
+            weights = [(piece, rounded(piece.tensor, kind)) for piece in self._pieces if piece.tensor.numel()]
+        for piece, tensor in weights:
+            array = as_array(tensor)
+            yield piece.name, Shard(array=array, offset=piece.box.offset, shape=piece.shape) if piece.cut else array
+
+    def whole(self, tensors: Tensors) -> Iterator[tuple[str, NDArray[Any]]]:
+        """See the base class: one tensor after another is gathered, on every rank."""
+        given = {name: one.array if isinstance(one, Shard) else one for name, one in tensors.items()}
+        rounded_to = np.uint16 if any(array.dtype == np.uint16 for array in given.values()) else np.float32
+        for piece in self._pieces:
+            array = given.get(piece.name)
+            if not piece.cut and array is not None:
+                yield piece.name, array
+                continue
+            mine = np.zeros(piece.box.extent, rounded_to) if array is None else array
+            # Collectives know no uint16.
+            bits = torch.from_numpy(mine.view(np.int16) if mine.dtype == np.uint16 else mine).to(self._device)
+            yield piece.name, self._ranks.whole(bits, piece.shape).cpu().numpy().view(mine.dtype)
 
     def probe(self) -> Probe:
-        """See the base class; computed in float32."""
+        """See the base class; computed as a step is, at temperature 1."""
         config = self._model.config
         ids = probe_ids(vocabulary=config.vocab_size, most=getattr(config, "max_position_embeddings", TOKENS))
         (pack,) = pack_samples([ids[:1]], [ids[1:]], [0], layout="separate", budget=len(ids))
-        with torch.no_grad():
-            logprobs, _ = self._policy(pack, entropy=False, exact=True)
-        return Probe(ids, logprobs.cpu().numpy())
+        return Probe(ids, self._policy.evaluate(pack, temperature=1.0).cpu().numpy())
 
     def _beside(self) -> AbstractContextManager[Any]:
         """Return what has this thread's copies from a device go on a stream of their own."""
@@ -310,16 +291,17 @@ class TorchBackend(TrainerBackend):
         self._copies.wait_stream(torch.accelerator.current_stream(self._device))
         return cast(AbstractContextManager[Any], self._copies)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, shared: bool = True) -> None:
         """Write model.safetensors and optimizer.safetensors (moments, step counts, the generator's state)."""
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in named_weights(self._model)}
-        state = {name: tensor.cpu() for name, tensor in self._optimizer.state()} | {_GENERATOR: torch.get_rng_state()}
+        saved = {WEIGHTS_FILE: self._pieces, STATE_FILE: [*self._optimizer.state(), self._generator()]}
         try:
-            save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-            save_file(state, folder / STATE_FILE)
+            for name, pieces in saved.items():
+                if shared:
+                    write_pieces(folder / name, pieces, group=self.group)
+                else:
+                    write_gathered(folder / name, pieces, group=self.group, ranks=self._ranks)
         except SafetensorError as wrong:
-            hint = "Free space, or give a folder that this process may write to."
-            raise DiskError(f"the weights cannot be written: {wrong}", where=str(folder), hint=hint) from wrong
+            raise unwritable(folder, wrong) from wrong
 
     def close(self) -> None:
         """Leave the process group."""
@@ -336,7 +318,3 @@ def _entries(batch: MicroBatch, pack: Pack, samples: NDArray[np.int64]) -> tuple
     """
     entries = batch.responses.offsets[samples] + pack.offsets
     return entries, np.ones(len(entries), bool) if batch.loss_mask is None else batch.loss_mask.values[entries]
-
-
-def _meter() -> Meter:
-    return Meter(sums=_SUMS, maxima=("ratio_max",))

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncflow.errors import CheckpointError, ManifestError
+from asyncflow.errors import ManifestError
 from asyncflow.train.backends.torch_attention import ATTENTION, Documents
 from asyncflow.train.backends.torch_copies import on_device
 from asyncflow.train.packing import Pack, pack_samples
@@ -30,8 +30,10 @@ _LARGE = 100.0
 """Size of states whose logits any capping changes."""
 
 
-def open_model(folder: Path, *, weights: bool, device: torch.device) -> nn.Module:
+def open_model(folder: Path, *, weights: bool, device: torch.device | None) -> nn.Module:
     """Open the model folder in float32: with its weights, or (``weights`` False) with arbitrary ones.
+
+    device: None leaves the model where it was made.
 
     Raises ManifestError where the folder holds no model that transformers can open.
     """
@@ -49,7 +51,7 @@ def open_model(folder: Path, *, weights: bool, device: torch.device) -> nn.Modul
             where=str(folder),
             hint="Give a folder with config.json and model.safetensors, as transformers writes it.",
         ) from wrong
-    return model.to(device).eval()
+    return (model if device is None else model.to(device)).eval()
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -59,28 +61,12 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
-def read_weights(model: nn.Module, file: Path) -> None:
-    """Copy the tensors of a safetensors file into the model. Raises CheckpointError where names or shapes differ."""
-    stored = load_file(file)
-    expected = dict(named_weights(model))
-    if stored.keys() != expected.keys() or any(stored[name].shape != expected[name].shape for name in stored):
-        odd = sorted(stored.keys() ^ expected.keys()) or [n for n in stored if stored[n].shape != expected[n].shape]
-        raise CheckpointError(
-            f"weights of the checkpoint do not fit the model, first at {odd[0]}",
-            where=str(file),
-            hint="Resume with the model that the run began with.",
-        )
-    with torch.no_grad():
-        for name, tensor in expected.items():
-            tensor.copy_(stored[name])
-
-
 class LogprobModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
     """A model that is asked for the log-probs of targets instead of logits.
 
     rows: most targets whose logits exist at once. A pack with more is taken in pieces, each computed again in the
     backward pass, so that memory does not grow with the pack. A model that changes what its output layer makes, by a
-    scale or a cap, makes all logits of a pack at once.
+    scale or a cap, makes all logits of a pack at once; which it is, the first pass finds out (``probe``).
     """
 
     def __init__(self, model: nn.Module, *, temperature: float, compute: torch.dtype, rows: int) -> None:
@@ -88,20 +74,34 @@ class LogprobModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
         self.model = model
         self._temperature = temperature
         self._compute = compute
-        self._rows = rows if _ends_in_its_head(model) else None
+        self._rows = rows
+        self._ends_in_its_head: bool | None = None
 
-    def forward(self, pack: Pack, *, entropy: bool, exact: bool = False) -> tuple[Tensor, Tensor | None]:
+    def evaluate(self, pack: Pack, *, temperature: float | None = None) -> Tensor:
+        """Return the log-prob of each target of ``pack``, without a gradient: float32[N].
+
+        On a model that is cut over ranks all of them call it. Raises ManifestError where the model has an attention
+        that packs do not support.
+        """
+        with torch.no_grad():
+            logprobs, _ = self(pack, entropy=False, temperature=temperature)
+        if isinstance(self, FSDPModule):
+            self.reshard()
+        return logprobs
+
+    def forward(self, pack: Pack, *, entropy: bool, temperature: float | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the log-prob of each target of ``pack``, and the entropy there if asked for: float32[N] each.
 
-        exact: compute in float32, at temperature 1.
+        temperature: that of sampling where none is given.
         """
+        temperature = self._temperature if temperature is None else temperature
         device = next(self.model.parameters()).device
         inputs = _inputs(pack, device)
         targets, rows = (on_device(array, device) for array in (pack.targets, pack.rows))
-        rounded = self._compute != torch.float32 and not exact
-        temperature = 1.0 if exact else self._temperature
-        cast = partial(torch.autocast, device.type, dtype=self._compute, enabled=rounded)
-        if self._rows is None or len(targets) <= self._rows:
+        cast = partial(torch.autocast, device.type, dtype=self._compute, enabled=self._compute != torch.float32)
+        if self._ends_in_its_head is None:
+            self._ends_in_its_head = _ends_in_its_head(self.model)
+        if not self._ends_in_its_head or len(targets) <= self._rows:
             with cast():
                 logits = self.model(**inputs, logits_to_keep=rows).logits[0]
                 return _logprobs(logits, targets, temperature=temperature, entropy=entropy)
@@ -121,6 +121,11 @@ class LogprobModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
     ) -> tuple[Tensor, Tensor | None]:
         logits = self.model.get_output_embeddings()(states)
         return _logprobs(logits, targets, temperature=temperature, entropy=entropy)
+
+
+def smallest_pack() -> Pack:
+    """Return a pack with one target."""
+    return next(iter(pack_samples([_A_TOKEN], [_A_TOKEN], [0], layout="separate", budget=2)))
 
 
 def _inputs(pack: Pack, device: torch.device) -> dict[str, Any]:
@@ -147,7 +152,7 @@ def _ends_in_its_head(model: nn.Module) -> bool:
     Asked with states of its own, since those of a model that is not read yet, or of its padding, may be 0. Raises
     ManifestError where the model has an attention that packs do not support.
     """
-    pack = next(iter(pack_samples([_A_TOKEN], [_A_TOKEN], [0], layout="separate", budget=2)))
+    pack = smallest_pack()
     head = model.get_output_embeddings()
     shape = (1, len(pack.ids), head.weight.shape[1])
     states = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(head.weight) * _LARGE

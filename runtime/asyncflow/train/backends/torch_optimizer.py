@@ -1,21 +1,23 @@
 """The gradient of a step in one flat buffer, and AdamW on it.
 
-Every parameter's ``grad`` is a view of one float32 buffer: accumulation, the sum over ranks, the norm and the
-clipping are one operation each, and a parameter that no micro-batch reached has gradient 0 instead of none, on every
-rank alike.
+Every parameter's ``grad`` is a view of one float32 buffer: accumulation, the norm and the clipping are one operation
+each, and a parameter that no micro-batch reached has gradient 0 instead of none, on every rank alike. Of a model that
+is cut over ranks, buffer and moments are of this rank's pieces: AdamW treats each number by itself.
 
-Invariant: ``apply`` is a function of (weights, moments, summed gradient, divisor, step); state written by ``state`` and
-taken back by ``take`` continues bit for bit.
+Invariant: ``apply`` is a function of (weights, moments, summed gradient, divisor, step); what is copied out of
+``state`` and into it again continues bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from asyncflow.train.backends.torch_pieces import Piece, piece_of
 from asyncflow.train.settings import OptimizerSettings
 
 
@@ -32,12 +34,20 @@ class FlatAdamW:
 
     def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
         self._settings = settings
-        self._named = [(name, p) for name, p in model.named_parameters(remove_duplicate=True) if p.requires_grad]
-        parameters = [parameter for _, parameter in self._named]
-        self._gradient = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
-        pieces = self._gradient.split([p.numel() for p in parameters])
-        for parameter, piece in zip(parameters, pieces, strict=True):
-            parameter.grad = piece.view_as(parameter)
+        named = [(name, p) for name, p in model.named_parameters(remove_duplicate=True) if p.requires_grad]
+        pieces = [piece_of(name, parameter) for name, parameter in named]
+        self._gradient = torch.zeros(sum(p.tensor.numel() for p in pieces), device=pieces[0].tensor.device)
+        views = self._gradient.split([piece.tensor.numel() for piece in pieces])
+        self._held: list[tuple[Piece, Tensor]] = []
+        for (_, parameter), piece, view in zip(named, pieces, views, strict=True):
+            gradient = view.view_as(piece.tensor)
+            parameter.grad = _like(parameter, gradient)
+            mine = parameter
+            if isinstance(parameter, DTensor):
+                mine = nn.Parameter(piece.tensor)
+                mine.grad = gradient
+            self._held.append((piece, mine))
+        parameters = [parameter for _, parameter in self._held]
         decay = settings.weight_decay
         self._adam = torch.optim.AdamW(
             [
@@ -65,33 +75,42 @@ class FlatAdamW:
         """Forget the gradient."""
         self._gradient.zero_()
 
-    def apply(self, step: int, *, divisor: float, total: Callable[[Tensor], None]) -> Applied:
-        """Make one step of the accumulated gradient / ``divisor``; ``total`` sums a tensor over all ranks in place.
+    def apply(self, step: int, *, divisor: float, norm: Callable[[Tensor], float]) -> Applied:
+        """Make one step of the accumulated gradient / ``divisor``.
 
-        A gradient that is not finite moves nothing: the step counts, its samples are spent, the weights stay.
+        norm: takes the norm of a vector of which every rank gives its piece. A gradient that is not finite moves
+        nothing: the step counts, its samples are spent, the weights stay.
         """
-        total(self._gradient)
         self._gradient.div_(divisor)
-        norm = float(torch.linalg.vector_norm(self._gradient))
+        size = norm(self._gradient)
         rate = self._settings.rate(step)
-        moved = norm < float("inf")
+        moved = size < float("inf")
         if moved:
             limit = self._settings.max_grad_norm
-            if limit and norm > limit:
-                self._gradient.mul_(limit / norm)
+            if limit and size > limit:
+                self._gradient.mul_(limit / size)
             for group in self._adam.param_groups:
                 group["lr"] = rate
             self._adam.step()
         self.clear()
-        return Applied(norm, rate, moved)
+        return Applied(size, rate, moved)
 
-    def state(self) -> Iterator[tuple[str, Tensor]]:
-        """Give the moments and step counts by name, as views; copying into them restores a state."""
-        for name, parameter in self._named:
-            for part, tensor in self._adam.state[parameter].items():
-                yield f"{part}/{name}", tensor
+    def state(self) -> Iterator[Piece]:
+        """Give the moments and step counts, sharing their memory; copying into them restores a state."""
+        for piece, parameter in self._held:
+            for kind, tensor in self._adam.state[parameter].items():
+                yield piece.beside(kind, tensor)
 
-    def take(self, stored: Mapping[str, Tensor]) -> None:
-        """Copy ``stored``, with the names of ``state``, into the optimizer. Raises KeyError where one is missing."""
-        for name, tensor in self.state():
-            tensor.copy_(stored[name])
+
+def _like(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Return the gradient of ``parameter`` whose numbers on this rank are ``gradient``, sharing its memory."""
+    if not isinstance(parameter, DTensor):
+        return gradient
+    return DTensor.from_local(
+        gradient,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

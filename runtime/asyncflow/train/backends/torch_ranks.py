@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
 from datetime import timedelta
 
 import numpy as np
@@ -18,6 +17,8 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from asyncflow.errors import ManifestError
 from asyncflow.train.ranks import Group
@@ -46,7 +47,7 @@ def find_device(kind: str, *, share: float) -> torch.device:
 
 
 class TensorGroup:
-    """Sums and broadcasts of tensors over the ranks of ``group``; does nothing where there is one rank.
+    """What torch's collectives do with tensors over the ranks of ``group``; nothing where there is one rank.
 
     host: the address of this process that other ranks can dial; timeout_s: of each collective.
     """
@@ -57,6 +58,7 @@ class TensorGroup:
         self._host = host
         self._timeout = timedelta(seconds=timeout_s)
         self._group: dist.ProcessGroup | None = None
+        self._mesh: DeviceMesh | None = None
 
     def meet(self) -> None:
         """Join the process group, once; blocks until all ranks have come."""
@@ -64,30 +66,54 @@ class TensorGroup:
             return
         _choose_interface(self._host)
         dist.init_process_group(
-            dist.get_default_backend_for_device(self._device),
+            _backends(self._device),
             store=_store(self._gang, host=self._host, timeout=self._timeout),
             rank=self._gang.rank,
             world_size=self._gang.world,
             timeout=self._timeout,
         )
         self._group = dist.group.WORLD
+        self._mesh = init_device_mesh(self._device.type, (self._gang.world,))
 
-    def total(self, tensor: Tensor) -> None:
-        """Replace ``tensor`` by its sum over all ranks."""
-        if self._group is not None:
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._group)
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The ranks' devices as models are cut over them, once they have met; None for one rank."""
+        return self._mesh
 
-    def from_first(self, tensors: Iterable[Tensor]) -> None:
-        """Replace each tensor by rank 0's."""
+    def norm(self, piece: Tensor) -> float:
+        """Return the norm of a vector of which every rank holds a piece."""
+        norm = torch.linalg.vector_norm(piece)
+        if self._group is None:
+            return float(norm)
+        squared = norm.cpu().double().square()
+        dist.all_reduce(squared, op=dist.ReduceOp.SUM, group=self._group)
+        return float(squared.sqrt())
+
+    def from_first(self, tensor: Tensor) -> None:
+        """Replace ``tensor``, which lies on the CPU, by rank 0's."""
         if self._group is not None:
-            for tensor in tensors:
-                dist.broadcast(tensor.detach(), src=0, group=self._group)
+            dist.broadcast(tensor, src=0, group=self._group)
+
+    def whole(self, piece: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return on every rank the tensor of ``shape`` of which each holds a piece."""
+        if self._mesh is None:
+            return piece
+        stride = torch.empty(shape, device="meta").stride()
+        cut = DTensor.from_local(piece, self._mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
+        whole: Tensor = cut.full_tensor()
+        return whole
 
     def close(self) -> None:
         """Leave the process group."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
-            self._group = None
+            self._group = self._mesh = None
+
+
+def _backends(device: torch.device) -> str:
+    """Return who carries tensors of the CPU, and of ``device``."""
+    own = f"{device.type}:{dist.get_default_backend_for_device(device)}"
+    return own if device.type == "cpu" else f"cpu:gloo,{own}"
 
 
 def _choose_interface(host: str) -> None:
