@@ -15,6 +15,7 @@ import numpy as np
 
 from asyncflow.net.rpc import RpcServer
 from asyncflow.train.backends.base import TrainerBackend
+from asyncflow.train.batch import MicroBatch
 from asyncflow.train.ranks import GatherService, HostGroup, gather_bytes
 from asyncflow.weights.sender import Shard
 
@@ -55,6 +56,64 @@ def counts(group: HostGroup) -> dict[str, Any]:
         )
         backend.finish_step(step)
     return dict(backend.tensors())
+
+
+def shards(group: HostGroup) -> dict[str, Any]:
+    """Train five steps; then again the last two, from each checkpoint after the third that the folder has."""
+    from train_reference import HALF, aged_samples, held_numbers, settings_of_shards, train_share
+
+    from asyncflow.errors import ManifestError
+    from asyncflow.train.backends.torch import TorchBackend
+
+    model = FOLDER / "model"
+    backend = TorchBackend(settings_of_shards(), group=group)
+    found: dict[str, Any] = {}
+
+    def keep(what: str) -> None:
+        found.update({f"{what}/{name}": array for name, array in whole(group, backend).items()})
+
+    backend.load(model, checkpoint=None)
+    found["held"] = np.array(held_numbers(backend))
+    train_share(backend, 1, 3)
+    for kind in ("shared", "gathered"):
+        saved = FOLDER / f"{kind}-{WORLD}"
+        mine = saved if RANK == 0 else saved / f"rank-{RANK:04d}"
+        if kind == "shared" or RANK == 0:
+            mine.mkdir(parents=True, exist_ok=True)
+        backend.save(mine, shared=kind == "shared")
+    group.gather(np.zeros(1), what="what was saved")
+    keep("after 3")
+    older = {name: copy_of(given) for name, given in backend.tensors()}
+    train_share(backend, 4, 5)
+    keep("straight")
+    backend.measure(aged_samples() if RANK == 0 else MicroBatch.empty(), weights=older)
+    keep("measured")
+    found["gap"] = np.array(backend.finish_step(6)["logprob_gap"])
+    for saved in sorted(FOLDER.glob("[gs]*-[124]")):
+        sees = RANK == 0 or saved.name.startswith("shared")
+        backend.load(model, checkpoint=saved if sees else None)
+        keep(f"read {saved.name}")
+        train_share(backend, 4, 5)
+        keep(saved.name)
+    half = TorchBackend(settings_of_shards(**HALF), group=group)
+    half._ranks = backend._ranks
+    half.load(model, checkpoint=None)
+    found["half"] = np.array(train_share(half, 1, 1)["grad_norm"])
+    broken = FOLDER / f"broken-{WORLD}-{RANK}"
+    broken.mkdir()
+    (broken / "config.json").write_text((model / "config.json").read_text())
+    content = (model / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(content[:-1000] if RANK else content)
+    try:
+        backend.load(broken, checkpoint=None)
+    except ManifestError as error:
+        found["refused"] = np.array(str(error))
+    backend.close()
+    return found
+
+
+def copy_of(given: Any) -> Any:
+    return (given.array if isinstance(given, Shard) else given).copy()
 
 
 def whole(group: HostGroup, backend: TrainerBackend) -> dict[str, Any]:
@@ -113,6 +172,9 @@ def gradients(group: HostGroup) -> dict[str, Any]:
     return kept | whole(group, backend) | {"metrics": np.array(sorted(metrics.items()), dtype="U32")}
 
 
+KINDS = {"gathers": gathers, "counts": counts, "gradients": gradients, "shards": shards}
+
+
 async def main() -> None:
     address = FOLDER / "address"
     server = RpcServer(name="trainer-0")
@@ -128,7 +190,7 @@ async def main() -> None:
         loop=asyncio.get_running_loop(),
         patience_s=30,
     )
-    result = await asyncio.to_thread({"gathers": gathers, "counts": counts, "gradients": gradients}[KIND], group)
+    result = await asyncio.to_thread(KINDS[KIND], group)
     np.savez(FOLDER / f"result-{RANK}.npz", **result)
     await group.close()
     if RANK == 0:

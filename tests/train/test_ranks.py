@@ -18,9 +18,9 @@ from train_reference import HORIZON, reference_gradient, relative_error, samples
 
 from asyncflow.algorithms.aggregation import Aggregation
 from asyncflow.algorithms.grpo import GrpoLoss
-from asyncflow.errors import DeadlineExceeded, Fenced, ProtocolError
+from asyncflow.errors import DeadlineExceeded, DiskError, Fenced, ProtocolError
 from asyncflow.net.rpc import RpcClient, RpcServer
-from asyncflow.train.ranks import Alone, GatherService, HostGroup, Left, Share, Shares
+from asyncflow.train.ranks import Alone, GatherService, HostGroup, Left, Share, Shares, jointly
 
 SCRIPT = str(Path(__file__).with_name("rank_process.py"))
 
@@ -130,6 +130,61 @@ async def test_whenever_ranks_leave_all_have_had_the_same_rounds(seed: int) -> N
     for group in groups:
         await group.close()
     await server.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_ranks_that_have_left_gather_again_once_they_regroup(seed: int) -> None:
+    world, rng, loop = 3, random.Random(seed), asyncio.get_running_loop()
+    server = RpcServer(name="trainer-0")
+    GatherService(attempt=0, world=world).attach(server)
+    address = await server.start()
+    groups = [HostGroup(rank=rank, world=world, attempt=0, leader=lambda: address, loop=loop) for rank in range(world)]
+    rounds = [asyncio.create_task(asyncio.to_thread(rounds_of, group)) for group in groups]
+    await asyncio.sleep(rng.uniform(0.0, 0.03))
+    rng.choice(groups).leave()
+    for done in rounds:
+        await done
+
+    def part(group: HostGroup) -> list[list[int]]:
+        group.regroup(patience_s=10)
+        return [group.gather(np.array([group.rank, n]), what="the last words")[:, 0].tolist() for n in range(5)]
+
+    for group in groups:
+        group.leave()
+    assert await asyncio.gather(*(asyncio.to_thread(part, group) for group in groups)) == [[[0, 1, 2]] * 5] * world
+    for group in groups:
+        await group.close()
+    await server.close()
+
+
+async def test_ranks_that_regroup_do_not_wait_long_for_one_that_is_dead() -> None:
+    server, ranks = await two_ranks(lambda: 0)
+    ranks[0].leave()
+    ranks[0].regroup(patience_s=0.5)
+    with pytest.raises(DeadlineExceeded, match="the last words"):
+        await asyncio.wait_for(asyncio.to_thread(ranks[0].gather, np.zeros(1), what="the last words"), 10)
+    await close(server, ranks)
+
+
+async def test_what_goes_wrong_on_one_rank_is_raised_on_all() -> None:
+    server, ranks = await two_ranks(lambda: 0)
+
+    def work(group: HostGroup, wrong: tuple[int, ...]) -> str:
+        try:
+            with jointly(group, what="the work"):
+                if group.rank in wrong:
+                    raise DiskError(f"rank {group.rank} has no room", where="/disk")
+        except DiskError as error:
+            return str(error)
+        return ""
+
+    async def all_work(*wrong: int) -> list[str]:
+        return await asyncio.gather(*(asyncio.to_thread(work, rank, wrong) for rank in ranks))
+
+    assert await all_work() == ["", ""]
+    assert await all_work(1) == ["/disk: rank 1 has no room"] * 2
+    assert await all_work(0, 1) == ["/disk: rank 0 has no room"] * 2
+    await close(server, ranks)
 
 
 async def two_ranks(progress: Callable[[], int]) -> tuple[RpcServer, list[HostGroup]]:

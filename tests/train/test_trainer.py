@@ -413,3 +413,61 @@ async def test_ranks_in_the_midst_of_collectives_leave_after_the_same_step(
         assert [int((tmp_path / f"ended-0-{rank}").read_text()) for rank in range(2)] == [step, step]
         state = await world.queue.snapshot(partition=PARTITION, timeout=10)
         assert state.last_committed_step == step
+
+
+@pytest.mark.process
+async def test_the_number_of_ranks_changes_between_attempts_and_each_sample_counts_once(tmp_path: Path) -> None:
+    steps, worlds = 10, (1, 2, 4, 1)
+    async with World(tmp_path) as world:
+        await world.dispatch(1, steps)
+        for attempt, ranks in enumerate(worlds):
+            gang = [
+                Process(world.places, attempt=attempt, steps=steps, rank=rank, world=ranks, sleep_s=0.03)
+                for rank in range(ranks)
+            ]
+            last = attempt == len(worlds) - 1
+            if not last:
+                begun = Version(attempt, 2 * attempt + 1)
+                await until(lambda v=begun: (world.catalogue.newest or Version(-1, 0)) >= v, f"{begun}", within_s=60)
+                gang[-1].process.kill() if attempt % 2 else gang[-1].process.terminate()
+                for rank in gang[:-1]:
+                    rank.process.terminate()
+            ended = [await rank.ended(30) for rank in gang]
+            assert None not in ended
+        assert ended == [0]
+        await world.queue.close_partition(partition=PARTITION, step=steps, timeout=10)
+    assert counts(tmp_path) == [1] * (steps * GROUPS * SIZE)
+    report = audit_ledger(tmp_path / "ledger")
+    assert (report.ok, report.trained) == (True, steps * GROUPS * SIZE), report
+
+
+@pytest.mark.process
+@pytest.mark.timeout(400)
+async def test_a_rank_that_is_killed_ends_the_gang_which_goes_on_from_its_checkpoint_with_another_number_of_ranks(
+    tmp_path: Path, tiny_folder: Path
+) -> None:
+    steps = 12
+    async with World(tmp_path) as world:
+        await world.dispatch(1, steps)
+        gang = [
+            Process(world.places, attempt=0, steps=steps, rank=rank, world=2, model=tiny_folder, checkpoint_every=2)
+            for rank in range(2)
+        ]
+        await until(lambda: (world.catalogue.newest or Version(0, 0)) >= Version(0, 4), "a version", within_s=120)
+        newest = world.catalogue.newest
+        assert newest is not None
+        slices = [piece for entry in world.catalogue.manifest(newest).tensors for piece in entry.slices]
+        assert {piece.holder for piece in slices} == {"trainer-0-0", "trainer-1-0"}
+        gang[1].process.kill()
+        assert await gang[0].ended(60) not in (None, 0)
+        again = Process(world.places, attempt=1, steps=steps, model=tiny_folder)
+        assert await again.ended(120) == 0
+        await world.queue.close_partition(partition=PARTITION, step=steps, timeout=10)
+    assert latest_step(tmp_path) == steps
+    report = audit_ledger(tmp_path / "ledger")
+    assert (report.ok, report.trained) == (True, steps * GROUPS * SIZE), report
+
+
+def latest_step(folder: Path) -> int:
+    latest = Checkpoints(folder / "checkpoints").latest()
+    return latest.manifest.step if latest is not None else 0

@@ -16,6 +16,7 @@ from asyncflow.identity import SampleKey
 from asyncflow.net.frames import Jagged
 from asyncflow.train.backends.torch import TorchBackend
 from asyncflow.train.batch import MicroBatch
+from asyncflow.train.settings import BackendSettings, OptimizerSettings
 
 HORIZON = 12
 TEMPERATURE = 0.8
@@ -117,6 +118,41 @@ def reference_gradient(folder: Path, batch: MicroBatch, loss: GrpoLoss) -> dict[
     }[loss.aggregation.name]()
     value.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+HALF: dict[str, Any] = {"compute": "bfloat16", "options": {"gradient_checkpointing": True, "head_tokens": 5}}
+
+
+def settings_of_shards(**more: Any) -> BackendSettings:
+    return BackendSettings(
+        optimizer=OptimizerSettings(learning_rate=1e-4, steps=8, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5),
+        loss=GrpoLoss(kl=0.05, entropy=0.01),
+        temperature=TEMPERATURE,
+        pack_tokens=48,
+        threads=1,
+        **more,
+    )
+
+
+def train_share(backend: TorchBackend, first: int, last: int) -> dict[str, float]:
+    """Train this rank's share of the samples, in two slots a step."""
+    batch, rank, world, metrics = samples(), backend.group.rank, backend.group.world, {}
+    for step in range(first, last + 1):
+        mine = [i for i in range(len(batch)) if i % world == rank]
+        for slot in (mine[: 1 + rank], mine[1 + rank :]):
+            backend.micro_batch(part(batch, slot), version=step - 1)
+        metrics = backend.finish_step(step)
+    return metrics
+
+
+def held_numbers(backend: TorchBackend) -> int:
+    """Parameters, gradients and moments on this rank."""
+    kept = [piece.tensor for piece in (*backend._pieces, *backend._optimizer.state())]
+    return sum(tensor.numel() for tensor in (*kept, backend._optimizer.gradient))
+
+
+def aged_samples() -> MicroBatch:
+    return part(samples(), range(6))
 
 
 class GradientKept(TorchBackend):

@@ -243,6 +243,7 @@ class Process:
         world: int = 1,
         sleep_s: float = 0.01,
         model: Path | None = None,
+        checkpoint_every: int | None = None,
     ) -> None:
         told = {
             "model": str(model) if model else "",
@@ -252,6 +253,7 @@ class Process:
             "rank": rank,
             "world": world,
             "sleep_s": sleep_s,
+            "checkpoint_every": (0 if model else 2) if checkpoint_every is None else checkpoint_every,
         }
         command = [sys.executable, __file__, json.dumps(told)]
         self.process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -293,7 +295,7 @@ async def _in_process(told: dict[str, Any]) -> int:
         schedule=schedule,
         model=Path(told["model"]),
         slot_tokens=16,
-        checkpoint_every=0 if told["model"] else 2,
+        checkpoint_every=told["checkpoint_every"],
     )
     asyncio.get_running_loop().add_signal_handler(15, seat.trainer.leave)
     step = await seat.run()

@@ -60,7 +60,7 @@ class CheckpointsSpec(Spec):
     claim: ClaimSpec | None = None
     """Where they lie on Kubernetes."""
     access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] = "ReadWriteOnce"
-    """ReadWriteOnce: rank 0 writes. ReadWriteMany: every rank writes its part."""
+    """ReadWriteOnce: rank 0 writes, and other ranks send it their parts. ReadWriteMany: every rank writes its part."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

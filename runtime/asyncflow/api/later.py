@@ -66,7 +66,6 @@ _PLANNED: dict[str, tuple[_Later, ...]] = {
         _Later("transfer_queue.name", _given, "nothing: the job makes its own queue"),
         _Later("weight_sync.transport", _is("mooncake", "nccl", "hccl"), "host"),
         _Later("weight_sync.name", _given, "nothing: the job keeps its own versions"),
-        _Later("storage.checkpoints.access_mode", _is("ReadWriteMany"), "ReadWriteOnce: rank 0 writes"),
         _Later("reward.config", bool, "nothing: a function is given response, prompt, answer and meta"),
         _Later(
             "rollout.accelerator.profile",

@@ -92,7 +92,7 @@ def write_slices(file: Path, slices: Mapping[str, Shard]) -> None:
     """Write numpy slices into a safetensors file; none for none. Raises DiskError where it cannot be written."""
     if not slices:
         return
-    arrays = {name: np.ascontiguousarray(one.array) for name, one in slices.items()}
+    arrays = {name: np.asarray(one.array, order="C") for name, one in slices.items()}
     try:
         save_file(arrays, file, metadata=slice_metadata({name: one.offset for name, one in slices.items()}))
     except SafetensorError as wrong:

@@ -337,9 +337,15 @@ class Trainer:
         """Write a checkpoint with all ranks that leave, unless there is one of this step."""
         self._group.leave()
         self._group.regroup(patience_s=self._settings.leave_s)
-        if self.step > self._committed:
-            with suppress(Left):
-                await self._try_checkpoint()
+        if self.step == self._committed:
+            return
+        try:
+            await self._compute(self._group.gather, np.zeros(1), what=f"who is left to save θ_{self.step}")
+        except DeadlineExceeded as error:
+            log.error("no checkpoint of step %d can be written, for a rank is gone: %s", self.step, error)
+            return
+        with suppress(Left):
+            await self._try_checkpoint()
 
     async def _checkpoint_if(self, wanted: bool) -> None:
         """Write a checkpoint where rank 0 wants one, or could not write one and it is time to try again; collective.

@@ -26,7 +26,7 @@ from asyncflow.algorithms.aggregation import LossTotals
 from asyncflow.errors import Diverged
 from asyncflow.plugins import read_options
 from asyncflow.train.backends.base import OPTIONS, TrainerBackend
-from asyncflow.train.backends.torch_copies import as_array, on_device, rounded, weights_on_device
+from asyncflow.train.backends.torch_copies import as_array, on_device, rounded
 from asyncflow.train.backends.torch_figures import StepFigures, metrics_of
 from asyncflow.train.backends.torch_model import LogprobModel, open_model, smallest_pack
 from asyncflow.train.backends.torch_optimizer import FlatAdamW
@@ -38,7 +38,7 @@ from asyncflow.train.backends.torch_pieces import (
     write_gathered,
     write_pieces,
 )
-from asyncflow.train.backends.torch_ranks import TensorGroup, find_device
+from asyncflow.train.backends.torch_ranks import TensorGroup, collective, find_device
 from asyncflow.train.backends.torch_sharding import older, open_sharded
 from asyncflow.train.batch import MicroBatch
 from asyncflow.train.packing import Pack, pack_samples
@@ -88,6 +88,7 @@ class TorchBackend(TrainerBackend):
         self._has_room = True
         self._copies: torch.Stream | None = None
 
+    @collective()
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:
         """See the base class; the reference for the KL term is always θ_0, also after a resume."""
         self._ranks.meet()
@@ -128,6 +129,7 @@ class TorchBackend(TrainerBackend):
         row = Box((self.group.rank, 0), (1, len(state)))
         return Piece(_GENERATOR, state[None], row, (world, len(state)), cut=True)
 
+    @collective()
     def micro_batch(self, batch: MicroBatch, *, version: int) -> None:
         """See the base class. The pack budget bounds memory; a slot may hold any number of packs."""
         loss, lengths = self.settings.loss, batch.loss_lengths()
@@ -154,23 +156,39 @@ class TorchBackend(TrainerBackend):
         logprobs, _ = self._policy(smallest_pack(), entropy=False)
         (logprobs * 0).sum().backward()
 
+    @collective()
     def measure(self, batch: MicroBatch, *, weights: Mapping[str, NDArray[Any]]) -> None:
         """See the base class. On the CPU weights in float32 are used where they lie, else they are copied.
 
-        Where the device has no room for them, no older weights are measured from then on.
+        Where a device has no room for them, no older weights are measured from then on, on any rank.
         """
         if not self._has_room:
             return
         try:
-            self._measure_older(batch, weights)
-        except torch.OutOfMemoryError as full:
+            self._has_room = self._find_room()
+            if self._has_room:
+                self._measure_older(batch, weights)
+        except torch.OutOfMemoryError:
+            if self.group.world > 1:
+                raise
             self._has_room = False
-            log.warning("log-probs of older weights are not measured: the device has no room for them: %s", full)
+        if not self._has_room:
+            log.warning("log-probs of older weights are not measured: a device has no room for them")
+
+    def _find_room(self) -> bool:
+        """Say whether every rank of a gang has room for what it holds once more; one rank alone just tries."""
+        if self.group.world == 1:
+            return True
+        mine = True
+        try:
+            _ = [torch.empty_like(piece.tensor) for piece in self._pieces]
+        except torch.OutOfMemoryError:
+            mine = False
+        return bool(self.group.gather(np.array([mine]), what="who has room for older weights").all())
 
     def _measure_older(self, batch: MicroBatch, weights: Mapping[str, NDArray[Any]]) -> None:
-        tensors = {name: weights_on_device(array, self._device) for name, array in weights.items()}
         packs = self._packs(batch, np.arange(len(batch)))
-        with torch.no_grad(), older(self._policy, self._pieces, tensors) as policy:
+        with torch.no_grad(), older(self._policy, self._pieces, weights) as policy:
             for pack in self._in_step(packs):
                 logprobs, _ = policy(pack or smallest_pack(), entropy=False)
                 if pack is not None:
@@ -232,6 +250,7 @@ class TorchBackend(TrainerBackend):
             on_policy=self._tensor(current[samples] & counted),
         )
 
+    @collective()
     def finish_step(self, step: int) -> dict[str, float]:
         """See the base class. Collective: the counts, then the gradient. Three skipped steps in a row are too many."""
         meter = self._figures.merged(self.group, step=step)
@@ -291,6 +310,7 @@ class TorchBackend(TrainerBackend):
         self._copies.wait_stream(torch.accelerator.current_stream(self._device))
         return cast(AbstractContextManager[Any], self._copies)
 
+    @collective()
     def save(self, folder: Path, *, shared: bool = True) -> None:
         """Write model.safetensors and optimizer.safetensors (moments, step counts, the generator's state)."""
         saved = {WEIGHTS_FILE: self._pieces, STATE_FILE: [*self._optimizer.state(), self._generator()]}

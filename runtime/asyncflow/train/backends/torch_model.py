@@ -100,7 +100,8 @@ class LogprobModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
         targets, rows = (on_device(array, device) for array in (pack.targets, pack.rows))
         cast = partial(torch.autocast, device.type, dtype=self._compute, enabled=self._compute != torch.float32)
         if self._ends_in_its_head is None:
-            self._ends_in_its_head = _ends_in_its_head(self.model)
+            with cast():
+                self._ends_in_its_head = _ends_in_its_head(self.model)
         if not self._ends_in_its_head or len(targets) <= self._rows:
             with cast():
                 logits = self.model(**inputs, logits_to_keep=rows).logits[0]
@@ -165,6 +166,6 @@ def _ends_in_its_head(model: nn.Module) -> bool:
     try:
         with torch.no_grad():
             logits = model(**_inputs(pack, head.weight.device)).logits
-            return bool(torch.allclose(head(states), logits))
+            return bool(torch.allclose(head(states).float(), logits.float()))
     finally:
         replaced.remove()

@@ -8,8 +8,10 @@ Invariant: gloo, nccl and hccl run the same three lines; which one is the device
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
 
 import numpy as np
@@ -20,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from asyncflow.errors import ManifestError
+from asyncflow.errors import ManifestError, PeerLost
 from asyncflow.train.ranks import Group
 
 _HOST_BYTES = 256
@@ -44,6 +46,18 @@ def find_device(kind: str, *, share: float) -> torch.device:
     if share < 1:
         torch.get_device_module(found).set_per_process_memory_fraction(share)
     return found
+
+
+@contextlib.contextmanager
+def collective() -> Iterator[None]:
+    """Have collectives in this block, or in the function that this decorates, raise PeerLost where a rank is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        what = f"another rank has ended, or has not answered in time: {str(error).splitlines()[0]}"
+        raise PeerLost(what, where="trainer", hint="The logs of the trainer's ranks say which") from error
 
 
 class TensorGroup:

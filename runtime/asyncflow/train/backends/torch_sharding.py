@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from numpy.typing import NDArray
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.func import functional_call
 
+from asyncflow.train.backends.torch_copies import weights_on_device
 from asyncflow.train.backends.torch_model import LogprobModel, open_model
 from asyncflow.train.backends.torch_pieces import Piece
 
@@ -74,7 +76,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
-        if parameter is not None:
+        if parameter is not None and not parameter.is_meta:
             module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)  # noqa: SLF001
 
     nn.Module.register_parameter = on_meta
@@ -85,21 +87,24 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def older(policy: LogprobModel, pieces: Sequence[Piece], weights: Mapping[str, Tensor]) -> Iterator[Callable[..., Any]]:
+def older(
+    policy: LogprobModel, pieces: Sequence[Piece], weights: Mapping[str, NDArray[Any]]
+) -> Iterator[Callable[..., Any]]:
     """Give the forward pass of ``policy`` with other ``weights``, by name what this rank holds of each.
 
     They are used where they lie; in a model that is cut over ranks they take the place of its own, which are afterwards
     what they were, bit for bit.
     """
     if not isinstance(policy, FSDPModule):
-        named = {f"model.{name}": tensor for name, tensor in weights.items()}
+        device = next(policy.parameters()).device
+        named = {f"model.{name}": weights_on_device(array, device) for name, array in weights.items()}
         yield lambda *args, **how: functional_call(policy, named, args=args, kwargs=how)
         return
     kept = [piece.tensor.clone() for piece in pieces]
     try:
         for piece in pieces:
             if piece.tensor.numel():
-                piece.tensor.copy_(weights[piece.name])
+                piece.tensor.copy_(weights_on_device(weights[piece.name], piece.tensor.device))
         yield policy
     finally:
         policy.reshard()

@@ -1,0 +1,168 @@
+"""A model cut over ranks: what it learns, holds, saves and publishes is what one rank would.
+
+Gangs of two and four real processes, each once; the tests look at what they found.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from train_reference import HALF, aged_samples, held_numbers, settings_of_shards, train_share
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from asyncflow.train.backends.torch import TorchBackend
+from asyncflow.train.ranks import Alone
+
+SCRIPT = str(Path(__file__).with_name("rank_process.py"))
+WORLDS = (2, 4)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+
+Found = dict[str, Any]
+
+
+def weights(backend: TorchBackend) -> Found:
+    return {name: np.array(array) for name, array in backend.tensors()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose output layer is tied, with biases, and with rows that no number of ranks divides."""
+    config = Qwen2Config(
+        hidden_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=70,
+        vocab_size=67,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(7)
+    made = tmp_path_factory.mktemp("shards")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(made / "model")
+    return made
+
+
+def alone() -> TorchBackend:
+    return TorchBackend(settings_of_shards(), group=Alone())
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> Found:
+    """What one rank finds; its checkpoint is there for two."""
+    backend = alone()
+    backend.load(folder / "model", checkpoint=None)
+    found: Found = {"held": held_numbers(backend)}
+    train_share(backend, 1, 3)
+    (folder / "shared-1").mkdir()
+    backend.save(folder / "shared-1")
+    older = weights(backend)
+    train_share(backend, 4, 5)
+    found["straight"] = weights(backend)
+    backend.measure(aged_samples(), weights=older)
+    found["gap"] = backend.finish_step(6)["logprob_gap"]
+    half = TorchBackend(settings_of_shards(**HALF), group=Alone())
+    half.load(folder / "model", checkpoint=None)
+    found["half"] = train_share(half, 1, 1)["grad_norm"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def gangs(folder: Path, one: Found) -> dict[int, list[Found]]:
+    """What the ranks find: two, which leave checkpoints for four."""
+    found = {}
+    for world in WORLDS:
+        (folder / "address").unlink(missing_ok=True)
+        ranks = [
+            subprocess.Popen([sys.executable, SCRIPT, "shards", str(folder), str(rank), str(world), "3"])
+            for rank in range(world)
+        ]
+        assert [rank.wait(400) for rank in ranks] == [0] * world
+        found[world] = [dict(np.load(folder / f"result-{rank}.npz")) for rank in range(world)]
+    return found
+
+
+def of(found: Found, what: str) -> Found:
+    return {name.removeprefix(f"{what}/"): array for name, array in found.items() if name.startswith(f"{what}/")}
+
+
+def assert_close(got: Found, expected: Found, *, within: float) -> None:
+    assert got.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(got[name], array, atol=within, rtol=0, err_msg=name)
+
+
+def assert_same_bits(got: Found, expected: Found) -> None:
+    assert got.keys() == expected.keys()
+    assert got
+    for name, array in expected.items():
+        assert got[name].tobytes() == array.tobytes(), name
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_weights_after_five_steps_are_those_of_one_rank(gangs: Any, one: Found, world: int) -> None:
+    for rank in gangs[world]:
+        assert_close(of(rank, "straight"), one["straight"], within=1e-6)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_rank_holds_its_share_of_parameters_gradients_and_moments(gangs: Any, one: Found, world: int) -> None:
+    for rank in gangs[world]:
+        assert rank["held"] <= 1.2 / world * one["held"]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_resumed_on_as_many_ranks_the_bits_are_the_same(gangs: Any, world: int) -> None:
+    for rank in gangs[world]:
+        for kind in ("shared", "gathered"):
+            assert_same_bits(of(rank, f"read {kind}-{world}"), of(rank, "after 3"))
+            assert_same_bits(of(rank, f"{kind}-{world}"), of(rank, "straight"))
+
+
+@pytest.mark.parametrize(("world", "saved"), [(2, "shared-1"), (4, "shared-1"), (4, "shared-2"), (4, "gathered-2")])
+def test_resumed_on_more_ranks_the_weights_are_the_same(gangs: Any, one: Found, world: int, saved: str) -> None:
+    for rank in gangs[world]:
+        assert_close(of(rank, saved), one["straight"], within=1e-6)
+
+
+@pytest.mark.parametrize("saved", ["shared-2", "gathered-2", "shared-4", "gathered-4"])
+def test_resumed_on_one_rank_the_weights_are_the_same(gangs: Any, one: Found, folder: Path, saved: str) -> None:
+    backend = alone()
+    backend.load(folder / "model", checkpoint=folder / saved)
+    assert_same_bits(weights(backend), of(gangs[int(saved[-1])][0], "after 3"))
+    train_share(backend, 4, 5)
+    assert_close(weights(backend), one["straight"], within=1e-6)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_each_rank_writes_its_share_of_a_checkpoint(gangs: Any, folder: Path, world: int) -> None:
+    for name in ("model", "optimizer"):
+        sizes = [file.stat().st_size for file in (folder / f"shared-{world}").rglob(f"{name}.safetensors")]
+        assert len(sizes) == world
+        assert max(sizes) < 0.7 * sum(sizes) * 2 / world
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_older_weights_are_measured_in_the_place_of_the_own_ones(gangs: Any, one: Found, world: int) -> None:
+    for rank in gangs[world]:
+        assert rank["gap"] == pytest.approx(one["gap"], rel=1e-4)
+        assert_same_bits(of(rank, "measured"), of(rank, "straight"))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_bfloat16_computes_as_on_one_rank(gangs: Any, one: Found, world: int) -> None:
+    for rank in gangs[world]:
+        assert rank["half"] == pytest.approx(one["half"], rel=0.02)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_shard_that_one_rank_cannot_read_is_one_error_on_all(gangs: Any, world: int) -> None:
+    told = {str(rank["refused"]) for rank in gangs[world]}
+    assert len(told) == 1
+    assert f"broken-{world}-1/model.safetensors: the file cannot be read" in told.pop()
