@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from functools import partial
+from pathlib import Path
 
+from asyncflow.api.job import RLJobSpec
 from asyncflow.errors import ManifestError
 from asyncflow.flow.instance import Instance
-from asyncflow.models.source import materialize_config
+from asyncflow.models.lora import MergedWeights
+from asyncflow.models.source import materialize_config, materialize_weights
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.net.roster import Status
 from asyncflow.queue.client.client import QueueClient
@@ -69,6 +72,7 @@ async def serve(post: JobPost) -> None:
         last_pull["pull_s"] = record.finished - record.started
 
     async with contextlib.AsyncExitStack() as stack:
+        merge = await asyncio.to_thread(_merge_of, spec, folder)
         await engine.start()
         stack.push_async_callback(engine.close)
         membership = await post.join(metrics=metrics, status=status, ready=ready)
@@ -102,6 +106,7 @@ async def serve(post: JobPost) -> None:
                 drain_s=spec.rollout.drain_seconds,
             ),
             metrics=metrics,
+            merge=merge,
         )
         metrics.watch_busy(worker.meter.busy)
         metrics.watch_busy(worker.meter.occupied, what="occupied")
@@ -110,6 +115,14 @@ async def serve(post: JobPost) -> None:
             await worker.run()
         finally:
             draining.cancel()
+
+
+def _merge_of(spec: RLJobSpec, folder: Path) -> MergedWeights | None:
+    """Read the model to which published adapters belong, None where whole weights are published. Blocks."""
+    if spec.trainer.lora is None:
+        return None
+    materialize_weights(spec.model.source, folder)
+    return MergedWeights(folder, scale=spec.trainer.lora.scale, dtype=spec.published_dtype)
 
 
 async def _drain_when_told(post: JobPost, worker: RolloutWorker) -> None:

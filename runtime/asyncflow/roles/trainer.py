@@ -17,7 +17,8 @@ from asyncflow.api.job import RLJobSpec
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.flow.schedule import Schedule
 from asyncflow.models.export import export_folder
-from asyncflow.models.source import materialize_config, materialize_weights
+from asyncflow.models.lora import export_adapters
+from asyncflow.models.source import ModelSource, materialize_config, materialize_weights
 from asyncflow.net.membership import Membership
 from asyncflow.net.rpc import RpcServer
 from asyncflow.plugins import load_plugin
@@ -95,7 +96,7 @@ async def serve(post: JobPost) -> None:
     step = await trainer.run()
     if step >= spec.algorithm.steps:
         if options.index == 0 and backend.of_model:
-            await asyncio.to_thread(_export, backend, folder, options.workdir / "export")
+            await asyncio.to_thread(_export, spec, backend, folder, options.workdir)
         exported.set()
         membership.nudge()
     await post.stopping.wait()
@@ -154,7 +155,7 @@ def _settings(post: JobPost) -> TrainerSettings:
         partition=TRAIN,
         attempt=post.options.attempt,
         whole=spec.schedule.whole_steps,
-        published=spec.published_dtype,
+        published=spec.published_dtype if spec.trainer.lora is None else "float32",
         slot_tokens=spec.trainer.backend.tokens_per_micro_batch,
         checkpoint_every=spec.storage.checkpoints.every,
         leave_s=spec.limits.stop_seconds / 4,
@@ -190,6 +191,7 @@ def backend_settings(spec: RLJobSpec, *, host: str) -> BackendSettings:
             kl_name=algorithm.kl.estimator,
             entropy=algorithm.entropy,
         ),
+        lora=spec.trainer.lora,
         temperature=spec.sampling.temperature,
         compute="bfloat16" if backend.precision == "bf16" else "float32",
         layout=backend.packing,
@@ -204,5 +206,12 @@ def backend_settings(spec: RLJobSpec, *, host: str) -> BackendSettings:
     )
 
 
-def _export(backend: TrainerBackend, model: Path, target: Path) -> None:
-    export_folder(dict(backend.tensors()), model, target)
+def _export(spec: RLJobSpec, backend: TrainerBackend, model: Path, workdir: Path) -> None:
+    """Write the last weights: a whole model, or the adapters beside the name of theirs."""
+    weights, target = dict(backend.tensors()), workdir / "export"
+    if spec.trainer.lora is None:
+        export_folder(weights, model, target)
+        return
+    source = ModelSource.resolve(spec.model.source, workdir)
+    base = source.name if source.kind == "hf" else str(model.absolute())
+    export_adapters(weights, spec.trainer.lora, base=base, target=target)

@@ -14,8 +14,10 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeAlias
+
+from numpy.typing import NDArray
 
 from asyncflow.errors import DeadlineExceeded
 from asyncflow.flow.instance import Instance
@@ -37,6 +39,8 @@ log = logging.getLogger(__name__)
 
 _WATCH_S = 3600.0
 
+Weights: TypeAlias = Mapping[str, NDArray[Any]]
+
 
 def wanted_by(instance: Instance) -> Callable[[CatalogueView], int | None]:
     """Give the ``want`` of the receiver that serves ``instance``."""
@@ -47,7 +51,7 @@ class RolloutWorker:
     """Runs one instance.
 
     receiver, made with ``want=wanted_by(instance)``, engine and rewards are started before and closed after by the
-    caller.
+    caller. merge: makes the engine's weights of what is published, called in another thread; None: they are the same.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class RolloutWorker:
         instance: Instance,
         settings: RolloutSettings,
         metrics: RolloutMetrics,
+        merge: Callable[[Weights], Weights] | None = None,
     ) -> None:
         self.meter = Meter(metrics)
         self._receiver = receiver
@@ -69,6 +74,7 @@ class RolloutWorker:
         self._tokenizer = tokenizer
         self._instance = instance
         self._settings = settings
+        self._merge = merge
         self._changed = asyncio.Event()
         self._leaving = asyncio.Event()
         self._failure: Exception | None = None
@@ -176,6 +182,8 @@ class RolloutWorker:
                 await self._desk.give_back(stuck, reason=f"version {step} cannot be had")
                 return
             version, tensors = self._receiver.take(step)
+            if self._merge is not None:
+                tensors = await asyncio.to_thread(self._merge, tensors)
             await self._engine.load(version, tensors)
         self._instance.loaded(version)
         seconds = time.monotonic() - began

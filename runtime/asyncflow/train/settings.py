@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from asyncflow.algorithms.grpo import GrpoLoss
+from asyncflow.api.workers import LoraSpec
 from asyncflow.flow.schedule import Schedule
 from asyncflow.train.packing import LayoutName
 
@@ -55,15 +56,16 @@ class OptimizerSettings:
 class BackendSettings:
     """What a backend needs to know.
 
-    temperature: of the sampling that made the responses, applied to the trainer's logits too; compute: dtype of
-    forward and backward (weights, gradients and optimizer are always float32); layout, pack_tokens: see ``packing``;
-    threads: of this rank, 0 = the library's choice; group_size: samples of one prompt; device: torch's name of
-    the kind of device; share: part of its memory that this rank may use; host: the address at which
-    other ranks reach this one; options: the backend's own.
+    lora: adapters to train in place of the weights, None for all weights; temperature: of the sampling that made the
+    responses, applied to the trainer's logits too; compute: dtype of forward and backward (weights, gradients and
+    optimizer are always float32); layout, pack_tokens: see ``packing``; threads: of this rank, 0 = the library's
+    choice; group_size: samples of one prompt; device: torch's name of the kind of device; share: part of its memory
+    that this rank may use; host: the address at which other ranks reach this one; options: the backend's own.
     """
 
     optimizer: OptimizerSettings
     loss: GrpoLoss = field(default_factory=GrpoLoss)
+    lora: LoraSpec | None = None
     temperature: float = 1.0
     compute: Literal["float32", "bfloat16"] = "float32"
     layout: LayoutName = "separate"
@@ -75,6 +77,11 @@ class BackendSettings:
     share: float = 1.0
     host: str = "127.0.0.1"
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def needs_initial_weights(self) -> bool:
+        """Whether θ_0 is read at every start, also beside a checkpoint: as the KL reference, or under adapters."""
+        return self.loss.kl > 0 or self.lora is not None
 
 
 # Beside the backend it could not be checked without importing torch.

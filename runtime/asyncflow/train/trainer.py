@@ -240,7 +240,7 @@ class Trainer:
             found = self._checkpoints.latest()
             if found is not None:
                 found.verify(read=self._checkpoints.handled)
-            if found is None or self._backend.settings.loss.kl > 0:
+            if found is None or self._backend.settings.needs_initial_weights:
                 self._materialise()
         place = np.array([found.manifest.step, found.manifest.samples] if found is not None else [0, 0])
         self.step, self._samples = self._group.gather(place, what="the step to begin at")[0].tolist()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
@@ -33,6 +33,7 @@ from asyncflow.errors import CheckpointError, DiskError, Diverged
 from asyncflow.plugins import read_options
 from asyncflow.train.backends.base import OPTIONS, TrainerBackend
 from asyncflow.train.backends.torch_copies import as_array, on_device, rounded, weights_on_device
+from asyncflow.train.backends.torch_lora import add_adapters, own_names, trained_weights, without_adapters
 from asyncflow.train.backends.torch_model import LogprobModel, named_weights, open_model, read_weights
 from asyncflow.train.backends.torch_optimizer import FlatAdamW
 from asyncflow.train.backends.torch_ranks import TensorGroup, find_device
@@ -89,16 +90,21 @@ class TorchBackend(TrainerBackend):
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:
         """See the base class; the reference for the KL term is always θ_0, also after a resume."""
         self._ranks.meet()
-        first, keep_reference = self.group.rank == 0, self.settings.loss.kl > 0
-        self._model = open_model(folder, weights=first and (checkpoint is None or keep_reference), device=self._device)
-        self._reference = None
-        if keep_reference:
+        first, lora = self.group.rank == 0, self.settings.lora
+        reads_folder = checkpoint is None or self.settings.needs_initial_weights
+        self._model = open_model(folder, weights=first and reads_folder, device=self._device)
+        self._reference: Callable[..., tuple[Tensor, Tensor | None]] | None = None
+        if lora is not None:
+            add_adapters(self._model, lora)
+        elif self.settings.loss.kl > 0:
             self._ranks.from_first(tensor for _, tensor in named_weights(self._model))
             self._reference = LogprobModel(deepcopy(self._model).requires_grad_(False), **self._how)
         if self._options.gradient_checkpointing:
             self._model.train()
             self._model.gradient_checkpointing_enable()
         self._policy = LogprobModel(self._model, **self._how)
+        if lora is not None and self.settings.loss.kl > 0:
+            self._reference = without_adapters(self._model, self._policy)
         self._optimizer = FlatAdamW(self._model, self.settings.optimizer)
         if checkpoint is not None and first:
             self._restore(checkpoint)
@@ -106,7 +112,7 @@ class TorchBackend(TrainerBackend):
         self._ranks.from_first(tensor for _, tensor in self._optimizer.state())
 
     def _restore(self, checkpoint: Path) -> None:
-        read_weights(self._model, checkpoint / WEIGHTS_FILE)
+        read_weights(dict(trained_weights(self._model)), checkpoint / WEIGHTS_FILE)
         state = load_file(checkpoint / STATE_FILE)
         try:
             torch.set_rng_state(state.pop(_GENERATOR))
@@ -149,7 +155,8 @@ class TorchBackend(TrainerBackend):
             log.warning("log-probs of older weights are not measured: the device has no room for them: %s", full)
 
     def _measure_older(self, batch: MicroBatch, weights: Mapping[str, NDArray[Any]]) -> None:
-        tensors = {f"model.{name}": weights_on_device(array, self._device) for name, array in weights.items()}
+        names = own_names(self._model)
+        tensors = {f"model.{names[name]}": weights_on_device(array, self._device) for name, array in weights.items()}
         with torch.no_grad():
             for pack in self._packs(batch, np.arange(len(batch))):
                 entries, counted = _entries(batch, pack, pack.samples)
@@ -282,13 +289,13 @@ class TorchBackend(TrainerBackend):
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any]]]:
-        """Yield the weights under transformers' names; in float32 on the CPU they share the model's memory.
+        """Yield what is trained, by transformers' or peft's names; float32 on the CPU is shared with the model.
 
-        Elsewhere they are copied on a stream of their own, behind what made them and beside what computes with them.
+        Elsewhere it is copied on a stream of its own, behind what made it and beside what computes with it.
         """
         kind = getattr(torch, dtype)
         with self._beside():
-            weights = [(name, rounded(tensor.detach(), kind)) for name, tensor in named_weights(self._model)]
+            weights = [(name, rounded(tensor.detach(), kind)) for name, tensor in trained_weights(self._model)]
         for name, tensor in weights:
             yield name, as_array(tensor)
 
@@ -302,7 +309,7 @@ class TorchBackend(TrainerBackend):
 
     def save(self, folder: Path) -> None:
         """Write model.safetensors and optimizer.safetensors (moments, step counts, the generator's state)."""
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in named_weights(self._model)}
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in trained_weights(self._model)}
         state = {name: tensor.cpu() for name, tensor in self._optimizer.state()} | {_GENERATOR: torch.get_rng_state()}
         try:
             save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})

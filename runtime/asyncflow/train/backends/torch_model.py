@@ -6,7 +6,7 @@ only the rows that predict a target reach the output layer, a bounded number at 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,10 +59,9 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
-def read_weights(model: nn.Module, file: Path) -> None:
-    """Copy the tensors of a safetensors file into the model. Raises CheckpointError where names or shapes differ."""
+def read_weights(expected: Mapping[str, Tensor], file: Path) -> None:
+    """Copy a safetensors file into the tensors of these names. Raises CheckpointError where names or shapes differ."""
     stored = load_file(file)
-    expected = dict(named_weights(model))
     if stored.keys() != expected.keys() or any(stored[name].shape != expected[name].shape for name in stored):
         odd = sorted(stored.keys() ^ expected.keys()) or [n for n in stored if stored[n].shape != expected[n].shape]
         raise CheckpointError(
