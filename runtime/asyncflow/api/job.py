@@ -191,6 +191,13 @@ class RLJobSpec(Spec):
             fix="Give schedule.mode: periodic, or algorithm.old: behaviour",
         ),
         Rule(
+            reads=("algorithm.epochs", "algorithm.mini_batches", "schedule.mode"),
+            ok=lambda job: job.schedule.mode != "periodic" or job.algorithm.epochs * job.algorithm.mini_batches == 1,
+            cel="self.schedule.mode != 'periodic' || self.algorithm.epochs * self.algorithm.miniBatches == 1",
+            why="the mode periodic trains samples as they arrive, and several updates need those of a whole step",
+            fix="Give mode: sync or async, or leave epochs and miniBatches at 1",
+        ),
+        Rule(
             reads=("reference", "algorithm.kl.coefficient"),
             ok=lambda job: job.reference is None or job.algorithm.kl.coefficient > 0,
             cel="!has(self.reference) || self.algorithm.kl.coefficient > 0.0",

@@ -155,6 +155,8 @@ def _settings(post: JobPost) -> TrainerSettings:
         partition=TRAIN,
         attempt=post.options.attempt,
         whole=spec.schedule.whole_steps,
+        epochs=spec.algorithm.epochs,
+        mini_batches=spec.algorithm.mini_batches,
         published=spec.published_dtype if spec.trainer.lora is None else "float32",
         slot_tokens=spec.trainer.backend.tokens_per_micro_batch,
         checkpoint_every=spec.storage.checkpoints.every,

@@ -104,16 +104,19 @@ class TrainerSettings:
 
     schedule: how many steps, which of them are published, and which versions later steps need; partition: the job's
     rows; attempt: of this gang, which fences older ones; whole: collect all of D_k before the first gradient (the
-    synchronous loop); published: what weights are rounded to when they are published; slot_tokens: budget of one
-    micro-batch per rank; checkpoint_every: steps between checkpoints, 0 = the last one only; extra_columns: fetched
-    beside the usual ones (``loss_mask``); patience_s: how long the queue or the driver may be away; leave_s: how long
-    the ledger may take to be on disk once the trainer is leaving.
+    synchronous loop); epochs, mini_batches: passes over D_k, and optimizer updates of each; published: what weights are
+    rounded to when they are published; slot_tokens: budget of one micro-batch per rank; checkpoint_every: steps between
+    checkpoints, 0 = the last one only; extra_columns: fetched beside the usual ones (``loss_mask``); patience_s: how
+    long the queue or the driver may be away; leave_s: how long the ledger may take to be on disk once the trainer is
+    leaving.
     """
 
     schedule: Schedule
     partition: str
     attempt: int
     whole: bool = False
+    epochs: int = 1
+    mini_batches: int = 1
     published: WeightsDtype = "float32"
     slot_tokens: int = 8192
     checkpoint_every: int = 10

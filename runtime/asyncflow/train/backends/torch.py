@@ -1,10 +1,10 @@
-"""The torch trainer: streamed micro-batches, one exact optimizer step.
+"""The torch trainer: streamed micro-batches, exact optimizer updates.
 
 A micro-batch goes forward and backward at once, on sums that are not normalised; samples that contribute exactly
-nothing are counted but not computed. The last word is ``finish_step``: counts of the whole step over all ranks, one
-division, one step.
+nothing are counted but not computed. The last word is ``update``: counts of all micro-batches over all ranks, one
+division, one update; most steps make one.
 
-Invariant: the gradient of a step is that of one big padded batch up to rounding, however D_k was cut into slots,
+Invariant: the gradient of an update is that of one big padded batch up to rounding, however D_k was cut into slots,
 packs and ranks; the same seed, order and number of threads give the same bits.
 """
 
@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ from asyncflow.algorithms.aggregation import LossTotals
 from asyncflow.algorithms.grpo import TokenLoss
 from asyncflow.algorithms.losses import MAX_LOG_RATIO
 from asyncflow.errors import CheckpointError, DiskError, Diverged
+from asyncflow.net.frames import Jagged
 from asyncflow.plugins import read_options
 from asyncflow.train.backends.base import OPTIONS, TrainerBackend
 from asyncflow.train.backends.torch_copies import as_array, on_device, rounded, weights_on_device
@@ -42,6 +44,7 @@ from asyncflow.train.meter import Meter
 from asyncflow.train.packing import Pack, pack_samples
 from asyncflow.train.ranks import Group
 from asyncflow.train.settings import BackendSettings, TorchOptions, WeightsDtype
+from asyncflow.train.updates import combined
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +86,7 @@ class TorchBackend(TrainerBackend):
         )
         self._meter = _meter()
         self._measured: list[tuple[tuple[str, ...], Tensor, Tensor]] = []
+        self._updates: list[dict[str, float]] = []
         self._skipped = 0
         self._has_room = True
         self._copies: torch.Stream | None = None
@@ -124,7 +128,19 @@ class TorchBackend(TrainerBackend):
                 hint="Resume with the model that the run began with.",
             ) from wrong
 
-    def micro_batch(self, batch: MicroBatch, *, version: int) -> None:
+    def prepare(self, batch: MicroBatch) -> MicroBatch:
+        """See the base class: the log-probs that ``old: recompute`` divides by, 0 where no gradient needs them."""
+        if self.settings.loss.old != "recompute":
+            return batch
+        logprobs = np.zeros(len(batch.responses.values), np.float32)
+        active = np.flatnonzero(~self.settings.loss.silent(batch.advantages) & (batch.loss_lengths() > 0))
+        with torch.no_grad():
+            for pack in self._packs(batch, active):
+                entries, _ = _entries(batch, pack, active[pack.samples])
+                logprobs[entries] = self._policy(pack, entropy=False)[0].cpu().numpy()
+        return replace(batch, old=Jagged(logprobs, batch.responses.offsets))
+
+    def micro_batch(self, batch: MicroBatch, *, version: int | None) -> None:
         """See the base class. The pack budget bounds memory; a slot may hold any number of packs."""
         loss, lengths = self.settings.loss, batch.loss_lengths()
         silent = loss.silent(batch.advantages)
@@ -197,6 +213,7 @@ class TorchBackend(TrainerBackend):
             advantages=self._tensor(batch.advantages[samples]),
             reference=reference,
             entropy=entropy,
+            before=None if batch.old is None else self._tensor(batch.old.values[entries]),
         )
         value = (terms.total * weight).sum()
         value.backward()
@@ -254,21 +271,26 @@ class TorchBackend(TrainerBackend):
         self._meter.histogram.add(found[~np.isnan(found)])
 
     def finish_step(self, step: int) -> dict[str, float]:
-        """See the base class. Collective: the counts, then the gradient. Three skipped steps in a row are too many."""
-        self._read_measured()
-        meter = self._meter.merged(self.group.gather(self._meter.array(), what=f"the counts of step {step}"))
-        self._meter = _meter()
-        self.trained = 0
-        sums = meter.sums
-        divisor = self.settings.loss.aggregation.divisor(LossTotals(int(sums["tokens"]), int(sums["sequences"])))
-        applied = self._optimizer.apply(step, divisor=divisor, total=self._ranks.total)
-        self._skipped = 0 if applied.moved else self._skipped + 1
+        """See the base class. Three skipped steps in a row are too many."""
+        self.update(step)
+        metrics, self._updates, self.trained = combined(self._updates), [], 0
+        self._skipped = self._skipped + 1 if metrics["skipped"] else 0
         if self._skipped == _MOST_SKIPPED:
             raise Diverged(
                 f"the gradient is not finite in steps {step - _MOST_SKIPPED + 1} to {step}",
                 where="trainer",
                 hint="Try a lower learningRate or a lower maxGradNorm, or another precision; the run can be resumed",
             )
+        return metrics
+
+    def update(self, step: int) -> None:
+        """See the base class. Collective: the counts, then the gradient."""
+        self._read_measured()
+        meter = self._meter.merged(self.group.gather(self._meter.array(), what=f"the counts of step {step}"))
+        self._meter = _meter()
+        sums = meter.sums
+        divisor = self.settings.loss.aggregation.divisor(LossTotals(int(sums["tokens"]), int(sums["sequences"])))
+        applied = self._optimizer.apply(step, divisor=divisor, total=self._ranks.total)
         if not applied.moved:
             log.warning("step %d: the gradient is not finite, the weights stay as they are", step)
         computed, gap_tokens = max(1.0, sums["computed"]), sums["gap_tokens"]
@@ -286,7 +308,7 @@ class TorchBackend(TrainerBackend):
             "logprob_gap": sums["gap"] / max(1.0, gap_tokens),
             "logprob_gap_p99": meter.histogram.quantile(0.99),
         }
-        return {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self._updates.append({name: value for name, value in metrics.items() if math.isfinite(value)})
 
     def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any]]]:
         """Yield what is trained, by transformers' or peft's names; float32 on the CPU is shared with the model.
