@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from asyncflow.errors import DeadlineExceeded
 from asyncflow.flow.instance import Instance
+from asyncflow.identity import Version
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.net.roster import Status
 from asyncflow.queue.client.client import QueueClient
@@ -51,7 +52,8 @@ class RolloutWorker:
     """Runs one instance.
 
     receiver, made with ``want=wanted_by(instance)``, engine and rewards are started before and closed after by the
-    caller. merge: makes the engine's weights of what is published, called in another thread; None: they are the same.
+    caller. merge: makes the engine's weights of what is published, called in another thread as soon as a version is
+    staged; None: they are the same.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class RolloutWorker:
         self._instance = instance
         self._settings = settings
         self._merge = merge
+        self._merging: tuple[Version, asyncio.Task[Weights]] | None = None
         self._changed = asyncio.Event()
         self._leaving = asyncio.Event()
         self._failure: Exception | None = None
@@ -162,6 +165,9 @@ class RolloutWorker:
         """Tell the instance what can be loaded, the receiver what is wanted, and the claimers that things changed."""
         receiver = self._receiver
         self._instance.know(staged=receiver.staged, in_memory=receiver.held, available=receiver.available())
+        merges = self._merging is not None and not self._merging[1].done()
+        if self._merge is not None and receiver.staged is not None and not merges:
+            self._merged(receiver.staged, self._merge)
         wish = wanted_by(self._instance)(receiver.view)
         if wish != self._wish:
             self._wish = wish
@@ -183,12 +189,22 @@ class RolloutWorker:
                 return
             version, tensors = self._receiver.take(step)
             if self._merge is not None:
-                tensors = await asyncio.to_thread(self._merge, tensors)
+                tensors = await self._merged(version, self._merge)
+                self._merging = None
             await self._engine.load(version, tensors)
         self._instance.loaded(version)
         seconds = time.monotonic() - began
         self.meter.swapped(step, seconds)
         log.info("swapped to %s in %.3f s; %s", version, seconds, self.meter.lap())
+
+    def _merged(self, version: Version, merge: Callable[[Weights], Weights]) -> asyncio.Task[Weights]:
+        """Return the merging of a held version, which is begun where it was not."""
+        if self._merging is None or self._merging[0] != version:
+            work = asyncio.create_task(
+                asyncio.to_thread(merge, self._receiver.tensors(version)), name=f"merge {version}"
+            )
+            self._merging = version, work
+        return self._merging[1]
 
     async def _watch(self) -> None:
         """Wake the steering loop whenever other weights can be had."""
@@ -237,6 +253,8 @@ class RolloutWorker:
     async def _hand_back(self) -> None:
         """End all tasks: give back what is not generated, then deliver the rest, as far as time allows."""
         self._instance.drain()
+        if self._merging is not None:
+            self._merging[1].cancel()
         finishing = {job.task for job in self._desk if job.generated and job.task is not None}
         for task in self._tasks - finishing:
             task.cancel()

@@ -130,7 +130,11 @@ class WeightReceiver:
             raise StaleHandle(f"step {step} is not held, only {self.held}", where="weights", hint="ensure() it first.")
         self._current = version
         self.notify()
-        return version, self._holder.copies[version].arena.tensors
+        return version, self.tensors(version)
+
+    def tensors(self, version: Version) -> Mapping[str, AnyArray]:
+        """Return the arrays of a held version, as ``take`` does, without making it the current one."""
+        return self._holder.copies[version].arena.tensors
 
     async def ensure(self, step: int, *, timeout: float) -> Version:
         """Wait until a version of ``step`` can be taken, and fetch it before anything else. Raises DeadlineExceeded."""
