@@ -89,6 +89,13 @@ def gradients(group: HostGroup) -> dict[str, Any]:
     return kept | dict(backend.tensors()) | {"metrics": np.array(sorted(metrics.items()), dtype="U32")}
 
 
+def adapters(group: HostGroup) -> dict[str, Any]:
+    """Two steps of two updates each on adapters; rank 1 has no sample of the second mini-batch."""
+    from train_reference import adapter_steps, samples
+
+    return adapter_steps(FOLDER / "model", group, [i for i in range(len(samples())) if (i < 6 and i % 2 == 0) == RANK])
+
+
 async def main() -> None:
     address = FOLDER / "address"
     server = RpcServer(name="trainer-0")
@@ -104,7 +111,9 @@ async def main() -> None:
         loop=asyncio.get_running_loop(),
         patience_s=30,
     )
-    result = await asyncio.to_thread({"gathers": gathers, "counts": counts, "gradients": gradients}[KIND], group)
+    result = await asyncio.to_thread(
+        {"gathers": gathers, "counts": counts, "gradients": gradients, "adapters": adapters}[KIND], group
+    )
     np.savez(FOLDER / f"result-{RANK}.npz", **result)
     await group.close()
     if RANK == 0:

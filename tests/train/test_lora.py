@@ -124,6 +124,13 @@ def test_the_reference_is_the_model_without_adapters(tiny_folder: Path, tmp_path
     assert expected > 1e-4
 
 
+def test_bfloat16_computes_nearly_the_same_and_keeps_float32_adapters(tiny_folder: Path) -> None:
+    exact, half = (backend(tiny_folder, compute=compute) for compute in ("float32", "bfloat16"))
+    a, b = train(exact, 1, 1), train(half, 1, 1)
+    assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=0.1)
+    assert {array.dtype for array in weights(half).values()} == {np.dtype(np.float32)}
+
+
 def test_an_export_is_loaded_by_peft(tiny_folder: Path, tmp_path: Path) -> None:
     trainer, batch = backend(tiny_folder), samples()
     train(trainer, 1, 2)
