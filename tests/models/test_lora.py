@@ -87,6 +87,17 @@ def test_the_command_writes_the_merged_model(folder: Path, tmp_path: Path) -> No
         merge_folder(tmp_path / "export", tmp_path / "whole")
     with pytest.raises(ManifestError, match=r"no adapter_config\.json"):
         merge_folder(folder, tmp_path / "other")
+    (folder / "config.json").unlink()
+    with pytest.raises(ManifestError, match=r"base has no config\.json"):
+        merge_folder(tmp_path / "export", tmp_path / "other")
+    file = tmp_path / "export" / "adapter_config.json"
+    file.write_text(file.read_text().replace(str(folder), "nobody/nothing"))
+    with pytest.raises(ManifestError, match="nobody/nothing"):
+        merge_folder(tmp_path / "export", tmp_path / "other")
+    file.write_text("{")
+    with pytest.raises(ManifestError):
+        merge_folder(tmp_path / "export", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_merged_weight_is_rounded_once(folder: Path) -> None:

@@ -167,9 +167,12 @@ def merge_folder(adapters: Path, target: Path) -> Path:
         raise ManifestError(str(error), where=where, hint=INSTALL) from error
     if not (adapters / _CONFIG).is_file():
         raise ManifestError(f"there is no {_CONFIG}", where=str(adapters), hint="Give the export of a job with lora")
-    named = PeftConfig.from_pretrained(str(adapters)).base_model_name_or_path or ""
-    base = materialize_config(named if Path(named).is_dir() else f"hf://{named}", target)
-    whole = PeftModel.from_pretrained(_open(base), str(adapters)).merge_and_unload()
+    try:
+        named = PeftConfig.from_pretrained(str(adapters)).base_model_name_or_path or ""
+        base = materialize_config(named if named.startswith("/") else f"hf://{named}", target)
+        whole = PeftModel.from_pretrained(_open(base), str(adapters)).merge_and_unload()
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as wrong:
+        raise ManifestError(f"cannot be merged: {wrong}", where=str(adapters)) from wrong
     export_folder(whole.state_dict(), base, target)
     return base
 
