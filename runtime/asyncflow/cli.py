@@ -170,6 +170,16 @@ def import_(package: str, directory: Path) -> None:
     inspect.import_model(package, directory)
 
 
+@model.command()
+@click.argument("adapters", metavar="EXPORT", type=_DIRECTORY)
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+def merge(adapters: Path, directory: Path) -> None:
+    """Merge the exported adapters of a job with lora into their model, as a Hugging Face folder."""
+    from asyncflow.commands import inspect
+
+    inspect.merge_model(adapters, directory)
+
+
 @app.group()
 def queue() -> None:
     """A queue of its own: serve one, look into a live one."""

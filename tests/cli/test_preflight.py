@@ -121,6 +121,28 @@ def test_weights_in_several_parts_must_all_be_there(manifest, model, capsys):
     assert validated(capsys, manifest, "model.source=model")[0] == 0  # nothing is computed with them
 
 
+def test_layers_for_adapters_are_looked_up_in_the_files_of_the_model(manifest, model, capsys):
+    layers = {f"model.layers.0.self_attn.{name}.weight": np.zeros((4, 4), np.float32) for name in ("q_proj", "k_proj")}
+    vocabulary = {"model.embed_tokens.weight": np.zeros((4, 4), np.float32)}
+    save_file({**layers, **vocabulary, "model.norm.weight": np.zeros(4, np.float32)}, model / "model.safetensors")
+    said = refused(capsys, manifest, "model.source=model", *TORCH, "trainer.lora={targets: [q_proj, query]}")
+    assert "no linear layer called 'query'" in said
+    assert "It has k_proj, q_proj" in said
+    assert validated(capsys, manifest, "model.source=model", *TORCH, "trainer.lora={targets: [q_proj]}")[0] == 0
+
+
+def test_adapters_need_peft(manifest):
+    program = (
+        "import sys; sys.modules['peft'] = None; from asyncflow import cli;"
+        f"sys.exit(cli.invoke(['validate', {str(manifest)!r}, '--set', 'rollout.engine.name=transformers',"
+        " '--set', 'trainer.backend.name=torch', '--set', 'trainer.lora={rank: 8}']))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 2
+    assert "not installed: peft" in run.stderr
+    assert "pip install 'asyncflow[torch,lora]'" in run.stderr
+
+
 def test_sequences_longer_than_the_models_positions_are_refused(manifest, capsys):
     assert "has 512 positions" in refused(capsys, manifest, "sampling.maxTokens=500", *TORCH)
 

@@ -29,7 +29,7 @@ from asyncflow.rewards.pool import RewardPool
 from asyncflow.rewards.process import Scorer
 from asyncflow.rollout.engines import open_engine
 from asyncflow.rollout.job import RolloutSettings
-from asyncflow.rollout.worker import RolloutWorker, wanted_by
+from asyncflow.rollout.worker import RolloutWorker, Weights, wanted_by
 from asyncflow.telemetry.metrics import RolloutMetrics
 from asyncflow.weights.receiver import WeightReceiver
 from asyncflow.weights.sender import WeightSender
@@ -192,6 +192,7 @@ class World:
         engine: str = "simulated",
         model: Path | None = None,
         max_tokens: int = 12,
+        merge: Callable[[Weights], Weights] | None = None,
         **options: Any,
     ) -> Rollout:
         instance = Instance(swap_at=swap_at, slots=slots, ahead=2)
@@ -226,6 +227,7 @@ class World:
             instance=instance,
             settings=settings,
             metrics=RolloutMetrics(),
+            merge=merge,
         )
         running = asyncio.create_task(worker.run())
         rollout = Rollout(worker, receiver, instance, queue, running)

@@ -108,6 +108,35 @@ async def test_a_rollout_is_occupied_while_it_has_rows_also_while_they_wait_for_
     assert rollout.worker.status()["held_s"] == before == meter.occupied.total()
 
 
+async def test_versions_are_merged_while_others_are_in_use_and_loaded_as_merged(world):
+    merged, loaded = [], {}
+
+    def merge(tensors):
+        step = int(tensors["step"][0])
+        merged.append(step)
+        return {"whole": tensors["step"] + 100}
+
+    rollout = await world.rollout("r0", merge=merge, tokens=6, token_s=0.02)
+    load = rollout.worker._engine.load
+
+    async def seen(version, tensors):
+        loaded[version.step] = tensors["whole"][0]
+        await load(version, tensors)
+
+    rollout.worker._engine.load = seen
+    await world.publish(0)
+    await world.put([0], step=1, oldest=0)
+    await until(lambda: rollout.worker.status()["running"] > 0, "sequences of θ0")
+    world.catalogue.require([1])
+    await world.publish(1)
+    await until(lambda: merged == [0, 1], "θ1 to be merged")
+    assert loaded == {0: 100}
+    await world.put([1], step=2, oldest=1)
+    assert steps(*await world.made(8)) == {1: {0}, 2: {1}}
+    assert loaded == {0: 100, 1: 101}
+    assert merged == [0, 1]
+
+
 async def test_quota_goes_back_for_rows_of_an_older_version(world):
     world.catalogue.require([0, 3])
     await world.publish(0)

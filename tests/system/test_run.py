@@ -11,6 +11,7 @@ from one_run import counted_once, finish, kill, start, wait_for_step
 
 from asyncflow.api.names import LAST_WORD_ENV
 from asyncflow.driver.tasks import TRAIN
+from asyncflow.models.source import materialize_config
 from asyncflow.queue.ledger.audit import audit_ledger, trained_samples
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -80,6 +81,25 @@ def test_a_model_is_trained_and_the_run_goes_on_after_its_end(tmp_path: Path) ->
     finish(start("quickstart.yaml", folder, ["algorithm.steps=4", *SMALL[1:]], "--resume"), within_s=200)
     again = summary(folder)
     assert (again["steps"], again["samples_trained"], again["samples_duplicated"]) == (4, 4 * 4 * 8, 0)
+
+
+def test_adapters_are_trained_in_several_updates_a_step(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model, folder = materialize_config("tiny://reverse-digits", tmp_path), tmp_path / "run"
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
+    lora = [f"model.source={model}", "trainer.lora={rank: 4, targets: [q_proj, up_proj]}"]
+    # Untrained, the model answers nothing right: the entropy bonus alone gives a gradient.
+    updates = ["algorithm.epochs=2", "algorithm.miniBatches=2", "algorithm.entropy=0.1"]
+    finish(start("quickstart.yaml", folder, [*SMALL, *lora, *updates]), within_s=200)
+    made = summary(folder)
+    assert (made["steps"], made["samples_trained"], made["samples_lost"]) == (3, 3 * 4 * 8, 0)
+    assert made["logprob_gap_p99"] < 1e-4
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), folder / "export")
+    assert adapted.peft_config["default"].base_model_name_or_path == str(model)
+    assert all(tensor.any() for name, tensor in adapted.named_parameters() if "lora_B" in name)
+    assert [file.name for file in (folder / "export").glob("*.safetensors")] == ["adapter_model.safetensors"]
 
 
 def test_a_suspended_job_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,7 +172,14 @@ def gradients(group: HostGroup) -> dict[str, Any]:
     return kept | whole(group, backend) | {"metrics": np.array(sorted(metrics.items()), dtype="U32")}
 
 
-KINDS = {"gathers": gathers, "counts": counts, "gradients": gradients, "shards": shards}
+def adapters(group: HostGroup) -> dict[str, Any]:
+    """Two steps of two updates each on adapters; rank 1 has no sample of the second mini-batch."""
+    from train_reference import adapter_steps, samples
+
+    return adapter_steps(FOLDER / "model", group, [i for i in range(len(samples())) if (i < 6 and i % 2 == 0) == RANK])
+
+
+KINDS = {"gathers": gathers, "counts": counts, "gradients": gradients, "shards": shards, "adapters": adapters}
 
 
 async def main() -> None:

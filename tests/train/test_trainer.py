@@ -391,15 +391,16 @@ async def test_two_ranks_share_each_step_and_leave_together(tmp_path: Path) -> N
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+@pytest.mark.parametrize(("order", "epochs"), [([0, 1], 1), ([1, 0], 1), ([1, 0], 3)])
 async def test_ranks_in_the_midst_of_collectives_leave_after_the_same_step(
-    tmp_path: Path, tiny_folder: Path, order: list[int]
+    tmp_path: Path, tiny_folder: Path, order: list[int], epochs: int
 ) -> None:
     steps, rng = 200, random.Random(2)
     async with World(tmp_path) as world:
         await world.dispatch(1, steps)
         ranks = [
-            Process(world.places, attempt=0, steps=steps, rank=rank, world=2, model=tiny_folder) for rank in range(2)
+            Process(world.places, attempt=0, steps=steps, rank=rank, world=2, model=tiny_folder, epochs=epochs)
+            for rank in range(2)
         ]
         await until(lambda: (world.catalogue.newest or Version(0, 0)) >= Version(0, 3), "a third step", within_s=60)
         for rank in order:

@@ -12,10 +12,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from asyncflow.algorithms.grpo import GrpoLoss
+from asyncflow.api.workers import LoraSpec
 from asyncflow.identity import SampleKey
 from asyncflow.net.frames import Jagged
 from asyncflow.train.backends.torch import TorchBackend
 from asyncflow.train.batch import MicroBatch
+from asyncflow.train.ranks import Group
 from asyncflow.train.settings import BackendSettings, OptimizerSettings
 
 HORIZON = 12
@@ -153,6 +155,25 @@ def held_numbers(backend: TorchBackend) -> int:
 
 def aged_samples() -> MicroBatch:
     return part(samples(), range(6))
+
+
+def adapter_steps(folder: Path, group: Group, mine: Sequence[int]) -> dict[str, np.ndarray]:
+    """Adapters after two steps of two updates each, of which this rank has the samples ``mine``."""
+    # A large epsilon, so that AdamW does not blow up differences of rounding.
+    optimizer = OptimizerSettings(learning_rate=1e-2, steps=2, epsilon=1e-2)
+    lora = LoraSpec(rank=4, targets=("q_proj", "up_proj"))
+    backend = TorchBackend(BackendSettings(optimizer=optimizer, lora=lora, threads=1), group=group)
+    backend.load(folder, checkpoint=None)
+    batch = samples()
+    for step in (1, 2):
+        for half in (range(10), range(10, 20)):
+            if half.start:
+                backend.update(step)
+            backend.micro_batch(part(batch, [i for i in half if i in mine]), version=None)
+        backend.finish_step(step)
+    made = {name: array.copy() for name, array in backend.tensors()}
+    backend.close()
+    return made
 
 
 class GradientKept(TorchBackend):

@@ -95,6 +95,8 @@ async def take_seat(
     slot_tokens: int = 64,
     checkpoint_every: int = 2,
     whole: bool = False,
+    epochs: int = 1,
+    mini_batches: int = 1,
     announced: Callable[[float], None] = lambda _: None,
 ) -> Seat:
     group = group or Alone()
@@ -127,6 +129,8 @@ async def take_seat(
             partition=PARTITION,
             attempt=attempt,
             whole=whole,
+            epochs=epochs,
+            mini_batches=mini_batches,
             slot_tokens=slot_tokens,
             checkpoint_every=checkpoint_every,
             patience_s=20,
@@ -244,8 +248,10 @@ class Process:
         sleep_s: float = 0.01,
         model: Path | None = None,
         checkpoint_every: int | None = None,
+        epochs: int = 1,
     ) -> None:
         told = {
+            "epochs": epochs,
             "model": str(model) if model else "",
             "places": vars(places),
             "attempt": attempt,
@@ -294,6 +300,8 @@ async def _in_process(told: dict[str, Any]) -> int:
         group=group,
         schedule=schedule,
         model=Path(told["model"]),
+        epochs=told["epochs"],
+        mini_batches=min(told["epochs"], GROUPS),
         slot_tokens=16,
         checkpoint_every=told["checkpoint_every"],
     )

@@ -39,7 +39,7 @@ class GrpoLoss:
     """A loss, as the job describes it.
 
     old: the denominator of the ratio: ``behaviour`` = the log-probs of the engine that sampled, ``recompute`` = the
-    trainer's own at the start of the step, which with one optimizer step for each D_k is the policy itself (ratio 1).
+    trainer's own at the start of the step, which at its first update is the policy itself (ratio 1).
     kl: weight of the divergence from θ_0; entropy: weight of the entropy bonus; 0 switches either off.
     """
 
@@ -69,13 +69,18 @@ class GrpoLoss:
         advantages: Tensor,
         reference: Tensor | None,
         entropy: Tensor | None,
+        before: Tensor | None = None,
     ) -> TokenLoss:
         """Give the loss of N tokens, each argument [N]: the policy's, the engine's and the reference's log-probs.
+
+        before: the policy's at the start of the step, which ``recompute`` needs once an update has been made.
 
         ``advantages`` is that of each token's sample. ``reference`` may be None where ``kl`` is 0, and ``entropy``,
         of the policy's distribution at that token, where its weight is 0.
         """
-        old = behaviour if self.old == "behaviour" else logprobs.detach()
+        old = behaviour
+        if self.old == "recompute":
+            old = logprobs.detach() if before is None else before
         policy = ppo_clip(logprobs, old, advantages, self.clip)
         total, divergence = policy.loss, None
         if reference is not None:

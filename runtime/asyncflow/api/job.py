@@ -191,6 +191,13 @@ class RLJobSpec(Spec):
             fix="Give schedule.mode: periodic, or algorithm.old: behaviour",
         ),
         Rule(
+            reads=("algorithm.epochs", "algorithm.mini_batches", "schedule.mode"),
+            ok=lambda job: job.schedule.mode != "periodic" or job.algorithm.epochs * job.algorithm.mini_batches == 1,
+            cel="self.schedule.mode != 'periodic' || self.algorithm.epochs * self.algorithm.miniBatches == 1",
+            why="the mode periodic trains samples as they arrive, and several updates need those of a whole step",
+            fix="Give mode: sync or async, or leave epochs and miniBatches at 1",
+        ),
+        Rule(
             reads=("reference", "algorithm.kl.coefficient"),
             ok=lambda job: job.reference is None or job.algorithm.kl.coefficient > 0,
             cel="!has(self.reference) || self.algorithm.kl.coefficient > 0.0",
@@ -206,6 +213,7 @@ class RLJobSpec(Spec):
         Frozen(reads="schedule.update", why="samples on their way carry versions of the old schedule"),
         Frozen(reads="schedule.swap_at", why="samples on their way carry versions of the old schedule"),
         Frozen(reads="trainer.backend.name", why="checkpoints belong to the old back end"),
+        Frozen(reads="trainer.lora", why="checkpoints and published versions belong to the old adapters"),
         Frozen(reads="storage.ledger.sync", why="the ledger's promise covers its whole life"),
         Frozen(reads="managed_by", why="two controllers would both think that the job is theirs"),
         Frozen(reads="transfer_queue.name", why="samples do not move between queues"),

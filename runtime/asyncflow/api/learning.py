@@ -180,7 +180,7 @@ class KlSpec(Spec):
 
 
 class AlgorithmSpec(Spec):
-    """The learning algorithm. Optimizer step k takes promptsPerStep groups of groupSize samples."""
+    """The learning algorithm. Step k takes promptsPerStep groups of groupSize samples."""
 
     name: Literal["grpo", "ppo", "dapo", "pf-ppo", "dpo"] = "grpo"
     """The algorithm."""
@@ -189,7 +189,11 @@ class AlgorithmSpec(Spec):
     prompts_per_step: Annotated[int, Field(ge=1, le=1_000_000)] = 16
     """Prompts of one optimizer step."""
     steps: Annotated[int, Field(ge=1, le=10_000_000)]
-    """Optimizer steps of the run."""
+    """Steps of the run; each makes epochs * miniBatches optimizer updates and one version of the weights."""
+    epochs: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Passes over the samples of a step (verl: ``ppo_epochs``)."""
+    mini_batches: Annotated[int, Field(ge=1, le=1_000_000)] = 1
+    """Optimizer updates of one pass, of promptsPerStep / miniBatches groups each (verl: ``ppo_mini_batch_size``)."""
     learning_rate: Annotated[float, Field(gt=0, le=10)] = 1e-6
     """Learning rate of AdamW after the warm-up."""
     warmup_steps: Steps = 0
@@ -235,6 +239,13 @@ class AlgorithmSpec(Spec):
             cel="self.name != 'grpo' || self.groupSize >= 2",
             why="the advantage is relative to the other samples of the group, and a group of 1 has none",
             fix="Give a groupSize of at least 2",
+        ),
+        Rule(
+            reads=("mini_batches", "prompts_per_step"),
+            ok=lambda algorithm: algorithm.prompts_per_step % algorithm.mini_batches == 0,
+            cel="self.promptsPerStep % self.miniBatches == 0",
+            why="the groups of a step cannot be divided evenly",
+            fix="Give a divisor of promptsPerStep",
         ),
         Rule(
             reads=("warmup_steps", "steps"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from asyncflow.api.accelerators import PROFILES, counted
 from asyncflow.api.base import Options, PluginName, Replicas, Rule, Seconds, Spec, Threads
@@ -110,6 +110,26 @@ def _legal_gang(name: str) -> Rule:
     )
 
 
+TargetName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]+([.][A-Za-z0-9_]+)*$", max_length=256)]
+
+
+class LoraSpec(Spec):
+    """Low-rank adapters that are trained in place of the weights (arXiv 2106.09685): W + alpha / rank * B A."""
+
+    rank: Annotated[int, Field(ge=1, le=4096)] = 16
+    """Rows of A and columns of B."""
+    alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
+    """Scale of the adapters, before it is divided by ``rank``."""
+    targets: Annotated[tuple[TargetName, ...], Field(max_length=64)] = ()
+    """Linear layers that have adapters, by the end of their name, such as ``q_proj``. Absent: all but the output
+    layer."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A in the weights."""
+        return self.alpha / self.rank
+
+
 class TrainerSpec(Spec):
     """The trainer: a gang of ranks that lives and dies together."""
 
@@ -117,6 +137,9 @@ class TrainerSpec(Spec):
     """Data-parallel ranks."""
     backend: BackendSpec = Field(default_factory=BackendSpec)
     """What trains."""
+    lora: LoraSpec | None = None
+    """Adapters that are trained, published, checkpointed and exported while the model stays as it is; needs the package
+    peft. Absent: all weights are trained."""
     accelerator: AcceleratorSpec = Field(default_factory=AcceleratorSpec)
     """Devices of one rank's process."""
     threads: Threads = 1
@@ -126,8 +149,15 @@ class TrainerSpec(Spec):
     template: TemplateSpec = Field(default_factory=TemplateSpec)
     """Additions to these pods; they win over those of the job."""
 
-    rules: ClassVar[tuple[Rule, ...]] = tuple(
-        _legal_gang(name) for name, facts in PROFILES.items() if facts.gang_counts != facts.legal_counts
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *(_legal_gang(name) for name, facts in PROFILES.items() if facts.gang_counts != facts.legal_counts),
+        Rule(
+            reads=("lora", "backend.name"),
+            ok=lambda trainer: trainer.lora is None or trainer.backend.name == "torch",
+            cel="!has(self.lora) || self.backend.name == 'torch'",
+            why="only the back end torch trains adapters",
+            fix="Give backend.name: torch, or leave lora out",
+        ),
     )
 
 

@@ -103,3 +103,11 @@ def import_model(package: str, directory: Path) -> None:
 
     import_gguf(package, directory)
     click.echo(f"{directory}: ready; give it as model.source")
+
+
+def merge_model(adapters: Path, directory: Path) -> None:
+    """Make a Hugging Face folder of adapters and the model that they belong to."""
+    from asyncflow.models.lora import merge_folder
+
+    base = merge_folder(adapters, directory)
+    click.echo(f"{directory}: {base} with the adapters of {adapters}")

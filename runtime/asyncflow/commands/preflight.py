@@ -153,11 +153,14 @@ def _check_packages(spec: RLJobSpec, findings: _Findings, *, elsewhere: bool) ->
         )
     if absent := [name for name in needed if find_spec(name) is None]:
         raise ManifestError(f"not installed: {', '.join(absent)}", hint="pip install 'asyncflow[torch]'")
+    if spec.trainer.lora is not None and find_spec("peft") is None:
+        raise ManifestError("not installed: peft, for adapters", hint="pip install 'asyncflow[torch,lora]'")
 
 
 def _check_model(spec: RLJobSpec, scratch: Path, findings: _Findings, *, elsewhere: bool) -> Encoder | None:
     """Return the model's tokenizer, None where the model is not on this machine. Raises ManifestError."""
-    from asyncflow.models.source import ModelSource, check_weights, materialize_config
+    from asyncflow.models.lora import chosen_layers
+    from asyncflow.models.source import ModelSource, check_weights, materialize_config, stored_matrices
     from asyncflow.models.tokenizer import Tokenizer
 
     source = spec.model.source
@@ -179,6 +182,8 @@ def _check_model(spec: RLJobSpec, scratch: Path, findings: _Findings, *, elsewhe
     with findings.gather():
         if spec.trainer.backend.name == "torch":
             check_weights(source, folder)
+            if spec.trainer.lora is not None and (layers := stored_matrices(folder)):
+                chosen_layers(spec.trainer.lora, layers)
     return Tokenizer.load(folder)
 
 

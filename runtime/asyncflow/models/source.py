@@ -120,6 +120,27 @@ def check_weights(source: str, folder: Path) -> None:
         _check_header(file)
 
 
+def stored_matrices(folder: Path) -> list[str]:
+    """Return the names of the layers whose weights are matrices in the safetensors files of ``folder``.
+
+    They come without ``.weight``; embeddings and output layers are left out. Only headers are read.
+    """
+    from safetensors import safe_open
+
+    found = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="np") as stored:
+            for name in stored.keys():  # noqa: SIM118  a safetensors file is no mapping
+                layer, _, kind = name.rpartition(".")
+                if kind == "weight" and len(stored.get_slice(name).get_shape()) == 2 and not _is_vocabulary(layer):
+                    found.append(layer)
+    return found
+
+
+def _is_vocabulary(layer: str) -> bool:
+    return layer.endswith(("lm_head", "embed_tokens", "wte", "wpe"))
+
+
 def _index(file: Path) -> list[str]:
     """Return the files that the index of a model in several parts names, none where there is no index."""
     try:

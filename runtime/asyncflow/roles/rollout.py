@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from functools import partial
+from pathlib import Path
 
 from asyncflow.api.accelerators import PROFILES
 from asyncflow.api.job import RLJobSpec
 from asyncflow.errors import ManifestError
 from asyncflow.flow.instance import Instance
-from asyncflow.models.source import materialize_config
+from asyncflow.models.lora import MergedWeights
+from asyncflow.models.source import materialize_config, materialize_weights
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.net.roster import Status
 from asyncflow.queue.client.client import QueueClient
@@ -81,6 +83,7 @@ async def serve(post: JobPost) -> None:
         last_pull["pull_s"] = record.finished - record.started
 
     async with contextlib.AsyncExitStack() as stack:
+        merge = await asyncio.to_thread(_merge_of, spec, folder)
         await engine.start()
         stack.push_async_callback(engine.close)
         membership = await post.join(metrics=metrics, status=status, ready=ready)
@@ -115,6 +118,7 @@ async def serve(post: JobPost) -> None:
                 probe_gap=_EXACT if _computes_exactly(spec) else _ROUNDED,
             ),
             metrics=metrics,
+            merge=merge,
         )
         metrics.watch_busy(worker.meter.busy)
         metrics.watch_busy(worker.meter.occupied, what="occupied")
@@ -128,6 +132,14 @@ async def serve(post: JobPost) -> None:
 def _computes_exactly(spec: RLJobSpec) -> bool:
     """Return whether trainer and engine compute in float32, with weights that were not rounded on their way."""
     return spec.rollout.engine.dtype == spec.published_dtype == spec.trainer.backend.precision == "float32"
+
+
+def _merge_of(spec: RLJobSpec, folder: Path) -> MergedWeights | None:
+    """Read the model to which published adapters belong, None where whole weights are published. Blocks."""
+    if spec.trainer.lora is None:
+        return None
+    materialize_weights(spec.model.source, folder)
+    return MergedWeights(folder, scale=spec.trainer.lora.scale, dtype=spec.published_dtype)
 
 
 async def _drain_when_told(post: JobPost, worker: RolloutWorker) -> None:

@@ -17,7 +17,8 @@ from asyncflow.api.job import RLJobSpec
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.flow.schedule import Schedule
 from asyncflow.models.export import export_folder
-from asyncflow.models.source import materialize_config, materialize_weights
+from asyncflow.models.lora import export_adapters
+from asyncflow.models.source import ModelSource, materialize_config, materialize_weights
 from asyncflow.net.membership import Membership
 from asyncflow.net.rpc import RpcServer
 from asyncflow.plugins import load_plugin
@@ -101,7 +102,7 @@ async def serve(post: JobPost) -> None:
     step = await trainer.run()
     if step >= spec.algorithm.steps:
         if backend.of_model:
-            await asyncio.to_thread(_export, backend, folder, options.workdir / "export")
+            await asyncio.to_thread(_export, spec, backend, folder, options.workdir)
         exported.set()
         membership.nudge()
     await post.stopping.wait()
@@ -160,7 +161,9 @@ def _settings(post: JobPost) -> TrainerSettings:
         partition=TRAIN,
         attempt=post.options.attempt,
         whole=spec.schedule.whole_steps,
-        published=spec.published_dtype,
+        epochs=spec.algorithm.epochs,
+        mini_batches=spec.algorithm.mini_batches,
+        published=spec.published_dtype if spec.trainer.lora is None else "float32",
         slot_tokens=spec.trainer.backend.tokens_per_micro_batch,
         checkpoint_every=spec.storage.checkpoints.every,
         leave_s=spec.limits.stop_seconds / 4,
@@ -196,6 +199,7 @@ def backend_settings(spec: RLJobSpec, *, host: str) -> BackendSettings:
             kl_name=algorithm.kl.estimator,
             entropy=algorithm.entropy,
         ),
+        lora=spec.trainer.lora,
         temperature=spec.sampling.temperature,
         compute="bfloat16" if backend.precision == "bf16" else "float32",
         layout=backend.packing,
@@ -210,9 +214,15 @@ def backend_settings(spec: RLJobSpec, *, host: str) -> BackendSettings:
     )
 
 
-def _export(backend: TrainerBackend, model: Path, target: Path) -> None:
-    """Have rank 0 write the model that all ranks hold."""
+def _export(spec: RLJobSpec, backend: TrainerBackend, model: Path, workdir: Path) -> None:
+    """Have rank 0 write what all ranks hold: a whole model, or the adapters beside the name of theirs."""
     first, whole = backend.group.rank == 0, backend.whole(dict(backend.tensors()))
-    tensors = {name: array for name, array in whole if first}
-    if first:
-        export_folder(tensors, model, target)
+    weights, target = {name: array for name, array in whole if first}, workdir / "export"
+    if not first:
+        return
+    if spec.trainer.lora is None:
+        export_folder(weights, model, target)
+        return
+    source = ModelSource.resolve(spec.model.source, workdir)
+    base = source.name if source.kind == "hf" else str(model.absolute())
+    export_adapters(weights, spec.trainer.lora, base=base, target=target)

@@ -14,10 +14,11 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded
 from asyncflow.flow.instance import Instance
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 
 _WATCH_S = 3600.0
 
+Weights: TypeAlias = Mapping[str, NDArray[Any]]
+
 
 def wanted_by(instance: Instance) -> Callable[[CatalogueView], int | None]:
     """Give the ``want`` of the receiver that serves ``instance``."""
@@ -51,7 +54,8 @@ class RolloutWorker:
     """Runs one instance.
 
     receiver, made with ``want=wanted_by(instance)``, engine and rewards are started before and closed after by the
-    caller.
+    caller. merge: makes the engine's weights of what is published, called in another thread as soon as a version is
+    staged; None: they are the same.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class RolloutWorker:
         instance: Instance,
         settings: RolloutSettings,
         metrics: RolloutMetrics,
+        merge: Callable[[Weights], Weights] | None = None,
     ) -> None:
         self.meter = Meter(metrics)
         self._receiver = receiver
@@ -73,6 +78,8 @@ class RolloutWorker:
         self._tokenizer = tokenizer
         self._instance = instance
         self._settings = settings
+        self._merge = merge
+        self._merging: tuple[Version, asyncio.Task[Weights]] | None = None
         self._changed = asyncio.Event()
         self._leaving = asyncio.Event()
         self._failure: Exception | None = None
@@ -186,7 +193,8 @@ class RolloutWorker:
                 await self._desk.give_back(stuck, reason=f"version {step} cannot be had")
                 return
             version, tensors = self._receiver.take(step)
-            weights, probe = split_probe(tensors)
+            weights, probe = await self._weights_of(version, tensors)
+            self._merging = None
             await self._engine.load(version, weights)
             if probe is not None:
                 await self._prove(version, probe)
@@ -219,10 +227,21 @@ class RolloutWorker:
         while True:
             staged = self._receiver.staged
             if staged is not None and self._engine.version is not None:
-                await self._engine.stage(staged, split_probe(self._receiver.look(staged))[0])
+                weights, _ = await self._weights_of(staged, self._receiver.tensors(staged))
+                await self._engine.stage(staged, weights)
             with contextlib.suppress(DeadlineExceeded):
                 differs = functools.partial(lambda seen: self._receiver.staged != seen, staged)
                 await self._receiver.wait_for(differs, what="a version to prepare", timeout=_WATCH_S)
+
+    async def _weights_of(self, version: Version, tensors: Weights) -> tuple[Weights, Probe | None]:
+        """Return what the engine loads of a held version, which is made in another thread and once, and its probe."""
+        published, probe = split_probe(tensors)
+        if self._merge is None:
+            return published, probe
+        if self._merging is None or self._merging[0] != version:
+            work = asyncio.to_thread(self._merge, published)
+            self._merging = version, asyncio.create_task(work, name=f"merge {version}")
+        return await asyncio.shield(self._merging[1]), probe
 
     async def _watch(self) -> None:
         """Wake the steering loop whenever other weights can be had."""
@@ -271,6 +290,8 @@ class RolloutWorker:
     async def _hand_back(self) -> None:
         """End all tasks: give back what is not generated, then deliver the rest, as far as time allows."""
         self._instance.drain()
+        if self._merging is not None:
+            self._merging[1].cancel()
         finishing = {job.task for job in self._desk if job.generated and job.task is not None}
         for task in self._tasks - finishing:
             task.cancel()

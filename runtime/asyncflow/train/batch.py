@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,8 @@ LOSS_MASK = "loss_mask"
 class MicroBatch:
     """n samples. prompts, responses: token ids; logprobs: the engine's, float; versions: packed, int64; advantages [n].
 
-    ``loss_mask`` may be None: then every response token counts. rewards [n] are only reported.
+    ``loss_mask`` may be None: then every response token counts. rewards [n] are only reported. old: the log-probs that
+    a back end computed before the updates of a step, None where it did not.
     """
 
     keys: Sequence[SampleKey]
@@ -38,6 +40,7 @@ class MicroBatch:
     advantages: NDArray[np.float32]
     loss_mask: Jagged | None = None
     rewards: NDArray[np.float32] | None = None
+    old: Jagged | None = None
 
     @classmethod
     def empty(cls) -> MicroBatch:
@@ -89,6 +92,27 @@ class MicroBatch:
             rewards=rewards,
         )
 
+    @classmethod
+    def joined(cls, batches: Sequence[MicroBatch]) -> MicroBatch:
+        """Return the samples of all ``batches`` as one, in the order of their keys."""
+        some = [batch for batch in batches if len(batch)]
+        if not some:
+            return cls.empty()
+
+        def column(name: str) -> Any:
+            parts = [getattr(batch, name) for batch in some]
+            if parts[0] is None:
+                return None
+            return Jagged.gather([(part, 0, len(part)) for part in parts])
+
+        whole = cls(
+            keys=[key for batch in some for key in batch.keys],
+            advantages=np.concatenate([batch.advantages for batch in some]),
+            rewards=None if some[0].rewards is None else np.concatenate([batch.rewards for batch in some]),
+            **{name: column(name) for name in ("prompts", "responses", "logprobs", "versions", LOSS_MASK, "old")},
+        )
+        return whole.take(sorted(range(len(whole)), key=whole.keys.__getitem__))
+
     def __len__(self) -> int:
         return len(self.keys)
 
@@ -124,4 +148,5 @@ class MicroBatch:
             advantages=self.advantages[list(indices)],
             loss_mask=None if self.loss_mask is None else self.loss_mask.take(indices),
             rewards=None if self.rewards is None else self.rewards[list(indices)],
+            old=None if self.old is None else self.old.take(indices),
         )

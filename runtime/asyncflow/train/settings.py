@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from asyncflow.algorithms.grpo import GrpoLoss
+from asyncflow.api.workers import LoraSpec
 from asyncflow.flow.schedule import Schedule
 from asyncflow.train.packing import LayoutName
 
@@ -55,15 +56,16 @@ class OptimizerSettings:
 class BackendSettings:
     """What a backend needs to know.
 
-    temperature: of the sampling that made the responses, applied to the trainer's logits too; compute: dtype of
-    forward and backward (weights, gradients and optimizer are always float32); layout, pack_tokens: see ``packing``;
-    threads: of this rank, 0 = the library's choice; group_size: samples of one prompt; device: torch's name of
-    the kind of device; share: part of its memory that this rank may use; host: the address at which
-    other ranks reach this one; options: the backend's own.
+    lora: adapters to train in place of the weights, None for all weights; temperature: of the sampling that made the
+    responses, applied to the trainer's logits too; compute: dtype of forward and backward (weights, gradients and
+    optimizer are always float32); layout, pack_tokens: see ``packing``; threads: of this rank, 0 = the library's
+    choice; group_size: samples of one prompt; device: torch's name of the kind of device; share: part of its memory
+    that this rank may use; host: the address at which other ranks reach this one; options: the backend's own.
     """
 
     optimizer: OptimizerSettings
     loss: GrpoLoss = field(default_factory=GrpoLoss)
+    lora: LoraSpec | None = None
     temperature: float = 1.0
     compute: Literal["float32", "bfloat16"] = "float32"
     layout: LayoutName = "separate"
@@ -75,6 +77,11 @@ class BackendSettings:
     share: float = 1.0
     host: str = "127.0.0.1"
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def needs_initial_weights(self) -> bool:
+        """Whether θ_0 is read at every start, also beside a checkpoint: as the KL reference, or under adapters."""
+        return self.loss.kl > 0 or self.lora is not None
 
 
 # Beside the backend it could not be checked without importing torch.
@@ -97,16 +104,19 @@ class TrainerSettings:
 
     schedule: how many steps, which of them are published, and which versions later steps need; partition: the job's
     rows; attempt: of this gang, which fences older ones; whole: collect all of D_k before the first gradient (the
-    synchronous loop); published: what weights are rounded to when they are published; slot_tokens: budget of one
-    micro-batch per rank; checkpoint_every: steps between checkpoints, 0 = the last one only; extra_columns: fetched
-    beside the usual ones (``loss_mask``); patience_s: how long the queue or the driver may be away; leave_s: how long
-    the ledger may take to be on disk once the trainer is leaving.
+    synchronous loop); epochs, mini_batches: passes over D_k, and optimizer updates of each; published: what weights are
+    rounded to when they are published; slot_tokens: budget of one micro-batch per rank; checkpoint_every: steps between
+    checkpoints, 0 = the last one only; extra_columns: fetched beside the usual ones (``loss_mask``); patience_s: how
+    long the queue or the driver may be away; leave_s: how long the ledger may take to be on disk once the trainer is
+    leaving.
     """
 
     schedule: Schedule
     partition: str
     attempt: int
     whole: bool = False
+    epochs: int = 1
+    mini_batches: int = 1
     published: WeightsDtype = "float32"
     slot_tokens: int = 8192
     checkpoint_every: int = 10

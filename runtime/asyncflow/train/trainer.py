@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -50,12 +50,13 @@ from asyncflow.train.backends.base import TrainerBackend
 from asyncflow.train.batch import MicroBatch
 from asyncflow.train.checkpoint import CheckpointManifest, Checkpoints
 from asyncflow.train.feed import Feed, Filled, TrainQueue
-from asyncflow.train.loops import streaming, synchronous
+from asyncflow.train.loops import repeated, streaming, synchronous
 from asyncflow.train.publication import Publication, Publisher
 from asyncflow.train.ranks import Group, Left, gather_bytes, jointly
 from asyncflow.train.report import TrainReport, describe
 from asyncflow.train.settings import TrainerSettings
 from asyncflow.train.tally import Tally
+from asyncflow.train.updates import mini_batches
 from asyncflow.weights.probe import Probe
 from asyncflow.weights.sender import Tensors
 
@@ -127,6 +128,7 @@ class Trainer:
         self._samples = 0
         self._committed = 0
         self._saving = False
+        self._updating = False
         self._failing_since: float | None = None
         self._again_at = 0.0
         self._checkpoints_asked = directives().checkpoint
@@ -140,7 +142,7 @@ class Trainer:
         """
         return {
             "step": self.step,
-            "trained": self._backend.trained,
+            "trained": self._backend.trained // self._settings.epochs,
             "publishing": self._publication.underway,
             "saving": self._saving,
             "busy_s": self.busy.total(),
@@ -150,10 +152,12 @@ class Trainer:
     def leave(self) -> None:
         """Finish what is in hand, write a checkpoint of the last completed step, and return from ``run``.
 
-        In hand is the micro-batch, or the step where all ranks have given their part of it. The other ranks leave too.
+        In hand is the micro-batch, or the step where all ranks have given their part of it, or one of several updates
+        may have been made. The other ranks leave too.
         """
         self._leaving.set()
-        self._group.leave()
+        if not self._updating:
+            self._group.leave()
 
     async def run(self) -> int:
         """Train; return the last completed step. Raises Fenced when a newer attempt of the trainer has begun.
@@ -164,7 +168,7 @@ class Trainer:
         """
         try:
             await self._start()
-            await (synchronous(self) if self._settings.whole else streaming(self))
+            await self._loop()(self)
             await self._unless_leaving(self._publication.announced())
         except Left:
             log.info("leaving after step %d", self.step)
@@ -195,11 +199,30 @@ class Trainer:
     async def accumulate(self, step: int, slot: Filled) -> None:
         """Compute the gradient of one slot."""
         self._tally.add(slot.batch, step=step)
-        version = Version(self._settings.attempt, step - 1).packed
+        version = self._version(step - 1)
         if self._group.rank == 0:
             self._keep_aged(slot.batch, current=version)
         with self.busy("compute"):
             await self._compute(self._backend.micro_batch, slot.batch, version=version)
+
+    async def revisit(self, step: int, slots: Sequence[Filled]) -> None:
+        """Make all updates of a step but the last, whose gradient is computed.
+
+        From the first gather on nobody leaves before the step is finished: in between the weights are no version.
+        """
+        for slot in slots:
+            self._tally.add(slot.batch, step=step)
+            if self._group.rank == 0:
+                self._keep_aged(slot.batch, current=self._version(step - 1))
+        with self.waits("publish"):
+            await self._publication.copied()
+        self._updating = True
+        try:
+            with self.busy("compute"):
+                await self._compute(self._update_often, step, slots)
+        except Left:
+            self._updating = False
+            raise
 
     async def finish(self, step: int, totals: StepTotals | None) -> None:
         """Make θ_step out of what was accumulated, and let everybody know."""
@@ -210,7 +233,9 @@ class Trainer:
             tally, metrics = await self._compute(self._optimize, step, totals)
             if published:
                 self._probe = await self._compute(self._backend.probe)
-        self.step = step
+        self.step, self._updating = step, False
+        if self._leaving.is_set():
+            self._group.leave()
         self._samples += tally.samples
         await self._persist(
             lambda: self._queue.step_done(**self._ours, step=step, rank=self._group.rank, timeout=_CALL_S),
@@ -227,6 +252,14 @@ class Trainer:
             await asyncio.sleep(self._again_at - time.monotonic())
             await self._attend()
             await self._checkpoint_if(False)
+
+    def _loop(self) -> Callable[[Trainer], Awaitable[None]]:
+        if self._settings.epochs * self._settings.mini_batches > 1:
+            return repeated
+        return synchronous if self._settings.whole else streaming
+
+    def _version(self, step: int) -> int:
+        return Version(self._settings.attempt, step).packed
 
     async def _start(self) -> None:
         checkpoint, carried = await self._compute(self._load)
@@ -252,7 +285,7 @@ class Trainer:
         with jointly(group, what="looking for a checkpoint"):
             if group.rank == 0:
                 found = checkpoints.latest()
-                if found is None or self._backend.settings.loss.kl > 0:
+                if found is None or self._backend.settings.needs_initial_weights:
                     self._materialise()
         place = (found.manifest.step, found.manifest.samples, found.manifest.carried) if found is not None else None
         told = gather_bytes(group, msgspec.json.encode(place), what="the step to begin at")[0]
@@ -298,6 +331,22 @@ class Trainer:
                     "it is measured for the current weights, and for as many older ones as fit into 1 GiB",
                     Version.unpack(version),
                 )
+
+    def _update_often(self, step: int, slots: Sequence[Filled]) -> None:
+        batch, totals = MicroBatch.joined([slot.batch for slot in slots]), slots[-1].totals
+        serials = np.array([key.serial for key in batch.keys], dtype=np.int64)
+        mine = np.unique(serials)
+        groups = np.full(max(len(mine), totals.groups if totals else 0), -1)
+        groups[: len(mine)] = mine
+        groups = self._group.gather(groups, what=f"the groups of step {step}")
+        parts = mini_batches(serials, groups=groups[groups >= 0], count=self._settings.mini_batches)
+        self._measure_aged()
+        batch = self._backend.prepare(batch)
+        for number, chosen in enumerate(parts * self._settings.epochs):
+            if number:
+                self._backend.update(step)
+            version = None if number else self._version(step - 1)
+            self._backend.micro_batch(batch.take(chosen.tolist()), version=version)
 
     def _optimize(self, step: int, totals: StepTotals | None) -> tuple[Tally, dict[str, float]]:
         self._measure_aged()

@@ -130,10 +130,10 @@ class WeightReceiver:
             raise StaleHandle(f"step {step} is not held, only {self.held}", where="weights", hint="ensure() it first.")
         self._current = version
         self.notify()
-        return version, self._holder.copies[version].arena.tensors
+        return version, self.tensors(version)
 
-    def look(self, version: Version) -> Mapping[str, AnyArray]:
-        """Return the tensors of a held version, as ``take`` does, without making it the current one."""
+    def tensors(self, version: Version) -> Mapping[str, AnyArray]:
+        """Return the arrays of a held version, as ``take`` does, without making it the current one."""
         return self._holder.copies[version].arena.tensors
 
     async def ensure(self, step: int, *, timeout: float) -> Version:

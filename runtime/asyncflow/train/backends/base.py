@@ -1,8 +1,8 @@
 """What every trainer backend does. The loops know nothing else of it.
 
-Invariant: between two ``finish_step`` the weights do not change, however many micro-batches came; ``finish_step``
-turns the gradient of all micro-batches since the last one into one step, the same on every rank. So at any moment
-``save`` gives a state that has seen whole steps only.
+Invariant: the weights change in ``update`` and ``finish_step`` only, however many micro-batches come between; each
+turns the gradient of all micro-batches since the last change into one optimizer update, the same on every rank.
+``finish_step`` makes the last update of a step, so a state that ``save`` gives after it has seen whole steps only.
 
 All methods block and are called from one thread, the compute thread, in the same order on every rank; but ``tensors``
 is called from another, while no ``load`` and no ``finish_step`` runs.
@@ -34,7 +34,7 @@ class TrainerBackend(ABC):
     of_model: whether its tensors are those of the model in the folder, so that θ_0 has to lie there, and the last
     weights can be exported as one. Options: the shape of its own options, each field with a default, so that they are
     checked before anything starts; None: the backend alone can tell. trained: samples whose gradient was added since
-    the last ``finish_step``; another thread may read it.
+    the last ``finish_step``, once in each epoch; another thread may read it.
     """
 
     Options: ClassVar[type[msgspec.Struct] | None] = None
@@ -54,11 +54,19 @@ class TrainerBackend(ABC):
         none) it may read by itself; rank 0 sees all. Raises CheckpointError where what is there does not fit.
         """
 
+    def prepare(self, batch: MicroBatch) -> MicroBatch:
+        """Return ``batch`` with what the loss needs of the weights as they are before the updates of a step.
+
+        Called where a step makes several updates. By default nothing is needed.
+        """
+        return batch
+
     @abstractmethod
-    def micro_batch(self, batch: MicroBatch, *, version: int) -> None:
+    def micro_batch(self, batch: MicroBatch, *, version: int | None) -> None:
         """Add the unnormalised gradient of ``batch``, which may be empty.
 
-        ``version``: packed, of the weights as they are now; samples made by it measure engine against trainer.
+        ``version``: packed, of the weights as they are now; samples made by it measure engine against trainer. None:
+        the weights are between two versions.
         """
 
     def measure(self, batch: MicroBatch, *, weights: Mapping[str, NDArray[Any]]) -> None:  # noqa: B027
@@ -69,11 +77,16 @@ class TrainerBackend(ABC):
         """
 
     @abstractmethod
-    def finish_step(self, step: int) -> dict[str, float]:
-        """Normalise over the whole step and all ranks, make θ_step, and return the metrics, equal on every rank.
+    def update(self, step: int) -> None:
+        """Make an optimizer update of ``step`` that is not its last, normalised as in ``finish_step``."""
 
-        ``skipped`` among them is 1 where the gradient was not finite, and the weights stayed as they were. Raises
-        Diverged on every rank when that goes on.
+    @abstractmethod
+    def finish_step(self, step: int) -> dict[str, float]:
+        """Make the last update of a step, which is θ_step then, and return its metrics, equal on every rank.
+
+        Normalised over all ranks and the micro-batches since the last update. ``skipped`` among the metrics is 1 where
+        no update of the step had a finite gradient, and the weights stayed as they were. Raises Diverged on every rank
+        when that goes on.
         """
 
     @abstractmethod

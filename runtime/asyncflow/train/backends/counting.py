@@ -4,8 +4,8 @@ The one tensor ``counts``, int64[N], is indexed by serial * group_size + sample,
 sample of D_k. It goes through the real packing of slots, checkpoints, publications and restores, and is so a witness
 of exactly-once training that is independent of the ledger.
 
-Invariant: after step k the entry of a sample is the number of steps up to k whose D_k held it, in the weights that
-survived.
+Invariant: after step k the entry of a sample is the number of steps up to k whose D_k held it, times the epochs of
+each, in the weights that survived.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CountingBackend(TrainerBackend):
         self._counts = self.group.gather(counts, what="counts")[0]
         self._pending[:] = 0
 
-    def micro_batch(self, batch: MicroBatch, *, version: int) -> None:  # noqa: ARG002
+    def micro_batch(self, batch: MicroBatch, *, version: int | None) -> None:  # noqa: ARG002
         """Add one for each sample of ``batch``; an entry beyond the capacity is a ManifestError."""
         for key in batch.keys:
             index = key.serial * self.settings.group_size + key.sample
@@ -78,6 +78,9 @@ class CountingBackend(TrainerBackend):
             self._pending[index] += 1
         self.trained += len(batch)
         time.sleep(self._sleep_s)
+
+    def update(self, step: int) -> None:
+        """Count on: everything since the last step is added at its end."""
 
     def finish_step(self, step: int) -> dict[str, float]:
         """Add what all ranks counted."""

@@ -1,18 +1,19 @@
-"""The torch trainer: streamed micro-batches, one exact optimizer step.
+"""The torch trainer: streamed micro-batches, exact optimizer updates.
 
 A micro-batch goes forward and backward at once, on sums that are not normalised; samples that contribute exactly
-nothing are counted but not computed. The last word is ``finish_step``: counts of the whole step over all ranks, one
-division, one step.
+nothing are counted but not computed. The last word is ``update``: counts of all micro-batches over all ranks, one
+division, one update; most steps make one.
 
-Invariant: the gradient of a step is that of one big padded batch up to rounding, however D_k was cut into slots,
+Invariant: the gradient of an update is that of one big padded batch up to rounding, however D_k was cut into slots,
 packs and ranks; the same seed, order and number of threads give the same bits.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,16 +24,25 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from asyncflow.algorithms.aggregation import LossTotals
+from asyncflow.api.workers import LoraSpec
 from asyncflow.errors import Diverged
+from asyncflow.net.frames import Jagged
 from asyncflow.plugins import read_options
 from asyncflow.train.backends.base import OPTIONS, TrainerBackend
 from asyncflow.train.backends.torch_copies import as_array, on_device, rounded
 from asyncflow.train.backends.torch_figures import StepFigures, metrics_of
+from asyncflow.train.backends.torch_lora import (
+    add_adapters,
+    base_pieces,
+    begin_adapters,
+    own_names,
+    trained_pieces,
+    without_adapters,
+)
 from asyncflow.train.backends.torch_model import LogprobModel, open_model, smallest_pack
 from asyncflow.train.backends.torch_optimizer import FlatAdamW
 from asyncflow.train.backends.torch_pieces import (
     Piece,
-    pieces_of,
     read_first,
     read_saved,
     write_gathered,
@@ -45,6 +55,7 @@ from asyncflow.train.packing import Pack, pack_samples
 from asyncflow.train.ranks import Group
 from asyncflow.train.settings import BackendSettings, TorchOptions, WeightsDtype
 from asyncflow.train.slice_files import unwritable
+from asyncflow.train.updates import combined
 from asyncflow.weights.probe import TOKENS, Probe, probe_ids
 from asyncflow.weights.sender import Shard, Tensors
 from asyncflow.weights.slices import Box
@@ -84,6 +95,7 @@ class TorchBackend(TrainerBackend):
             timeout_s=options.collective_timeout_s,
         )
         self._figures = StepFigures()
+        self._updates: list[dict[str, float]] = []
         self._skipped = 0
         self._has_room = True
         self._copies: torch.Stream | None = None
@@ -94,31 +106,41 @@ class TorchBackend(TrainerBackend):
         self._ranks.meet()
         seen = np.array([checkpoint is not None])
         resumed = bool(self.group.gather(seen, what="who sees the checkpoint")[0, 0])
-        self._policy = self._open(folder, first=not resumed)
-        self._reference = self._open(folder, first=True, frozen=True) if self.settings.loss.kl > 0 else None
+        lora, compared = self.settings.lora, self.settings.loss.kl > 0
+        self._policy = self._open(folder, first=not resumed or lora is not None, lora=lora)
         self._model = self._policy.model
+        self._reference: Callable[..., tuple[Tensor, Tensor | None]] | None = None
+        if compared and lora is not None:
+            self._reference = without_adapters(self._model, self._policy)
+        elif compared:
+            self._reference = self._open(folder, first=True, frozen=True)
         if self._options.gradient_checkpointing:
             self._model.train()
             self._model.gradient_checkpointing_enable()
+        self._pieces = trained_pieces(self._model)
         if resumed:
-            read_saved(checkpoint, WEIGHTS_FILE, pieces_of(self._model), group=self.group, ranks=self._ranks)
+            read_saved(checkpoint, WEIGHTS_FILE, self._pieces, group=self.group, ranks=self._ranks)
         self._policy.evaluate(smallest_pack())
         self._optimizer = FlatAdamW(self._model, self.settings.optimizer)
-        self._pieces = pieces_of(self._model)
         if resumed:
             generator, state = self._generator(), list(self._optimizer.state())
             if read_saved(checkpoint, STATE_FILE, state, optional=generator, group=self.group, ranks=self._ranks):
                 torch.set_rng_state(generator.tensor.reshape(-1))
 
-    def _open(self, folder: Path, *, first: bool, frozen: bool = False) -> LogprobModel:
+    def _open(self, folder: Path, *, first: bool, frozen: bool = False, lora: LoraSpec | None = None) -> LogprobModel:
         """Open the model, cut over the ranks, with the weights of the folder (``first``) or arbitrary ones."""
         mesh = self._ranks.mesh
         if mesh is None:
             model = open_model(folder, weights=first, device=self._device).requires_grad_(not frozen)
-            return LogprobModel(model, **self._how)
-        opened = open_sharded(folder, mesh=mesh, device=self._device, frozen=frozen, how=self._how)
-        if first:
-            read_first(folder, pieces_of(opened.model), group=self.group, ranks=self._ranks)
+            if lora is not None:
+                add_adapters(model, lora)
+            opened = LogprobModel(model, **self._how)
+        else:
+            opened = open_sharded(folder, mesh=mesh, device=self._device, frozen=frozen, lora=lora, how=self._how)
+            if first:
+                read_first(folder, base_pieces(opened.model), group=self.group, ranks=self._ranks)
+        if lora is not None:
+            begin_adapters(opened.model, seed=self.settings.seed)
         return opened
 
     def _generator(self) -> Piece:
@@ -130,7 +152,21 @@ class TorchBackend(TrainerBackend):
         return Piece(_GENERATOR, state[None], row, (world, len(state)), cut=True)
 
     @collective()
-    def micro_batch(self, batch: MicroBatch, *, version: int) -> None:
+    def prepare(self, batch: MicroBatch) -> MicroBatch:
+        """See the base class: the log-probs that ``old: recompute`` divides by, 0 where no gradient needs them."""
+        if self.settings.loss.old != "recompute":
+            return batch
+        logprobs = np.zeros(len(batch.responses.values), np.float32)
+        active = np.flatnonzero(~self.settings.loss.silent(batch.advantages) & (batch.loss_lengths() > 0))
+        for pack in self._in_step(self._packs(batch, active)):
+            found = self._policy.evaluate(pack or smallest_pack()).cpu().numpy()
+            if pack is not None:
+                entries, _ = _entries(batch, pack, active[pack.samples])
+                logprobs[entries] = found
+        return replace(batch, old=Jagged(logprobs, batch.responses.offsets))
+
+    @collective()
+    def micro_batch(self, batch: MicroBatch, *, version: int | None) -> None:
         """See the base class. The pack budget bounds memory; a slot may hold any number of packs."""
         loss, lengths = self.settings.loss, batch.loss_lengths()
         silent = loss.silent(batch.advantages)
@@ -188,7 +224,7 @@ class TorchBackend(TrainerBackend):
 
     def _measure_older(self, batch: MicroBatch, weights: Mapping[str, NDArray[Any]]) -> None:
         packs = self._packs(batch, np.arange(len(batch)))
-        with torch.no_grad(), older(self._policy, self._pieces, weights) as policy:
+        with torch.no_grad(), older(self._policy, self._pieces, weights, own=own_names(self._model)) as policy:
             for pack in self._in_step(packs):
                 logprobs, _ = policy(pack or smallest_pack(), entropy=False)
                 if pack is not None:
@@ -237,6 +273,7 @@ class TorchBackend(TrainerBackend):
             advantages=self._tensor(batch.advantages[samples]),
             reference=reference,
             entropy=entropy,
+            before=None if batch.old is None else self._tensor(batch.old.values[entries]),
         )
         value = (terms.total * weight).sum()
         value.backward()
@@ -252,27 +289,33 @@ class TorchBackend(TrainerBackend):
 
     @collective()
     def finish_step(self, step: int) -> dict[str, float]:
-        """See the base class. Collective: the counts, then the gradient. Three skipped steps in a row are too many."""
-        meter = self._figures.merged(self.group, step=step)
-        self.trained = 0
-        totals = LossTotals(int(meter.sums["tokens"]), int(meter.sums["sequences"]))
-        divisor = self.settings.loss.aggregation.divisor(totals)
-        applied = self._optimizer.apply(step, divisor=divisor, norm=self._ranks.norm)
-        self._skipped = 0 if applied.moved else self._skipped + 1
+        """See the base class. Three skipped steps in a row are too many."""
+        self.update(step)
+        metrics, self._updates, self.trained = combined(self._updates), [], 0
+        self._skipped = self._skipped + 1 if metrics["skipped"] else 0
         if self._skipped == _MOST_SKIPPED:
             raise Diverged(
                 f"the gradient is not finite in steps {step - _MOST_SKIPPED + 1} to {step}",
                 where="trainer",
                 hint="Try a lower learningRate or a lower maxGradNorm, or another precision; the run can be resumed",
             )
+        return metrics
+
+    @collective()
+    def update(self, step: int) -> None:
+        """See the base class. Collective: the counts, then the gradient."""
+        meter = self._figures.merged(self.group, step=step)
+        totals = LossTotals(int(meter.sums["tokens"]), int(meter.sums["sequences"]))
+        divisor = self.settings.loss.aggregation.divisor(totals)
+        applied = self._optimizer.apply(step, divisor=divisor, norm=self._ranks.norm)
         if not applied.moved:
             log.warning("step %d: the gradient is not finite, the weights stay as they are", step)
-        return metrics_of(meter, divisor=divisor, applied=applied)
+        self._updates.append(metrics_of(meter, divisor=divisor, applied=applied))
 
     def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any] | Shard]]:
-        """Yield the weights under transformers' names; in float32 on the CPU they share the model's memory.
+        """Yield what is trained, by transformers' or peft's names; float32 on the CPU is shared with the model.
 
-        Elsewhere they are copied on a stream of their own, behind what made them and beside what computes with them.
+        Elsewhere it is copied on a stream of its own, behind what made it and beside what computes with it.
         """
         kind = getattr(torch, dtype)
         with self._beside():

@@ -22,21 +22,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.func import functional_call
 
+from asyncflow.api.workers import LoraSpec
 from asyncflow.train.backends.torch_copies import weights_on_device
+from asyncflow.train.backends.torch_lora import add_adapters
 from asyncflow.train.backends.torch_model import LogprobModel, open_model
 from asyncflow.train.backends.torch_pieces import Piece
 
 
 def open_sharded(
-    folder: Path, *, mesh: DeviceMesh, device: torch.device, frozen: bool = False, how: dict[str, Any]
+    folder: Path,
+    *,
+    mesh: DeviceMesh,
+    device: torch.device,
+    frozen: bool = False,
+    lora: LoraSpec | None = None,
+    how: dict[str, Any],
 ) -> LogprobModel:
     """Open the model folder cut over ``mesh``, with parameters of arbitrary content; ``how``: as ``LogprobModel``'s.
 
-    frozen: it is not trained. Raises ManifestError where the folder holds no model that transformers can open.
+    frozen: it is not trained; lora: adapters that alone are trained. Raises ManifestError where the folder holds no
+    model that transformers can open.
     """
     with _parameters_on_meta():
-        model = open_model(folder, weights=False, device=None)
-    model.requires_grad_(not frozen)
+        model = open_model(folder, weights=False, device=None).requires_grad_(not frozen)
+        if lora is not None:
+            add_adapters(model, lora)
     sharded = LogprobModel(model, **how)
     # Below the root, computing in a narrower dtype begins with the gathering; inputs stay what they are on one rank.
     narrow = how["compute"] if how["compute"] != torch.float32 else None
@@ -88,16 +98,18 @@ def _parameters_on_meta() -> Iterator[None]:
 
 @contextlib.contextmanager
 def older(
-    policy: LogprobModel, pieces: Sequence[Piece], weights: Mapping[str, NDArray[Any]]
+    policy: LogprobModel, pieces: Sequence[Piece], weights: Mapping[str, NDArray[Any]], *, own: Mapping[str, str]
 ) -> Iterator[Callable[..., Any]]:
     """Give the forward pass of ``policy`` with other ``weights``, by name what this rank holds of each.
+
+    own: the model's names of them, by these names.
 
     They are used where they lie; in a model that is cut over ranks they take the place of its own, which are afterwards
     what they were, bit for bit.
     """
     if not isinstance(policy, FSDPModule):
         device = next(policy.parameters()).device
-        named = {f"model.{name}": weights_on_device(array, device) for name, array in weights.items()}
+        named = {f"model.{own[name]}": weights_on_device(array, device) for name, array in weights.items()}
         yield lambda *args, **how: functional_call(policy, named, args=args, kwargs=how)
         return
     kept = [piece.tensor.clone() for piece in pieces]
