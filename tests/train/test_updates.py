@@ -187,7 +187,8 @@ async def test_a_run_with_several_updates_goes_on_with_the_same_bits(tmp_path: P
 
 
 def leave_in_the_midst(seat: Seat, step: int | None) -> None:
-    """Have the trainer told to leave after the first update of ``step``; a group that has left gathers nothing more."""
+    """Have the trainer told to leave after the first update of ``step``; a group that has left gathers nothing before it
+    has regrouped."""
     trainer, loop = seat.trainer, asyncio.get_running_loop()
     update, gather = trainer._backend.update, trainer._group.gather
     told, left = threading.Event(), threading.Event()
@@ -209,3 +210,4 @@ def leave_in_the_midst(seat: Seat, step: int | None) -> None:
 
     trainer._backend.update = updated  # type: ignore[method-assign]
     trainer._group.gather, trainer._group.leave = gathered, left.set  # type: ignore[method-assign]
+    trainer._group.regroup = lambda *, patience_s: left.clear()  # type: ignore[method-assign]
