@@ -117,7 +117,6 @@ def test_a_bad_override_is_refused_like_a_bad_file(override: str, reason: str) -
         ["transferQueue.name=shared"],
         ["weightSync.transport=hccl"],
         ["weightSync.name=shared"],
-        ["trainer.accelerator={profile: nvidia, count: 2}"],
         ["trainer.backend.name=counting", "trainer.accelerator={profile: nvidia, count: 1}"],
         ["rollout.engine.name=simulated", "rollout.accelerator={profile: nvidia, count: 1}"],
     ],

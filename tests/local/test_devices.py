@@ -79,8 +79,10 @@ def test_vendors_do_not_mix_and_profiles_of_one_vendor_do() -> None:
 def test_devices_that_a_template_names_are_nobody_elses() -> None:
     own = replace(role("trainer"), env={"CUDA_VISIBLE_DEVICES": "0, 7"})
     assert handed(own, role("rollout"), devices=2) == {"rollout-0": "1"}
-    with pytest.raises(ManifestError, match="all 2 ranks would see the same devices"):
+    with pytest.raises(ManifestError, match="all 2 replicas would see the same devices"):
         handed(replace(own, replicas=2), devices=8)
+    with pytest.raises(ManifestError, match="names 2 of the 4 devices that a process asks for"):
+        handed(replace(own, resources=replace(own.resources, accelerators=4)), devices=8)
 
 
 @pytest.mark.parametrize(

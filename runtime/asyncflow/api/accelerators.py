@@ -12,9 +12,10 @@ from types import MappingProxyType
 from typing import Final
 
 PORTS_PER_PROCESS: Final = 64
-"""Ports that one process may use of each range: more than the 16 of a device times the usual number of devices."""
+"""Ports that the ranks or the engine of one replica may use of each range: they listen where one is free. verl gives
+the 16 devices of a node 51."""
 PORT_SLOTS: Final = 40
-"""Processes that have ports of their own in each range; those beyond let the operating system choose."""
+"""Replicas that have ports of their own in each range; those beyond let the operating system choose."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,12 +81,6 @@ _PLANNED: dict[str, tuple[_Later, ...]] = {
             "cpu: the back end counts on the CPU",
             when=lambda spec: spec.trainer.backend.name == "counting",
         ),
-        _Later(
-            "trainer.accelerator.count",
-            _several,
-            "1: a rank trains on one device; for more devices, more trainer.replicas",
-            when=lambda spec: spec.trainer.backend.name == "torch",
-        ),
         _Later("schedule.update", _is("sync"), "delayed", when=lambda spec: spec.schedule.mode == "async"),
         _Later("algorithm.filter_zero_variance", _is("drop"), "keep", when=lambda spec: spec.schedule.deterministic),
         _Later("reward.on_timeout", _is("drop"), "zero", when=lambda spec: spec.schedule.deterministic),

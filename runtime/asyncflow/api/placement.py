@@ -22,7 +22,7 @@ class AcceleratorSpec(Spec):
     profile: ProfileName = "cpu"
     """Row of the table of facts: resource name, legal counts, mounts, environment, ports."""
     count: Annotated[int, Field(ge=0, le=64)] = 0
-    """Devices of one process; 0 exactly on CPU."""
+    """Devices of one replica; 0 exactly on CPU. A trainer starts a rank for each, an engine computes with all."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Part of one device that the process uses: its tensors take at most this part of the memory; the vendor's own
     buffers come on top, so leave room. On one machine roles whose shares fit share a device; on a cluster the device

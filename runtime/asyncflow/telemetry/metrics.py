@@ -15,6 +15,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from asyncflow.net.rpc import RpcCounters
@@ -187,6 +188,32 @@ class TrainerMetrics(RoleMetrics):
         self.publish_seconds = self.histogram("publish_seconds", "time to publish a version, beside the training")
         self.checkpoint_seconds = self.histogram("checkpoint_seconds", "time to write a checkpoint")
         self.checkpoint_failures = self.counter("checkpoint_failures", "checkpoints put off by the disk")
+
+
+def labelled(texts: Mapping[str, str], *, label: str) -> CollectorRegistry:
+    """Return the metrics of several processes as one: each sample has ``label`` with its process's key of ``texts``.
+
+    texts: what each process answers at ``/metrics``, in Prometheus' text format.
+    """
+    families: dict[str, Metric] = {}
+    for value, text in texts.items():
+        for family in text_string_to_metric_families(text):
+            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                merged.add_sample(sample.name, {**sample.labels, label: value}, sample.value)
+    registry = CollectorRegistry()
+    registry.register(_Families(families.values()))
+    return registry
+
+
+class _Families(Collector):
+    """Families that are there already."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
 
 class _BusyCollector(Collector):

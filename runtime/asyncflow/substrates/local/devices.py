@@ -38,19 +38,14 @@ def hand_out(
     """Return the variables by which each process that asks for devices sees its own.
 
     A role whose template names its devices has those, and nobody else is given them. Raises ManifestError where the
-    machine has too few, or where a template names the same devices for all ranks of a gang.
+    machine or a template has too few, or where a template names the same devices for all processes of a gang.
     """
     asking = [role for role in roles if role.resources.accelerators]
     room = {facts.visible: dict.fromkeys(find(facts), 1.0) for facts in map(_facts, asking)}
     for role in asking:
         visible = _facts(role).visible
-        if visible in role.env and role.gang and role.replicas > 1:
-            raise ManifestError(
-                f"{visible} = {role.env[visible]!r}: all {role.replicas} ranks would see the same devices",
-                where=f"spec.{role.name}.template.env",
-                hint=f"Leave it out, and set {visible} where `asyncflow run` is started",
-            )
-        room[visible].update(dict.fromkeys(_named(role.env.get(visible, "")), 0.0))
+        if visible in role.env:
+            room[visible].update(dict.fromkeys(_own(role), 0.0))
     given: dict[Seat, dict[str, str]] = {}
     for role in sorted(asking, key=lambda role: -role.resources.share * role.resources.accelerators):
         visible, wanted, taken = _facts(role).visible, role.resources, set[str]()
@@ -63,6 +58,25 @@ def hand_out(
                 room[visible][device] -= wanted.share
             given[Seat(role.name, index)] = {visible: ",".join(chosen)}
     return given
+
+
+def _own(role: Role) -> tuple[str, ...]:
+    """Return the devices that the role's template names. Raises ManifestError where they cannot serve it."""
+    visible, where = _facts(role).visible, f"spec.{role.name}.template.env"
+    named, wanted = _named(role.env[visible]), role.resources.accelerators
+    if role.spread:
+        raise ManifestError(
+            f"{visible} = {role.env[visible]!r}: all {role.replicas} replicas would see the same devices",
+            where=where,
+            hint=f"Leave it out, and set {visible} where `asyncflow run` is started",
+        )
+    if len(named) < wanted:
+        raise ManifestError(
+            f"{visible} = {role.env[visible]!r} names {len(named)} of the {wanted} devices that a process asks for",
+            where=where,
+            hint=f"Name {wanted}, or lower spec.{role.name}.accelerator.count",
+        )
+    return named
 
 
 def _facts(role: Role) -> Profile:
