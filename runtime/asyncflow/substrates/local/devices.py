@@ -1,4 +1,4 @@
-"""Which devices of this machine each process sees.
+"""Devices of this machine: what ``profile: auto`` stands for, and which ones each process sees.
 
 Invariant: the shares of a device sum to at most 1, no two ranks of a gang have the same device, and a process has the
 same devices however often it starts again. Devices that a template names are nobody else's.
@@ -12,6 +12,11 @@ from itertools import takewhile
 from pathlib import Path
 
 from asyncflow.api.accelerators import PROFILES, Profile
+from asyncflow.api.check import inspect
+from asyncflow.api.job import RLJob
+from asyncflow.api.later import ON_CPU, planned
+from asyncflow.api.placement import AUTO
+from asyncflow.api.problems import refusal
 from asyncflow.errors import ManifestError
 from asyncflow.plan.roles import Role
 from asyncflow.substrates.local.crew import Seat
@@ -30,6 +35,46 @@ def devices_of(
     if profile.visible in environ:
         return _named(environ[profile.visible])
     return tuple(map(str, range(len(list(folder.glob(profile.files))))))
+
+
+def resolve(job: RLJob, *, find: Callable[[Profile], Sequence[str]] = devices_of) -> tuple[RLJob, list[str]]:
+    """Return ``job`` with the kind of device that this machine has in place of ``profile: auto``, and notes on that.
+
+    Without a count a role has one device where there are some and it can use them, else it computes on the CPU; with a
+    count it asks for devices, and never gets the CPU instead. Raises ManifestError where the job that comes out is
+    against a rule.
+    """
+    data, notes = job.model_dump(mode="json", by_alias=True, exclude_none=True), []
+    for name, worker, plugin in (
+        ("trainer", job.spec.trainer, job.spec.trainer.backend.name),
+        ("rollout", job.spec.rollout, job.spec.rollout.engine.name),
+    ):
+        if worker.accelerator.profile != AUTO:
+            continue
+        asked = worker.accelerator.count
+        usual = job.spec.trainer.local_ranks if name == "trainer" else 1
+        profile = _found(asked or usual, find)
+        count = asked or usual if profile is not None else asked
+        if plugin in ON_CPU and not asked:
+            profile, count, why = "cpu", 0, f"{plugin} computes on the CPU"
+        elif profile is not None:
+            why = f"{PROFILES[profile].title} devices of this machine: {len(find(PROFILES[profile]))}"
+        else:
+            profile, why = "nvidia" if asked else "cpu", "this machine has no device"
+        data["spec"][name]["accelerator"] |= {"profile": profile, "count": count}
+        notes.append(f"spec.{name}.accelerator: auto is {{profile: {profile}, count: {count}}}: {why}")
+    built, problems = inspect(RLJob, data)
+    if built is not None and not problems:
+        problems = list(planned("RLJob", built.spec))
+    if built is None or problems:
+        raise refusal(problems, source=job.name)
+    return built, notes
+
+
+def _found(count: int, find: Callable[[Profile], Sequence[str]]) -> str | None:
+    """Return the profile of the devices here, if there are any; of several rows for them one that allows ``count``."""
+    here = [name for name, facts in PROFILES.items() if facts.files and find(facts)]
+    return next((name for name in here if count in PROFILES[name].legal_counts), here[0] if here else None)
 
 
 def hand_out(
