@@ -86,12 +86,14 @@ _WHOLE_DRIVER = (Mount(path=_DRIVER, hooked=False), *_ASCEND_MOUNTS[1:])
 """On A5 the part of the driver's folder that the runtime brings is too little (error EI0014)."""
 _ASCEND_ENV = MappingProxyType(
     {
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "HCCL_CONNECT_TIMEOUT": "1500",
         "HCCL_ASYNC_ERROR_HANDLING": "0",
         "HCCL_OP_EXPANSION_MODE": "AIV",
         "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
     }
 )
+"""Without the first, every ``import torch`` ends in a traceback where torch_npu is installed and cannot be loaded."""
 _HCCL_PORTS = (
     PortRange(variable="HCCL_HOST_SOCKET_PORT_RANGE", first=60000),
     PortRange(variable="HCCL_NPU_SOCKET_PORT_RANGE", first=60000 + PORT_SLOTS * PORTS_PER_PROCESS),

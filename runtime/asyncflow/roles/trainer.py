@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from importlib import import_module
 from pathlib import Path
 
 from asyncflow.algorithms.aggregation import Aggregation
@@ -172,7 +173,12 @@ def _settings(post: JobPost) -> TrainerSettings:
 
 
 def _kind_of_backend(spec: RLJobSpec) -> type[TrainerBackend]:
-    """Import the backend: seconds in which no heartbeat leaves, so before there is any."""
+    """Import the backend: seconds in which no heartbeat leaves, so before there is any.
+
+    On an NPU torch_npu comes first, because transformers imports it too, and would not say what it lacks.
+    """
+    if PROFILES[spec.trainer.accelerator.profile].device == "npu":
+        import_module("asyncflow.train.backends.torch_npu").load_npu()
     where = "spec.trainer.backend.name"
     return load_plugin("asyncflow.trainer_backends", spec.trainer.backend.name, kind=TrainerBackend, where=where)
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncflow.errors import ManifestError
+from asyncflow.train.backends.torch_npu import load_npu
 from asyncflow.train.ranks import Group
 
 _HOST_BYTES = 256
@@ -33,6 +34,8 @@ def find_device(kind: str, *, share: float, local_rank: int = 0) -> torch.device
     """
     if kind == "cpu":
         return torch.device(kind)
+    if kind == "npu":
+        load_npu()
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if found is None or found.type != kind:
         raise ManifestError(
