@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncflow.errors import ManifestError
+from asyncflow.train.backends.torch_copies import on_device
 from asyncflow.train.packing import Pack
 
 _RIGHT_DOWN_CAUSAL = 3
@@ -75,7 +76,7 @@ class NpuSequences(NamedTuple):
     def of(cls, pack: Pack, device: torch.device) -> NpuSequences:
         """Lay ``pack`` out."""
         query_ends, key_ends, keys = sequences_of(pack)
-        return cls(query_ends, key_ends, None if keys is None else torch.from_numpy(keys).to(device, non_blocking=True))
+        return cls(query_ends, key_ends, None if keys is None else on_device(keys, device))
 
 
 def sequences_of(pack: Pack) -> tuple[list[int], list[int], NDArray[np.int64] | None]:
