@@ -113,7 +113,7 @@ class TrainerSpec(Spec):
     """The trainer: a gang of ranks that lives and dies together."""
 
     replicas: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Process groups, one a pod, of so many ranks each as one has devices."""
+    """Replicas, one pod each. A replica runs one rank on each of its devices, or one on the CPU."""
     ranks_per_replica: Annotated[int, Field(ge=1, le=64)] | None = None
     """Ranks of one replica, each a process. Absent: one for each device (``accelerator.count``), 1 on the CPU."""
     backend: BackendSpec = Field(default_factory=BackendSpec)

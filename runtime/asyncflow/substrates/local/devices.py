@@ -38,7 +38,7 @@ def devices_of(
 
 
 def resolve(job: RLJob, *, find: Callable[[Profile], Sequence[str]] = devices_of) -> tuple[RLJob, list[str]]:
-    """Return ``job`` with the kind of device that this machine has in place of ``profile: auto``, and notes on that.
+    """Return ``job`` with the kind of device of this machine in place of ``profile: auto``, and notes that say which.
 
     Without a count a role has one device where there are some and it can use them, else it computes on the CPU; with a
     count it asks for devices, and never gets the CPU instead. Raises ManifestError where the job that comes out is
