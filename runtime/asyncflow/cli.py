@@ -138,11 +138,13 @@ def reference(check: bool, file: Path) -> int:
 @click.option("--attempt", type=click.IntRange(min=0), required=True, help="Grows with every restart.")
 @click.option("--workdir", type=_DIRECTORY, required=True, help="Folder of the run.")
 @click.option("--http-port", type=click.IntRange(0, 65535), default=0, help="Port of /metrics; 0 is any.")
-def role(name: str, job: Path, driver: str, index: int, attempt: int, workdir: Path, http_port: int) -> int:
+@click.option("--http-socket", type=click.IntRange(min=3), hidden=True, help="Descriptor of a bound socket instead.")
+@click.option("--local-rank", type=click.IntRange(min=0), hidden=True, help="Which rank of its replica this is.")
+def role(name: str, **options: Any) -> int:
     """Be one process of a job, or of a queue that stands alone. Substrates call this."""
     from asyncflow.commands import role as command
 
-    return command.run(name, job=job, driver=driver, index=index, attempt=attempt, workdir=workdir, http_port=http_port)
+    return command.run(name, **options)
 
 
 @app.command(hidden=True)

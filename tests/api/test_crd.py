@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from asyncflow.api import crd
+from asyncflow.api.accelerators import PROFILES
 from asyncflow.api.document import parse
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +55,13 @@ def test_each_is_under_120_kb_and_has_no_alias() -> None:
     for name, text in crd.render().items():
         assert len(text.encode()) < 120_000, name
         assert not re.search(r"[&*]id\d", text)
+
+
+@pytest.mark.parametrize("worker", ["trainer", "rollout"])
+def test_a_cluster_has_to_be_told_which_devices_its_pods_ask_for(worker: str) -> None:
+    spec = SCHEMAS["RLJob"]["properties"]["spec"]["properties"]
+    profiles = spec[worker]["properties"]["accelerator"]["properties"]["profile"]["enum"]
+    assert set(profiles) == set(PROFILES)
 
 
 def test_every_node_is_structural_and_bounded() -> None:

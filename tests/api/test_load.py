@@ -116,9 +116,9 @@ def test_a_bad_override_is_refused_like_a_bad_file(override: str, reason: str) -
         ["transferQueue.name=shared"],
         ["weightSync.transport=hccl"],
         ["weightSync.name=shared"],
-        ["trainer.accelerator={profile: nvidia, count: 2}"],
         ["trainer.backend.name=counting", "trainer.accelerator={profile: nvidia, count: 1}"],
         ["rollout.engine.name=simulated", "rollout.accelerator={profile: nvidia, count: 1}"],
+        ["rollout.accelerator={profile: ascend-a2, count: 8}"],
     ],
     ids=", ".join,
 )

@@ -136,6 +136,15 @@ def test_devices_that_this_machine_lacks_are_a_note_to_who_writes_and_an_error_t
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_profile_that_is_to_be_found_out_is_told(manifest, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    auto = ["--set", "trainer={backend: {name: torch}, accelerator: {profile: auto}}"]
+    told = "note: spec.trainer.accelerator: auto is {profile: nvidia, count: 1}: NVIDIA devices of this machine: 2"
+    for command in ("validate", "plan"):
+        assert cli.invoke([command, str(manifest), *auto]) == 0
+        assert told in capsys.readouterr().out
+
+
 @pytest.fixture
 def audited(monkeypatch, tmp_path):
     """A run folder whose audit finds what it is told to find."""

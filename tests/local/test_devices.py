@@ -1,16 +1,19 @@
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.api.accelerators import PROFILES
+from asyncflow.api.job import RLJob
 from asyncflow.api.names import RoleName
-from asyncflow.errors import ManifestError
+from asyncflow.errors import ManifestError, NotYetError
+from asyncflow.plan import plan
 from asyncflow.plan.roles import Readiness, Resources, RestartPolicy, Role
 from asyncflow.substrates.local.crew import Seat
-from asyncflow.substrates.local.devices import devices_of, hand_out
+from asyncflow.substrates.local.devices import devices_of, hand_out, resolve
 
 NVIDIA = PROFILES["nvidia"]
 
@@ -59,6 +62,52 @@ def test_ranks_of_a_gang_never_share_one() -> None:
         handed(*both, devices=1)
 
 
+def job(trainer: dict[str, Any], rollout: dict[str, Any], **more: Any) -> RLJob:
+    source = {"source": "tiny://reverse-digits"}
+    spec = {"model": source, "data": {"train": source}, "reward": {"function": "task"}, "algorithm": {"steps": 1}}
+    workers = {"trainer": {"accelerator": trainer, **more}, "rollout": {"accelerator": rollout}}
+    return RLJob.model_validate(
+        {"metadata": {"name": "auto"}, "spec": {**spec, **workers, "sampling": {"maxTokens": 8}}}
+    )
+
+
+def resolved(
+    trainer: dict[str, Any], *, visible: str = "", devices: int = 0, **more: Any
+) -> tuple[str, int, list[str]]:
+    names = [str(index) for index in range(devices)]
+    given, notes = resolve(job(trainer, {}, **more), find=lambda facts: names if facts.visible == visible else [])
+    chosen = given.spec.trainer.accelerator
+    return chosen.profile, chosen.count, notes
+
+
+AUTO, CUDA, NPU = {"profile": "auto"}, "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"
+
+
+def test_auto_is_what_the_machine_has() -> None:
+    assert resolved(AUTO, visible=CUDA, devices=4)[:2] == ("nvidia", 1)
+    assert resolved(AUTO, visible=NPU, devices=8)[:2] == ("ascend-a2", 1)
+    assert resolved(AUTO | {"count": 16}, visible=NPU, devices=16)[:2] == ("ascend-a3", 16)
+    assert resolved(AUTO, visible=CUDA, devices=4, ranksPerReplica=2)[:2] == ("nvidia", 2)
+    assert resolved({"profile": "cpu"}, visible=CUDA, devices=4) == ("cpu", 0, [])
+
+
+def test_auto_is_the_cpu_only_where_no_device_was_asked_for_and_says_so() -> None:
+    profile, count, notes = resolved(AUTO)
+    assert (profile, count) == ("cpu", 0)
+    assert notes == ["spec.trainer.accelerator: auto is {profile: cpu, count: 0}: this machine has no device"]
+    assert resolved(AUTO, visible=CUDA, devices=4, backend={"name": "counting"})[:2] == ("cpu", 0)
+    asked, _ = resolve(job(AUTO | {"count": 2}, {}), find=lambda _: [])
+    with pytest.raises(ManifestError, match="0 NVIDIA devices, too few for trainer 1 x 2"):
+        hand_out(plan(asked).roles, find=lambda _: [])
+
+
+def test_what_auto_stands_for_keeps_the_rules() -> None:
+    with pytest.raises(ManifestError, match="does not give a process so many devices"):
+        resolved(AUTO | {"count": 20}, visible=CUDA, devices=32)
+    with pytest.raises(NotYetError, match="the engine computes on the CPU"):
+        resolve(job({}, AUTO | {"count": 1}), find=lambda _: ["0"])
+
+
 def test_too_few_are_refused_with_what_all_roles_ask_for() -> None:
     with pytest.raises(ManifestError) as refused:
         handed(role("trainer", 2, count=2), role("rollout", count=1), devices=4)
@@ -79,8 +128,10 @@ def test_vendors_do_not_mix_and_profiles_of_one_vendor_do() -> None:
 def test_devices_that_a_template_names_are_nobody_elses() -> None:
     own = replace(role("trainer"), env={"CUDA_VISIBLE_DEVICES": "0, 7"})
     assert handed(own, role("rollout"), devices=2) == {"rollout-0": "1"}
-    with pytest.raises(ManifestError, match="all 2 ranks would see the same devices"):
+    with pytest.raises(ManifestError, match="all 2 replicas would see the same devices"):
         handed(replace(own, replicas=2), devices=8)
+    with pytest.raises(ManifestError, match="names 2 of the 4 devices that a process asks for"):
+        handed(replace(own, resources=replace(own.resources, accelerators=4)), devices=8)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,30 @@ def test_numbers_of_processes() -> None:
         planned.role("critic")
 
 
+@pytest.mark.parametrize(
+    ("trainer", "ranks", "cores"),
+    [
+        ("{replicas: 3}", (1, 3), 1),
+        ("{replicas: 2, threads: 3, accelerator: {profile: nvidia, count: 8}}", (8, 16), 24),
+        ("{ranksPerReplica: 4}", (4, 4), 4),
+        ("{ranksPerReplica: 4, resources: {cpu: 2}}", (4, 4), 2),
+    ],
+)
+def test_a_replica_of_the_trainer_stands_for_a_rank_on_each_device(
+    trainer: str, ranks: tuple[int, int], cores: float
+) -> None:
+    described = job(f"trainer={trainer}")
+    role = plan(described).role("trainer")
+    assert (role.ranks, role.world) == ranks == (described.spec.trainer.local_ranks, described.spec.trainer.ranks)
+    assert role.resources.cpu == cores
+    numbers = [
+        int(role.rank_variables(index, local_rank=local)["RANK"])
+        for index in range(role.replicas)
+        for local in range(role.ranks)
+    ]
+    assert numbers == list(range(role.world))
+
+
 def test_the_command_line_is_that_of_the_role() -> None:
     command = (
         plan(job())

@@ -77,13 +77,23 @@ def test_what_only_a_role_can_tell_is_refused_by_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_device_that_torch_does_not_see_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0")
-    device = "trainer.accelerator={profile: ascend-a2, count: 1}"
+@pytest.mark.parametrize(
+    ("visible", "accelerator", "lacks"),
+    [
+        ("CUDA_VISIBLE_DEVICES", "{profile: nvidia, count: 2}", "there is no cuda device here"),
+        ("ASCEND_RT_VISIBLE_DEVICES", "{profile: ascend-a2, count: 1}", "torch_npu is not installed"),
+    ],
+)
+def test_a_device_that_torch_does_not_see_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, accelerator: str, lacks: str
+) -> None:
+    monkeypatch.setenv(visible, "0,1")
+    device = f"trainer.accelerator={accelerator}"
     ended = run(tmp_path / "run", device, "rollout.replicas=1", manifest="quickstart.yaml")
     assert ended.returncode == 1
     assert "trainer-0 ended with exit status 2" in ended.stderr
-    assert "spec.trainer.accelerator: there is no npu device here" in ended.stderr
+    assert f"spec.trainer.accelerator: {lacks}" in ended.stderr
+    assert "again in" not in ended.stdout, "it was started again"
 
 
 @pytest.mark.process

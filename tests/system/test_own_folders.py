@@ -106,7 +106,8 @@ def returned(made: Pods) -> set[str]:
 
 def test_a_trainer_that_is_told_to_end_loses_no_step(tmp_path: Path) -> None:
     slowly = "rollout.engine={name: simulated, slots: 16, options: {token_s: 0.05}}"
-    with job(tmp_path, slowly, "algorithm.steps=10", "storage.checkpoints.every=50") as made:
+    ranks = "trainer.ranksPerReplica=2"
+    with job(tmp_path, slowly, ranks, "algorithm.steps=10", "storage.checkpoints.every=50") as made:
         done = made.until_step(2)
         gang = [process for name, pod in made.pods.items() if "trainer" in name and (process := pod.process)]
         for rank in gang:

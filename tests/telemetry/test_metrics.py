@@ -14,6 +14,7 @@ from asyncflow.telemetry.metrics import (
     RolloutMetrics,
     StorageMetrics,
     TrainerMetrics,
+    labelled,
 )
 from asyncflow.train.report import TrainReport
 
@@ -79,3 +80,20 @@ def test_what_an_object_counts_is_read_when_asked() -> None:
     assert 'asyncflow_rollout_rpc_calls_total{method="weights.fetch"} 2.0' in text
     assert 'asyncflow_rollout_rpc_dropped_total{reason="header"} 1.0' in text
     assert "process_cpu_seconds_total" in text
+
+
+def test_metrics_of_several_processes_are_told_apart_by_a_label() -> None:
+    texts = {}
+    for rank in "01":
+        metrics = TrainerMetrics()
+        metrics.step.set(int(rank))
+        metrics.tokens.labels("prompt").inc(7)
+        metrics.wait_seconds.observe(0.02)
+        texts[rank] = generate_latest(metrics.registry).decode()
+    lines = generate_latest(labelled(texts, label="rank")).decode().splitlines()
+    assert len(lines) == len(set(lines)), "a family was announced twice"
+    for rank in "01":
+        assert f'asyncflow_trainer_step{{rank="{rank}"}} {float(rank)}' in lines
+        assert f'asyncflow_trainer_tokens_trained_total{{kind="prompt",rank="{rank}"}} 7.0' in lines
+        assert f'asyncflow_trainer_wait_seconds_bucket{{le="0.03",rank="{rank}"}} 1.0' in lines
+    assert generate_latest(labelled({}, label="rank")) == b""

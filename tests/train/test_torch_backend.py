@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import resource
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -336,7 +338,10 @@ def test_options_that_mean_nothing_are_refused(tiny_folder: Path, options: dict[
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="for a machine without devices")
 @pytest.mark.parametrize("device", ["cuda", "npu"])
-def test_a_device_that_is_not_there_is_refused_and_the_cpu_does_not_take_its_place(device: str) -> None:
+def test_a_device_that_is_not_there_is_refused_and_the_cpu_does_not_take_its_place(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
     with pytest.raises(ManifestError, match=f"no {device} device") as refused:
         TorchBackend(
             BackendSettings(optimizer=OptimizerSettings(learning_rate=1, steps=1), device=device), group=Alone()

@@ -187,8 +187,8 @@ async def test_a_run_with_several_updates_goes_on_with_the_same_bits(tmp_path: P
 
 
 def leave_in_the_midst(seat: Seat, step: int | None) -> None:
-    """Have the trainer told to leave after the first update of ``step``; a group that has left gathers nothing before it
-    has regrouped."""
+    """Have the trainer told to leave after the first update of ``step``; a group that has left gathers nothing
+    until it has regrouped."""
     trainer, loop = seat.trainer, asyncio.get_running_loop()
     update, gather = trainer._backend.update, trainer._group.gather
     told, left = threading.Event(), threading.Event()

@@ -28,7 +28,7 @@ from asyncflow_operator.desired.storage import Mounted, job_mounts, queue_mounts
 
 _GRACE_S: Final = 10.0
 _DRAIN_MARGIN_S: Final = 5.0
-_SHAPE: Final = {"accelerator", "threads", "resources", "template"}
+_SHAPE: Final = {"accelerator", "ranks_per_replica", "threads", "resources", "template"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +48,11 @@ class Blueprint:
     """What distinguishes the pods of a role.
 
     keys: the Secret with key and token; templates: the user's, the later wins; wish: what the user said of the role, as
-    JSON values; leader: the address that others dial, where process 0 of the role listens if ``leads``; world: ranks
-    that meet, 1 for none; first_seat, first_slot: number of process 0 among all of the family, and among those that
-    have devices; store: one that others run, which the role uses; reward: what its pods score by, None for nothing;
-    grace_s: seconds from SIGTERM to SIGKILL; node_lost_s: for which its node may not answer; readers: roles that read
-    from this one; granted: what the gang scheduler has given to the core's pods of the role.
+    JSON values; leader: the address that others dial, where process 0 of the role listens if ``leads``; first_seat,
+    first_slot: number of process 0 among all of the family, and among those that have devices; store: one that others
+    run, which the role uses; reward: what its pods score by, None for nothing; grace_s: seconds from SIGTERM to
+    SIGKILL; node_lost_s: for which its node may not answer; readers: roles that read from this one; granted: what the
+    gang scheduler has given to the core's pods of the role.
     """
 
     family: Family
@@ -70,7 +70,6 @@ class Blueprint:
     reward: RewardSpec | None = None
     grace_s: float = _GRACE_S
     node_lost_s: int = LimitsSpec().node_lost_seconds
-    world: int = 1
     first_seat: int = 0
     first_slot: int = 0
     readers: tuple[RoleName, ...] = ()
@@ -130,7 +129,6 @@ def job_blueprint(
         mounts=job_mounts(job, role),
         grace_s=grace_s.get(name, _GRACE_S),
         node_lost_s=spec.limits.node_lost_seconds,
-        world=role.replicas if role.gang else 1,
         first_seat=_before(role, planned.roles),
         first_slot=_before(role, [other for other in planned.roles if other.resources.accelerators]),
         scheduling=spec.scheduling,

@@ -57,7 +57,7 @@ class Desired:
         job, family = _job(state), job_family(state.owner)
         roles = plan(job).roles
         core = [role for role in roles if role.core and role.name != "rollout"]
-        gangs = [role for role in roles if role.gang and role.replicas > 1]
+        gangs = [role for role in roles if role.spread]
         return (
             make_account(family),
             make_config(job, family),

@@ -77,19 +77,13 @@ def make_reward_environment(blueprint: Blueprint) -> list[Manifest]:
 
 
 def _rank(blueprint: Blueprint, index: int) -> dict[str, str]:
-    """What torchrun would say; one process a pod."""
-    if blueprint.world == 1:
+    """Return what torchrun would tell the first rank of the pod, which tells the others."""
+    family, role = blueprint.family, blueprint.role
+    if role.world == 1:
         return {}
-    family, role = blueprint.family, blueprint.role.name
-    first = f"{instance(family.name, role, 0)}.{service(family.name, role)}.{family.namespace}.svc"
-    return {
-        "MASTER_ADDR": first,
-        "MASTER_PORT": str(GANG_PORT),
-        "WORLD_SIZE": str(blueprint.world),
-        "RANK": str(index),
-        "LOCAL_WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-    }
+    named = f"{instance(family.name, role.name, 0)}.{service(family.name, role.name)}.{family.namespace}.svc"
+    meeting = {"MASTER_ADDR": named if role.spread else "127.0.0.1", "MASTER_PORT": str(GANG_PORT)}
+    return meeting | role.rank_variables(index)
 
 
 def _devices(blueprint: Blueprint, index: int) -> dict[str, str]:

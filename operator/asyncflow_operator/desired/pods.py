@@ -106,7 +106,7 @@ def _spec(blueprint: Blueprint, member: Membership, *, index: int, attempt: int)
         "containers": [{**container, "volumeMounts": volumes.mounts}],
         "volumes": volumes.volumes,
     }
-    if blueprint.world > 1:
+    if blueprint.role.spread:
         ours |= {"hostname": instance(family.name, blueprint.role.name, index)}
         ours |= {"subdomain": service(family.name, blueprint.role.name)}
     if blueprint.host_network:

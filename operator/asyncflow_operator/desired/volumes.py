@@ -100,11 +100,17 @@ def _run(claims: Volumes) -> Volumes:
 
 
 def _shared_memory(blueprint: Blueprint) -> Volumes:
-    size = blueprint.role.resources.shared_memory
-    if size is None:
+    """Return /dev/shm where a size is asked for, or processes of the pod exchange tensors through it.
+
+    Without a size it may grow to the pod's memory; what a container runtime gives by itself, 64 MiB, is too little for
+    NCCL, HCCL and the workers of an engine.
+    """
+    role, size = blueprint.role, blueprint.role.resources.shared_memory
+    if size is None and max(role.ranks, role.resources.accelerators) <= 1:
         return Volumes([], [])
+    limit = {} if size is None else {"sizeLimit": str(size)}
     return Volumes(
-        [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(size)}}],
+        [{"name": "shm", "emptyDir": {"medium": "Memory", **limit}}],
         [{"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108 — the pod's own volume
     )
 
@@ -129,7 +135,7 @@ def _claims(blueprint: Blueprint, index: int) -> Volumes:
 def _host(blueprint: Blueprint) -> Volumes:
     resources = blueprint.role.resources
     facts = PROFILES[resources.profile]
-    paths = host_paths(facts, runtime=blueprint.vendor_runtime, gang=blueprint.world > 1)
+    paths = host_paths(facts, runtime=blueprint.vendor_runtime, gang=blueprint.role.spread)
     named = [(f"host-{number}", path) for number, path in enumerate(paths)]
     return Volumes(
         [{"name": name, "hostPath": {"path": path}} for name, path in named],

@@ -12,9 +12,10 @@ from types import MappingProxyType
 from typing import Final
 
 PORTS_PER_PROCESS: Final = 64
-"""Ports that one process may use of each range: more than the 16 of a device times the usual number of devices."""
+"""Ports that the ranks or the engine of one replica may use of each range: they listen where one is free. verl gives
+the 16 devices of a node 51."""
 PORT_SLOTS: Final = 40
-"""Processes that have ports of their own in each range; those beyond let the operating system choose."""
+"""Replicas that have ports of their own in each range; those beyond let the operating system choose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +86,14 @@ _WHOLE_DRIVER = (Mount(path=_DRIVER, hooked=False), *_ASCEND_MOUNTS[1:])
 """On A5 the part of the driver's folder that the runtime brings is too little (error EI0014)."""
 _ASCEND_ENV = MappingProxyType(
     {
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "HCCL_CONNECT_TIMEOUT": "1500",
         "HCCL_ASYNC_ERROR_HANDLING": "0",
         "HCCL_OP_EXPANSION_MODE": "AIV",
         "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
     }
 )
+"""Without the first, every ``import torch`` ends in a traceback where torch_npu is installed and cannot be loaded."""
 _HCCL_PORTS = (
     PortRange(variable="HCCL_HOST_SOCKET_PORT_RANGE", first=60000),
     PortRange(variable="HCCL_NPU_SOCKET_PORT_RANGE", first=60000 + PORT_SLOTS * PORTS_PER_PROCESS),

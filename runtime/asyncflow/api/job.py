@@ -83,7 +83,7 @@ class RLJobSpec(Spec):
     @property
     def devices(self) -> int:
         """Devices of all trainer ranks and rollouts; on the CPU each process counts as one."""
-        return sum(role.replicas * max(1, role.accelerator.count) for role in (self.trainer, self.rollout))
+        return self.trainer.ranks + self.rollout.replicas * max(1, self.rollout.accelerator.count)
 
     @property
     def published_dtype(self) -> PublishedDtype:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, Final
 
 from asyncflow.api.base import Spec
 from asyncflow.api.paths import place_of
+from asyncflow.api.placement import AUTO
 from asyncflow.api.problems import Problem
 
 
@@ -38,8 +39,11 @@ def _several(value: int) -> bool:
 
 
 def _not_cpu(profile: str) -> bool:
-    return profile != "cpu"
+    return profile not in ("cpu", AUTO)
 
+
+ON_CPU: Final = ("transformers", "simulated", "counting")
+"""Engines and back ends that compute on the CPU only."""
 
 _PLANNED: dict[str, tuple[_Later, ...]] = {
     "RLJob": (
@@ -71,19 +75,13 @@ _PLANNED: dict[str, tuple[_Later, ...]] = {
             "rollout.accelerator.profile",
             _not_cpu,
             "cpu: the engine computes on the CPU",
-            when=lambda spec: spec.rollout.engine.name in ("transformers", "simulated"),
+            when=lambda spec: spec.rollout.engine.name in ON_CPU,
         ),
         _Later(
             "trainer.accelerator.profile",
             _not_cpu,
             "cpu: the back end counts on the CPU",
-            when=lambda spec: spec.trainer.backend.name == "counting",
-        ),
-        _Later(
-            "trainer.accelerator.count",
-            _several,
-            "1: a rank trains on one device; for more devices, more trainer.replicas",
-            when=lambda spec: spec.trainer.backend.name == "torch",
+            when=lambda spec: spec.trainer.backend.name in ON_CPU,
         ),
         _Later("schedule.update", _is("sync"), "delayed", when=lambda spec: spec.schedule.mode == "async"),
         _Later("algorithm.filter_zero_variance", _is("drop"), "keep", when=lambda spec: spec.schedule.deterministic),

@@ -5,7 +5,7 @@ Invariant: an accelerator count is one that the hardware can give; the table of 
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, StringConstraints
 
@@ -13,16 +13,28 @@ from asyncflow.api.accelerators import PROFILES, counted
 from asyncflow.api.base import Annotations, Labels, Name, Options, Rule, Spec, keyed_by
 from asyncflow.api.quantity import Quantity
 
-ProfileName = Literal["cpu", "nvidia", "ascend-a2", "ascend-a3", "ascend-a5"]
+AUTO: Final = "auto"
+"""The profile that stands for what one machine has."""
+
+
+def _of_a_cluster(schema: dict[str, Any]) -> None:
+    """Leave the profile ``auto`` out of the definition of a cluster, which has to be told what its pods ask for."""
+    schema["enum"] = [name for name in schema["enum"] if name != AUTO]
+
+
+ProfileName = Annotated[
+    Literal["cpu", "nvidia", "ascend-a2", "ascend-a3", "ascend-a5", "auto"], Field(json_schema_extra=_of_a_cluster)
+]
 
 
 class AcceleratorSpec(Spec):
     """Accelerators of one process."""
 
     profile: ProfileName = "cpu"
-    """Row of the table of facts: resource name, legal counts, mounts, environment, ports."""
+    """Row of the table of facts: resource name, legal counts, mounts, environment, ports. ``auto``, with ``asyncflow
+    run`` only: the kind of device that the machine has, of which each replica gets one unless ``count`` says more."""
     count: Annotated[int, Field(ge=0, le=64)] = 0
-    """Devices of one process; 0 exactly on CPU."""
+    """Devices of one replica; 0 exactly on CPU. A trainer starts a rank for each, an engine computes with all."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Part of one device that the process uses: its tensors take at most this part of the memory; the vendor's own
     buffers come on top, so leave room. On one machine roles whose shares fit share a device; on a cluster the device
@@ -31,7 +43,9 @@ class AcceleratorSpec(Spec):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             reads=("count", "profile"),
-            ok=lambda accelerator: accelerator.count in PROFILES[accelerator.profile].legal_counts,
+            ok=lambda accelerator: (
+                accelerator.profile == AUTO or accelerator.count in PROFILES[accelerator.profile].legal_counts
+            ),
             cel=f"self.count in { {name: list(facts.legal_counts) for name, facts in PROFILES.items()} }[self.profile]",
             why="the hardware does not give a process so many devices",
             fix="Give " + "; ".join(f"{name}: {counted(facts.legal_counts)}" for name, facts in PROFILES.items()),

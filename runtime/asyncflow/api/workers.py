@@ -134,22 +134,44 @@ class TrainerSpec(Spec):
     """The trainer: a gang of ranks that lives and dies together."""
 
     replicas: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Data-parallel ranks."""
+    """Replicas, one pod each. A replica runs one rank on each of its devices, or one on the CPU."""
+    ranks_per_replica: Annotated[int, Field(ge=1, le=64)] | None = None
+    """Ranks of one replica, each a process. Absent: one for each device (``accelerator.count``), 1 on the CPU."""
     backend: BackendSpec = Field(default_factory=BackendSpec)
     """What trains."""
     lora: LoraSpec | None = None
     """Adapters that are trained, published, checkpointed and exported while the model stays as it is; needs the package
     peft. Absent: all weights are trained."""
     accelerator: AcceleratorSpec = Field(default_factory=AcceleratorSpec)
-    """Devices of one rank's process."""
+    """Devices of one replica: each rank trains on one of them, which its LOCAL_RANK says."""
     threads: Threads = 1
     """Compute threads of one rank (OMP_NUM_THREADS)."""
     resources: ResourcesSpec = Field(default_factory=ResourcesSpec)
-    """CPU and memory of one rank."""
+    """CPU and memory of one replica. Absent: ``threads`` cores for each of its ranks."""
     template: TemplateSpec = Field(default_factory=TemplateSpec)
     """Additions to these pods; they win over those of the job."""
 
+    @property
+    def local_ranks(self) -> int:
+        """Ranks of one replica."""
+        return self.ranks_per_replica or max(1, self.accelerator.count)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of all replicas: the world of the trainer's gang."""
+        return self.replicas * self.local_ranks
+
     rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            reads=("ranks_per_replica", "accelerator.count"),
+            ok=lambda trainer: (
+                trainer.ranks_per_replica is None or trainer.accelerator.count in (0, trainer.ranks_per_replica)
+            ),
+            cel="!has(self.ranksPerReplica) || self.accelerator.count == 0 "
+            "|| self.accelerator.count == self.ranksPerReplica",
+            why="each rank trains on exactly one device",
+            fix="Leave it out, or give it the value of accelerator.count",
+        ),
         *(_legal_gang(name) for name, facts in PROFILES.items() if facts.gang_counts != facts.legal_counts),
         Rule(
             reads=("lora", "backend.name"),

@@ -32,9 +32,11 @@ def validate(file: Path, overrides: Sequence[str]) -> None:
     manifest = checked(file, overrides)
     if isinstance(manifest, RLJob):
         from asyncflow.commands.preflight import preflight
+        from asyncflow.substrates.local.devices import resolve
 
         folder = folder_of(manifest, file)
-        for note in preflight(anchored(manifest, folder), folder, source=str(file), elsewhere=True):
+        job, notes = resolve(anchored(manifest, folder))
+        for note in notes + preflight(job, folder, source=str(file), elsewhere=True):
             click.echo(f"note: {note}")
     click.echo(f"{file}: {manifest.kind} {manifest.metadata.name} is valid")
 
@@ -44,8 +46,11 @@ def plan(file: Path, overrides: Sequence[str]) -> None:
     from asyncflow.commands.manifest import resolved_job
     from asyncflow.plan.job import plan as make_plan
     from asyncflow.plan.table import tables
+    from asyncflow.substrates.local.devices import resolve
 
-    job = resolved_job(file, overrides)
+    job, notes = resolve(resolved_job(file, overrides))
+    for note in notes:
+        click.echo(f"note: {note}")
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _WIDTH

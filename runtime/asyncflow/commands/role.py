@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from asyncflow.leash import leash
 
 
-def run(name: str, *, job: Path, driver: str, index: int, attempt: int, workdir: Path, http_port: int) -> int:
-    """Run the role to its end and give its exit status. Raises ManifestError where there is no such role."""
+def run(name: str, **options: Any) -> int:
+    """Run the role to its end and return its exit status; options: the fields of ``roles.post.RoleOptions``.
+
+    Raises NotYetError where there is no such role.
+    """
     leash()
     from asyncflow.api.names import RoleName
     from asyncflow.errors import NotYetError
@@ -24,8 +26,5 @@ def run(name: str, *, job: Path, driver: str, index: int, attempt: int, workdir:
         raise NotYetError(f"there is no role {name!r}", where="asyncflow role", hint="See asyncflow plan FILE")
     from asyncflow.roles.post import RoleOptions
 
-    options = RoleOptions(
-        role=name, job=job, driver=driver, index=index, attempt=attempt, workdir=workdir, http_port=http_port
-    )
-    status: int = import_module(module).main(options)
+    status: int = import_module(module).main(RoleOptions(role=name, **options))
     return status

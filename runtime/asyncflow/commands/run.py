@@ -27,6 +27,7 @@ from asyncflow.driver.journal import METRICS
 from asyncflow.durable import write_whole
 from asyncflow.errors import CheckpointError, ManifestError
 from asyncflow.plan.job import plan
+from asyncflow.substrates.local.devices import resolve
 from asyncflow.substrates.local.folder import RunFolder, remembered
 from asyncflow.substrates.local.resume import differences
 from asyncflow.substrates.local.site import Site, site
@@ -48,8 +49,8 @@ def run(file: Path, *, output: Path | None, overrides: Sequence[str], resume: bo
     if begun_with:
         click.echo(f"as the run was begun: {_sets(begun_with)}")
     overrides = latest([*begun_with, *overrides])
-    job = resolved_job(file, overrides)
-    for note in preflight(job, folder_of(job, file), source=str(file)):
+    job, notes = resolve(resolved_job(file, overrides))
+    for note in notes + preflight(job, folder_of(job, file), source=str(file)):
         click.echo(f"note: {note}")
     folder = RunFolder.claim(output or RUNS / job.name, resume=resume, fresh=fresh)
     refused = True

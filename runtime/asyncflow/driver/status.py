@@ -135,7 +135,7 @@ def waiting_for(
         "controller": spec.transfer_queue.controllers,
         **holders(spec.transfer_queue),
         "storage": spec.transfer_queue.storage_units,
-        "trainer": spec.trainer.replicas,
+        "trainer": spec.trainer.ranks,
         "rollout": max(1, spec.rollout.min_replicas),
     }
     missing = {role: count - members.get(role, 0) for role, count in expected.items() if members.get(role, 0) < count}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
 from pathlib import Path
@@ -78,17 +79,20 @@ class RoleHttp:
 
         self._server.route("POST", path, _in_words(guarded))
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0, *, advertise: str = "") -> str:
-        """Serve from the running loop; give the URL that others dial (at the host ``advertise``, if set).
+    async def start(
+        self, host: str = "127.0.0.1", port: int = 0, *, advertise: str = "", bound: socket.socket | None = None
+    ) -> str:
+        """Serve from the running loop; return the URL that others dial (at the host ``advertise``, if set).
 
-        Port 0 takes any free one. Raises Refused where it cannot listen.
+        Port 0 takes any free one; bound: a socket to listen on that already has host and port. Raises Refused where it
+        cannot listen.
         """
         try:
-            bound = await self._server.start(host, port)
+            taken = await self._server.start(host, port, bound=bound)
         except OSError as error:
             hint = "Another process may hold that port"
             raise Refused(f"cannot listen at http://{host}:{port}: {error}", hint=hint) from error
-        return f"http://{await hosts.dialled(host, advertise)}:{bound}"
+        return f"http://{await hosts.dialled(host, advertise)}:{taken}"
 
     async def close(self) -> None:
         """Stop serving, within a second."""

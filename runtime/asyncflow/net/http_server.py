@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -88,11 +89,12 @@ class HttpServer:
         """Answer ``method`` on ``path`` by ``handler``; a part in braces stands for any, under that name."""
         self._routes.append((method, path.split("/"), handler))
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen, and give the port. Raises OSError where it cannot."""
-        self._server = await asyncio.start_server(self._connected, host, port, limit=_CHUNK)
-        bound: int = self._server.sockets[0].getsockname()[1]
-        return bound
+    async def start(self, host: str, port: int, *, bound: socket.socket | None = None) -> int:
+        """Listen, on ``bound`` where that is given, and return the port. Raises OSError where it cannot."""
+        where: dict[str, Any] = {"host": host, "port": port} if bound is None else {"sock": bound}
+        self._server = await asyncio.start_server(self._connected, **where, limit=_CHUNK)
+        taken: int = self._server.sockets[0].getsockname()[1]
+        return taken
 
     async def close(self) -> None:
         """Stop listening and end all connections, within a second."""

@@ -98,9 +98,12 @@ def _trainer(spec: RLJobSpec) -> Role:
         core=trainer.replicas,
         most=trainer.replicas,
         gang=True,
+        ranks=trainer.local_ranks,
         after=("controller", "storage"),
         durable=("checkpoints",),
-        resources=_resources(trainer.resources, threads=trainer.threads, accelerator=trainer.accelerator),
+        resources=_resources(
+            trainer.resources, threads=trainer.threads * trainer.local_ranks, accelerator=trainer.accelerator
+        ),
         restart=_restart(spec.failure_policy.trainer),
         env=_env(spec.template, trainer.template, threads=trainer.threads, accelerator=trainer.accelerator),
         **_listening(spec),

@@ -75,7 +75,8 @@ class Role:
 
     replicas: processes, of which ``core`` must find a place together with the other roles' cores; elastic: whether
     ``replicas`` may change between ``core`` and ``most`` while the job runs. gang: whether the processes start and end
-    together. leader: whether its exit with status 0 ends the job well. after: roles to be ready before it starts.
+    together; ranks: members of the job that each stands for, which it starts itself where they are several. leader:
+    whether its exit with status 0 ends the job well. after: roles to be ready before it starts.
     durable: volumes that it needs. env: beside what the substrate adds.
     """
 
@@ -87,6 +88,7 @@ class Role:
     readiness: Readiness
     restart: RestartPolicy
     gang: bool = False
+    ranks: int = 1
     leader: bool = False
     after: tuple[RoleName, ...] = ()
     durable: tuple[Durable, ...] = ()
@@ -97,6 +99,26 @@ class Role:
     def elastic(self) -> bool:
         """Whether the number of processes may change while the job runs."""
         return self.core != self.most
+
+    @property
+    def spread(self) -> bool:
+        """Whether several processes compute together, over a network."""
+        return self.gang and self.replicas > 1
+
+    @property
+    def world(self) -> int:
+        """Ranks that compute together, 1 where the role is no gang."""
+        return self.replicas * self.ranks if self.gang else 1
+
+    def rank_variables(self, index: int, *, local_rank: int = 0) -> dict[str, str]:
+        """Return the variables by which torchrun tells a rank of process ``index`` which one it is."""
+        return {
+            "WORLD_SIZE": str(self.world),
+            "RANK": str(index * self.ranks + local_rank),
+            "LOCAL_WORLD_SIZE": str(self.ranks),
+            "LOCAL_RANK": str(local_rank),
+            "GROUP_RANK": str(index),
+        }
 
     def command(
         self,

@@ -41,10 +41,10 @@ def tables(job: RLJob, plan: JobPlan) -> tuple[Table, ...]:
 
 
 def _role(role: Role) -> tuple[str, ...]:
-    processes = str(role.replicas)
+    processes = str(role.replicas) if role.ranks == 1 else f"{role.replicas} x {role.ranks} ranks"
     if role.elastic:
         processes += f" ({role.core} to {role.most})"
-    if role.gang and role.replicas > 1:
+    if role.spread:
         processes += ", one gang"
     restarts = f"{role.restart.max_restarts} in {role.restart.window_s:g} s"
     return role.name, processes, _each(role.resources), restarts, ", ".join(role.after) or "-"

@@ -46,12 +46,15 @@ _PASSING = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno
 
 
 def run_role(
-    serve: Callable[[JobPost], Awaitable[None]],
+    serve: Callable[[JobPost], Awaitable[int | None]],
     options: RoleOptions,
     *,
     alone: Callable[[QueuePost], Awaitable[None]] | None = None,
 ) -> int:
-    """Run a role to its end and give its exit status. alone: how to be it in a queue that stands alone, if it can."""
+    """Run a role to its end and return its exit status, which may be what ``serve`` returns.
+
+    alone: how to be it in a queue that stands alone, if it can.
+    """
     setup_logging(options.role, options.index)
     status = 0
     try:
@@ -96,7 +99,7 @@ def calm_collector() -> None:
 
 
 async def _run(
-    serve: Callable[[JobPost], Awaitable[None]],
+    serve: Callable[[JobPost], Awaitable[int | None]],
     alone: Callable[[QueuePost], Awaitable[None]] | None,
     options: RoleOptions,
     manifest: Manifest,
@@ -115,14 +118,14 @@ async def _run(
     raise ManifestError(f"kind = {manifest.kind!r}: it has no {options.role}", where=where, hint=hint)
 
 
-async def _serve(post: Post, serving: Awaitable[None]) -> int:
+async def _serve(post: Post, serving: Awaitable[int | None]) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _end, post, number)
     log.info("attempt %d, worker %s, pid %d", post.options.attempt, post.worker, os.getpid())
-    await serving
+    status = await serving
     log.info("ended after %.1f s", clock.now() - post.started)
-    return 128 + post.signal if post.signal else 0
+    return status or (128 + post.signal if post.signal else 0)
 
 
 def _end(post: Post, number: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -44,7 +45,8 @@ class RoleOptions:
     """The command line of a role.
 
     job: the manifest, a job's or a queue's; driver: the address that all dial, the own one of whoever leads; http_port:
-    0 is any.
+    0 is any; http_socket: descriptor of a bound socket to serve it at instead; local_rank: which rank of its replica
+    this process is, None for a replica itself, which is its only rank or starts several.
     """
 
     role: str
@@ -54,6 +56,8 @@ class RoleOptions:
     attempt: int
     workdir: Path
     http_port: int = 0
+    http_socket: int | None = None
+    local_rank: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -142,7 +146,9 @@ class Post(ABC):
         http = self.http(metrics, ready=readiness)
         for path, page in pages.items():
             http.add_get(path, page)
-        url = await http.start(self.host, self.options.http_port)
+        given = self.options.http_socket
+        bound = socket.socket(fileno=given) if given is not None else None
+        url = await http.start(self.host, self.options.http_port, bound=bound)
         member = Member(
             role=self.options.role,
             index=self.options.index,

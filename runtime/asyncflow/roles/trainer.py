@@ -1,5 +1,6 @@
 """One rank of the trainer: queue, weights, backend and checkpoints around ``train.trainer``.
 
+A replica of several ranks starts them as processes of their own (``ranks``), and is none itself.
 A rank that has made the last step stays, and serves its versions, until the driver says stop.
 """
 
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from importlib import import_module
 from pathlib import Path
 
 from asyncflow.algorithms.aggregation import Aggregation
@@ -25,6 +27,7 @@ from asyncflow.plugins import load_plugin
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.roles.base import run_role
 from asyncflow.roles.post import JobPost, RoleOptions
+from asyncflow.roles.ranks import serve_ranks
 from asyncflow.telemetry.metrics import TrainerMetrics
 from asyncflow.train.backends.base import TrainerBackend
 from asyncflow.train.checkpoint import Checkpoints
@@ -41,8 +44,15 @@ REPORT_S = 10.0
 
 
 def main(options: RoleOptions) -> int:
-    """Run one rank."""
-    return run_role(serve, options)
+    """Run one rank, or all those of a replica that has several."""
+    return run_role(_serve, options)
+
+
+async def _serve(post: JobPost) -> int | None:
+    if post.options.local_rank is None and post.job.spec.trainer.local_ranks > 1:
+        return await serve_ranks(post)
+    await serve(post)
+    return None
 
 
 async def serve(post: JobPost) -> None:
@@ -52,7 +62,7 @@ async def serve(post: JobPost) -> None:
     server = RpcServer(name=f"trainer-{options.index}", bind=post.bind, keys=post.keys)
     checkpoints = Checkpoints(options.workdir / "checkpoints", keep=spec.storage.checkpoints.keep)
     if options.index == 0:
-        gathering = GatherService(attempt=options.attempt, world=spec.trainer.replicas, progress=checkpoints.progress)
+        gathering = GatherService(attempt=options.attempt, world=spec.trainer.ranks, progress=checkpoints.progress)
         gathering.attach(server)
     address = await server.start()
     trainer: Trainer | None = None
@@ -82,7 +92,8 @@ async def serve(post: JobPost) -> None:
     await sender.start()
     queue = QueueClient.of(membership, keys=post.keys)
     folder = materialize_config(spec.model.source, options.workdir)
-    backend = kind(backend_settings(spec, host=post.host), group=group)
+    settings = backend_settings(spec, host=post.host, local_rank=options.local_rank or 0)
+    backend = kind(settings, group=group)
     trainer = Trainer(
         queue=queue,
         sender=sender,
@@ -135,7 +146,7 @@ async def _report(membership: Membership, metrics: TrainerMetrics, report: Train
 
 
 def _group(post: JobPost, membership: Membership) -> Group:
-    world = post.job.spec.trainer.replicas
+    world = post.job.spec.trainer.ranks
     if world == 1:
         return Alone()
 
@@ -171,12 +182,17 @@ def _settings(post: JobPost) -> TrainerSettings:
 
 
 def _kind_of_backend(spec: RLJobSpec) -> type[TrainerBackend]:
-    """Import the backend: seconds in which no heartbeat leaves, so before there is any."""
+    """Import the backend: seconds in which no heartbeat leaves, so before there is any.
+
+    On an NPU torch_npu comes first, because transformers imports it too, and would not say what it lacks.
+    """
+    if PROFILES[spec.trainer.accelerator.profile].device == "npu":
+        import_module("asyncflow.train.backends.torch_npu").load_npu()
     where = "spec.trainer.backend.name"
     return load_plugin("asyncflow.trainer_backends", spec.trainer.backend.name, kind=TrainerBackend, where=where)
 
 
-def backend_settings(spec: RLJobSpec, *, host: str) -> BackendSettings:
+def backend_settings(spec: RLJobSpec, *, host: str, local_rank: int = 0) -> BackendSettings:
     """Return what the backend of a rank that others reach at ``host`` has to know of the job."""
     algorithm, backend = spec.algorithm, spec.trainer.backend
     return BackendSettings(
@@ -209,6 +225,7 @@ def backend_settings(spec: RLJobSpec, *, host: str) -> BackendSettings:
         seed=algorithm.seed,
         device=PROFILES[spec.trainer.accelerator.profile].device,
         share=spec.trainer.accelerator.share,
+        local_rank=local_rank,
         host=host,
         options=backend.options,
     )

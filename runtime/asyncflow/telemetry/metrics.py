@@ -219,6 +219,32 @@ class _Relayed(Collector):
         yield from text_string_to_metric_families(self._text)
 
 
+def labelled(texts: Mapping[str, str], *, label: str) -> CollectorRegistry:
+    """Return the metrics of several processes as one: each sample has ``label`` with its process's key of ``texts``.
+
+    texts: what each process answers at ``/metrics``, in Prometheus' text format.
+    """
+    families: dict[str, Metric] = {}
+    for value, text in texts.items():
+        for family in text_string_to_metric_families(text):
+            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                merged.add_sample(sample.name, {**sample.labels, label: value}, sample.value)
+    registry = CollectorRegistry()
+    registry.register(_Families(families.values()))
+    return registry
+
+
+class _Families(Collector):
+    """Families that are there already."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
 class _BusyCollector(Collector):
     def __init__(self, name: str, busy: BusyClock) -> None:
         self._name = name

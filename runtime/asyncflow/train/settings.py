@@ -59,8 +59,9 @@ class BackendSettings:
     lora: adapters to train in place of the weights, None for all weights; temperature: of the sampling that made the
     responses, applied to the trainer's logits too; compute: dtype of forward and backward (weights, gradients and
     optimizer are always float32); layout, pack_tokens: see ``packing``; threads: of this rank, 0 = the library's
-    choice; group_size: samples of one prompt; device: torch's name of the kind of device; share: part of its memory
-    that this rank may use; host: the address at which other ranks reach this one; options: the backend's own.
+    choice; group_size: samples of one prompt; device: torch's name of the kind of device; local_rank: which of the
+    devices that this process sees is its own; share: part of its memory that this rank may use; host: the address at
+    which other ranks reach this one; options: the backend's own.
     """
 
     optimizer: OptimizerSettings
@@ -74,6 +75,7 @@ class BackendSettings:
     group_size: int = 1
     seed: int = 0
     device: str = "cpu"
+    local_rank: int = 0
     share: float = 1.0
     host: str = "127.0.0.1"
     options: Mapping[str, Any] = field(default_factory=dict)

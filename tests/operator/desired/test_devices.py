@@ -77,6 +77,31 @@ def test_ranks_meet_at_rank_0_by_the_name_of_its_pod(desired: Desired, job_state
     assert "MASTER_ADDR" not in environment(desired.pod(job_state(), "trainer", 0, 0))
 
 
+def test_the_ranks_of_one_pod_are_counted_and_talk_through_its_shared_memory(desired: Desired, job_state: JobStates):
+    state = job_state(trainer={"replicas": 2, "accelerator": A3, "threads": 4})
+    pod = desired.pod(state, "trainer", 1, 0)
+    said = environment(pod)
+    ranks = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
+    assert [said[name] for name in ranks] == ["32", "16", "16", "0", "1"]
+    assert said["ASCEND_RT_VISIBLE_DEVICES"] == ",".join(map(str, range(16)))
+    container = pod["spec"]["containers"][0]
+    asked = container["resources"]["requests"]
+    assert (asked["cpu"], asked["huawei.com/Ascend910"]) == ("64000m", "16")
+    (shm,) = (volume for volume in pod["spec"]["volumes"] if volume["name"] == "shm")
+    assert shm == {"name": "shm", "emptyDir": {"medium": "Memory"}}
+    assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+    assert "shm" not in str(desired.pod(job_state(trainer={"replicas": 2}), "trainer", 0, 0)["spec"]["volumes"])
+
+
+def test_a_gang_in_one_pod_meets_there_and_needs_no_name(desired: Desired, job_state: JobStates):
+    state = job_state(trainer={"accelerator": {"profile": "nvidia", "count": 8}})
+    pod = desired.pod(state, "trainer", 0, 0)
+    assert environment(pod)["MASTER_ADDR"] == "127.0.0.1"
+    assert environment(pod)["WORLD_SIZE"] == "8"
+    assert "subdomain" not in pod["spec"]
+    assert "math-trainer" not in [each["metadata"]["name"] for each in desired.supporting(state)]
+
+
 def test_devices_are_those_that_the_schedulers_plug_in_chose(desired: Desired, job_state: JobStates):
     trainer = {"accelerator": {"profile": "ascend-a2", "count": 2}}
     plain = environment(desired.pod(job_state(trainer=trainer), "trainer", 0, 0))

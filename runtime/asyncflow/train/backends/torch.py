@@ -79,7 +79,7 @@ class TorchBackend(TrainerBackend):
         self._options = options = read_options(settings.options, TorchOptions, where=OPTIONS)
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        self._device = find_device(settings.device, share=settings.share)
+        self._device = find_device(settings.device, share=settings.share, local_rank=settings.local_rank)
         torch.use_deterministic_algorithms(True, warn_only=self._device.type != "cpu")
         torch.manual_seed(settings.seed)
         self._how: dict[str, Any] = {

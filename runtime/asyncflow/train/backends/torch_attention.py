@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 
 from asyncflow.errors import ManifestError
 from asyncflow.train.backends.torch_copies import on_device
+from asyncflow.train.backends.torch_npu import NpuSequences, attend_on_npu
 from asyncflow.train.packing import Pack
 
 ATTENTION = "asyncflow_documents"
@@ -55,7 +56,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,  # noqa: ARG001
     *,
-    documents: Documents,
+    documents: Documents | NpuSequences,
     scaling: float | None = None,
     dropout: float = 0.0,
     **more: Any,
@@ -71,6 +72,11 @@ def attend(
             where="spec.model.source",
             hint="Use a model with plain full attention.",
         )
+    if isinstance(documents, NpuSequences):
+        # Norms and rotary embeddings leave queries and keys in float32 under autocast; the kernel wants one dtype.
+        rows = (part[0].transpose(0, 1).to(value.dtype).contiguous() for part in (query, key, value))
+        out = attend_on_npu(*rows, sequences=documents, scale=scaling or query.shape[-1] ** -0.5)
+        return out[None], None
     heads = query.shape[1]
 
     def by_document(states: Tensor) -> Tensor:

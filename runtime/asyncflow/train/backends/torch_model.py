@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from asyncflow.errors import ManifestError
 from asyncflow.train.backends.torch_attention import ATTENTION, Documents
 from asyncflow.train.backends.torch_copies import on_device
+from asyncflow.train.backends.torch_npu import NpuSequences
 from asyncflow.train.packing import Pack, pack_samples
 
 _A_TOKEN = np.zeros(1, dtype=np.int32)
@@ -133,7 +134,7 @@ def _inputs(pack: Pack, device: torch.device) -> dict[str, Any]:
     return {
         "input_ids": on_device(pack.ids, device)[None],
         "position_ids": on_device(pack.positions, device)[None],
-        "documents": Documents.of(pack, device),
+        "documents": (NpuSequences if device.type == "npu" else Documents).of(pack, device),
         "use_cache": False,
     }
 

@@ -29,6 +29,12 @@ class Applied(NamedTuple):
     moved: bool
 
 
+def has_fused_kernel(device: torch.device) -> bool:
+    """Return whether torch has AdamW as one kernel for ``device``; for an NPU that is up to torch_npu's version."""
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device.type, "PrivateUse1")
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adamw_", key))  # noqa: SLF001
+
+
 class FlatAdamW:
     """AdamW over all trainable parameters of ``model``."""
 
@@ -57,7 +63,7 @@ class FlatAdamW:
             lr=settings.learning_rate,
             betas=settings.betas,
             eps=settings.epsilon,
-            fused=self._gradient.device.type in ("cpu", "cuda"),
+            fused=has_fused_kernel(self._gradient.device),
         )
         for parameter in parameters:
             self._adam.state[parameter] = {

@@ -23,19 +23,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from asyncflow.errors import ManifestError, PeerLost
+from asyncflow.train.backends.torch_npu import load_npu
 from asyncflow.train.ranks import Group
 
 _HOST_BYTES = 256
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def find_device(kind: str, *, share: float) -> torch.device:
+def find_device(kind: str, *, share: float, local_rank: int = 0) -> torch.device:
     """Return this process's device of ``kind``, torch's name for it, with at most ``share`` of its memory allocated.
 
-    Raises ManifestError where there is none.
+    local_rank: which of those that this process sees, as with torchrun. Raises ManifestError where there is none.
     """
     if kind == "cpu":
         return torch.device(kind)
+    if kind == "npu":
+        load_npu()
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if found is None or found.type != kind:
         raise ManifestError(
@@ -43,9 +46,16 @@ def find_device(kind: str, *, share: float) -> torch.device:
             where="spec.trainer.accelerator",
             hint="Run where the device and its build of torch are installed, or set profile: cpu and count: 0",
         )
+    if local_rank >= (seen := torch.accelerator.device_count()):
+        raise ManifestError(
+            f"rank {local_rank} of this replica has no {kind} device: torch {torch.__version__} sees {seen}",
+            where="spec.trainer.accelerator.count",
+            hint="Give no more than there are; see which devices the process sees (docs/jobs.md, Devices)",
+        )
+    torch.accelerator.set_device_index(local_rank)
     if share < 1:
         torch.get_device_module(found).set_per_process_memory_fraction(share)
-    return found
+    return torch.device(kind, local_rank)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,171 @@
+"""The ranks of one replica of the trainer: the processes of one pod, or of one seat on a machine.
+
+Where a replica has several ranks, the process that the substrate started becomes their launcher, as torchrun is one: it
+starts them, passes on the signal that ends it, and answers ``/healthz``, ``/readyz`` and ``/metrics`` for all of them.
+Each rank is a member of the job by itself, under its number among the ranks of all replicas.
+
+Invariants: no rank outlives its launcher, however that ends; when one rank fails, the others end within ``END_S``
+seconds; the exit status is that of the rank that failed first; a replica is ready when all of its ranks are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
+
+from prometheus_client.exposition import choose_encoder
+
+from asyncflow.errors import Refused
+from asyncflow.leash import PARENT
+from asyncflow.net.http_server import Answer, HttpServer, Request
+from asyncflow.plan.job import plan
+from asyncflow.roles.post import JobPost
+from asyncflow.telemetry.metrics import labelled
+
+log = logging.getLogger(__name__)
+
+END_S = 2.0
+"""Seconds from SIGTERM to SIGKILL for the ranks that are left when one has failed."""
+_ANSWER_S = 0.8
+"""Seconds within which a rank has to answer; a kubelet gives its first probes one second."""
+_BY_SIGNAL = 128
+
+
+async def serve_ranks(post: JobPost) -> int:
+    """Run all ranks of this replica to their end; return the exit status of the first that failed, 0 where none did.
+
+    Raises Refused where the HTTP port is taken, OSError where a rank cannot be started.
+    """
+    launcher = _Launcher(post)
+    http = HttpServer()
+    for path, handler in (("/healthz", launcher.agree), ("/readyz", launcher.agree), ("/metrics", launcher.metrics)):
+        http.route("GET", path, handler)
+    try:
+        await http.start(post.host, post.options.http_port)
+    except OSError as error:
+        raise Refused(f"cannot listen at {post.host}:{post.options.http_port}: {error}", where="trainer") from error
+    status = await launcher.run()
+    await http.close()
+    return status
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """A rank that was started. number: among all ranks; host, port: where it serves HTTP."""
+
+    number: int
+    process: Process
+    host: str
+    port: int
+
+    async def ask(self, path: str) -> tuple[int, bytes]:
+        """Return status and body of its answer to GET ``path``; 503 and the reason where there is none in time."""
+        return await asyncio.to_thread(self._ask, path)
+
+    def _ask(self, path: str) -> tuple[int, bytes]:
+        connection = HTTPConnection(self.host, self.port, timeout=_ANSWER_S)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        except (OSError, HTTPException) as error:
+            return HTTPStatus.SERVICE_UNAVAILABLE, f"no answer: {error}\n".encode()
+        finally:
+            connection.close()
+
+
+class _Launcher:
+    """Starts, watches and ends the ranks of the replica at ``post``."""
+
+    def __init__(self, post: JobPost) -> None:
+        self._post = post
+        self._ranks: list[_Rank] = []
+        self._status = 0
+
+    async def run(self) -> int:
+        for local_rank in range(self._post.job.spec.trainer.local_ranks):
+            self._ranks.append(await self._start(local_rank))
+        log.info("its ranks: %s", ", ".join(f"{rank.number} (pid {rank.process.pid})" for rank in self._ranks))
+        passing = asyncio.create_task(self._pass_on())
+        await asyncio.gather(*map(self._watch, self._ranks))
+        passing.cancel()
+        return self._status
+
+    async def agree(self, request: Request) -> Answer:
+        """Answer as all ranks do, or with the first that says no."""
+        answers = await self._ask_all(request.path)
+        for number, (status, body) in answers.items():
+            if status != HTTPStatus.OK:
+                return Answer(b"rank %d: %s" % (number, body), HTTPStatus.SERVICE_UNAVAILABLE)
+        return Answer(next(iter(answers.values()))[1]) if answers else Answer.text("starting\n", status=503)
+
+    async def metrics(self, request: Request) -> Answer:
+        """Answer with the metrics of all ranks that answer in time, each with the label ``rank``."""
+        answers = await self._ask_all(request.path)
+        texts = {str(number): body.decode() for number, (status, body) in answers.items() if status == HTTPStatus.OK}
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Answer(encode(labelled(texts, label="rank")), content_type=content_type)
+
+    async def _ask_all(self, path: str) -> Mapping[int, tuple[int, bytes]]:
+        ranks = tuple(self._ranks)
+        answers = await asyncio.gather(*(rank.ask(path) for rank in ranks))
+        return {rank.number: answer for rank, answer in zip(ranks, answers, strict=True)}
+
+    async def _start(self, local_rank: int) -> _Rank:
+        """Start a rank, which is given the socket that it serves HTTP at, so that its port is known here."""
+        post, options = self._post, self._post.options
+        role = plan(post.job).role("trainer")
+        variables = role.rank_variables(options.index, local_rank=local_rank)
+        family = socket.AF_INET6 if ":" in post.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as bound:
+            bound.bind((post.host, 0))
+            command = role.command(
+                index=int(variables["RANK"]),
+                attempt=options.attempt,
+                driver=options.driver,
+                job=str(options.job),
+                workdir=str(options.workdir),
+                python=sys.executable,
+            )
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                "--local-rank",
+                str(local_rank),
+                "--http-socket",
+                str(bound.fileno()),
+                stdin=DEVNULL,
+                env={**os.environ, **variables, PARENT: str(os.getpid())},
+                pass_fds=[bound.fileno()],
+            )
+            return _Rank(int(variables["RANK"]), process, post.host, bound.getsockname()[1])
+
+    async def _watch(self, rank: _Rank) -> None:
+        code = await rank.process.wait()
+        if code and not self._status:
+            self._status = code if code > 0 else _BY_SIGNAL - code
+            if not self._post.stopping.is_set():
+                how = f"exit status {code}" if code > 0 else signal.Signals(-code).name
+                log.error("rank %d ended with %s: the other ranks of this replica are ended", rank.number, how)
+                self._send(signal.SIGTERM, signal.SIGCONT)
+                asyncio.get_running_loop().call_later(END_S, self._send, signal.SIGKILL)
+
+    async def _pass_on(self) -> None:
+        """Hand the signal that ends this process to the ranks; how long they may take, whoever sent it decides."""
+        await self._post.stopping.wait()
+        self._send(signal.Signals(self._post.signal), signal.SIGCONT)
+
+    def _send(self, *numbers: signal.Signals) -> None:
+        for rank in self._ranks:
+            for number in numbers:
+                with contextlib.suppress(ProcessLookupError):
+                    rank.process.send_signal(number)
