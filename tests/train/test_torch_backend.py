@@ -324,7 +324,7 @@ def test_what_does_not_fit_is_refused(tiny_folder: Path, tmp_path: Path) -> None
     ("options", "words"),
     [
         ({"pack_token": 8}, "unknown option pack_token"),
-        ({"pack_tokens": 0}, "pack_tokens"),
+        ({"head_tokens": 0}, "head_tokens"),
         ({"gradient_checkpointing": "yes"}, "gradient_checkpointing"),
         ({"collective_timeout_s": "long"}, "collective_timeout_s"),
     ],

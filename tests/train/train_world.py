@@ -112,10 +112,12 @@ async def take_seat(
     async def report(said: TrainReport) -> None:
         talk.reports.append(said)
 
+    made = backend(group)
+    made.slot_tokens = slot_tokens
     trainer = Trainer(
         queue=queue,
         sender=sender,
-        backend=backend(group),
+        backend=made,
         group=group,
         checkpoints=Checkpoints(Path(places.folder) / "checkpoints"),
         report=report,
@@ -125,7 +127,6 @@ async def take_seat(
             partition=PARTITION,
             attempt=attempt,
             whole=whole,
-            slot_tokens=slot_tokens,
             checkpoint_every=checkpoint_every,
             patience_s=20,
         ),

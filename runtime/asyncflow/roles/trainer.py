@@ -155,7 +155,6 @@ def _settings(post: JobPost) -> TrainerSettings:
         attempt=post.options.attempt,
         whole=spec.schedule.whole_steps,
         published=spec.published_dtype,
-        slot_tokens=spec.trainer.backend.tokens_per_micro_batch,
         checkpoint_every=spec.storage.checkpoints.every,
         leave_s=spec.limits.stop_seconds / 4,
     )
@@ -194,6 +193,7 @@ def backend_settings(spec: RLJobSpec, *, host: str) -> BackendSettings:
         compute="bfloat16" if backend.precision == "bf16" else "float32",
         layout=backend.packing,
         pack_tokens=backend.tokens_per_micro_batch,
+        longest=spec.longest,
         threads=spec.trainer.threads,
         group_size=algorithm.group_size,
         seed=algorithm.seed,

@@ -56,7 +56,9 @@ class BackendSettings:
     """What a backend needs to know.
 
     temperature: of the sampling that made the responses, applied to the trainer's logits too; compute: dtype of
-    forward and backward (weights, gradients and optimizer are always float32); layout, pack_tokens: see ``packing``;
+    forward and backward (weights, gradients and optimizer are always float32); layout: see ``packing``; pack_tokens:
+    most tokens of a rank's part of a slot, which is computed as one pack (None: the backend's choice); longest: most
+    tokens of one sample;
     threads: of this rank, 0 = the library's choice; group_size: samples of one prompt; device: torch's name of
     the kind of device; share: part of its memory that this rank may use; host: the address at which
     other ranks reach this one; options: the backend's own.
@@ -67,7 +69,8 @@ class BackendSettings:
     temperature: float = 1.0
     compute: Literal["float32", "bfloat16"] = "float32"
     layout: LayoutName = "separate"
-    pack_tokens: int = 8192
+    pack_tokens: int | None = None
+    longest: int = 1
     threads: int = 0
     group_size: int = 1
     seed: int = 0
@@ -81,11 +84,10 @@ class BackendSettings:
 class TorchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of the backend ``torch``.
 
-    pack_tokens: most tokens of one forward pass, which bounds the memory of its activations; head_tokens: most of them
-    whose logits exist at once; collective_timeout_s: how long a rank waits for the others in a collective.
+    head_tokens: most tokens of a pack whose logits exist at once; collective_timeout_s: how long a rank waits for the
+    others in a collective.
     """
 
-    pack_tokens: Annotated[int, msgspec.Meta(ge=1)] = 1024
     head_tokens: Annotated[int, msgspec.Meta(ge=1)] = 2048
     gradient_checkpointing: bool = False
     collective_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
@@ -97,10 +99,10 @@ class TrainerSettings:
 
     schedule: how many steps, which of them are published, and which versions later steps need; partition: the job's
     rows; attempt: of this gang, which fences older ones; whole: collect all of D_k before the first gradient (the
-    synchronous loop); published: what weights are rounded to when they are published; slot_tokens: budget of one
-    micro-batch per rank; checkpoint_every: steps between checkpoints, 0 = the last one only; extra_columns: fetched
-    beside the usual ones (``loss_mask``); patience_s: how long the queue or the driver may be away; leave_s: how long
-    the ledger may take to be on disk once the trainer is leaving.
+    synchronous loop); published: what weights are rounded to when they are published; checkpoint_every: steps between
+    checkpoints, 0 = the last one only; extra_columns: fetched beside the usual ones (``loss_mask``); patience_s: how
+    long the queue or the driver may be away; leave_s: how long the ledger may take to be on disk once the trainer is
+    leaving.
     """
 
     schedule: Schedule
@@ -108,7 +110,6 @@ class TrainerSettings:
     attempt: int
     whole: bool = False
     published: WeightsDtype = "float32"
-    slot_tokens: int = 8192
     checkpoint_every: int = 10
     extra_columns: tuple[str, ...] = ()
     patience_s: float = 120.0

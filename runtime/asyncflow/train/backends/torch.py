@@ -33,6 +33,7 @@ from asyncflow.errors import CheckpointError, DiskError, Diverged
 from asyncflow.plugins import read_options
 from asyncflow.train.backends.base import OPTIONS, TrainerBackend
 from asyncflow.train.backends.torch_copies import as_array, on_device, rounded, weights_on_device
+from asyncflow.train.backends.torch_memory import PackBudget, find_largest_pack
 from asyncflow.train.backends.torch_model import LogprobModel, named_weights, open_model, read_weights
 from asyncflow.train.backends.torch_optimizer import FlatAdamW
 from asyncflow.train.backends.torch_ranks import TensorGroup, find_device
@@ -73,7 +74,7 @@ class TorchBackend(TrainerBackend):
             "compute": getattr(torch, settings.compute),
             "rows": options.head_tokens,
         }
-        self._pack_tokens = min(settings.pack_tokens, options.pack_tokens)
+        self._budget = PackBudget(self.slot_tokens)
         self._ranks = TensorGroup(
             group,
             device=self._device,
@@ -82,6 +83,7 @@ class TorchBackend(TrainerBackend):
         )
         self._meter = _meter()
         self._measured: list[tuple[tuple[str, ...], Tensor, Tensor]] = []
+        self._step: list[tuple[MicroBatch, int]] = []
         self._skipped = 0
         self._has_room = True
         self._copies: torch.Stream | None = None
@@ -100,10 +102,33 @@ class TorchBackend(TrainerBackend):
             self._model.gradient_checkpointing_enable()
         self._policy = LogprobModel(self._model, **self._how)
         self._optimizer = FlatAdamW(self._model, self.settings.optimizer)
+        self._forget_step()
         if checkpoint is not None and first:
             self._restore(checkpoint)
         self._ranks.from_first(tensor for _, tensor in named_weights(self._model))
         self._ranks.from_first(tensor for _, tensor in self._optimizer.state())
+        if self.settings.pack_tokens is None and self._device.type != "cpu":
+            self._find_slot_tokens()
+
+    def _find_slot_tokens(self) -> None:
+        """Try which packs fit the device; the ranks agree on what fits all of them."""
+
+        def step(batch: MicroBatch, tokens: int) -> None:
+            self._budget = PackBudget(tokens)
+            try:
+                self._add(batch, version=-1)
+            finally:
+                self._forget_step()
+
+        found = find_largest_pack(
+            step,
+            device=self._device,
+            share=self.settings.share,
+            reserved=sum(2 * tensor.numel() for _, tensor in named_weights(self._model)),
+            longest=self.settings.longest,
+        )
+        self.slot_tokens = int(self.group.gather(np.array([found]), what="tokens of a micro-batch").min())
+        self._budget = PackBudget(self.slot_tokens)
 
     def _restore(self, checkpoint: Path) -> None:
         read_weights(self._model, checkpoint / WEIGHTS_FILE)
@@ -119,7 +144,28 @@ class TorchBackend(TrainerBackend):
             ) from wrong
 
     def micro_batch(self, batch: MicroBatch, *, version: int) -> None:
-        """See the base class. The pack budget bounds memory; a slot may hold any number of packs."""
+        """See the base class. Where memory runs out, the step is computed again in packs of half the size, once."""
+        self._step.append((batch, version))
+        try:
+            self._add(batch, version=version)
+        except torch.OutOfMemoryError as full:
+            self._budget.halve(full)
+        else:
+            return
+        # Not above, where the error's traceback still holds the tensors of the pass that failed.
+        again = self._step
+        self._forget_step()
+        if self._device.type != "cpu":
+            torch.accelerator.empty_cache()
+        for batch, version in again:
+            self.micro_batch(batch, version=version)
+
+    def _forget_step(self) -> None:
+        """Be as after the last ``finish_step``: a backward pass that failed has added a part of its gradient."""
+        self._optimizer.clear()
+        self._meter, self._measured, self._step, self.trained = _meter(), [], [], 0
+
+    def _add(self, batch: MicroBatch, *, version: int) -> None:
         loss, lengths = self.settings.loss, batch.loss_lengths()
         silent = loss.silent(batch.advantages)
         totals = ("tokens", lengths.sum()), ("sequences", np.count_nonzero(lengths)), ("silent", silent.sum())
@@ -164,7 +210,7 @@ class TorchBackend(TrainerBackend):
             [batch.responses.row(i) for i in chosen.tolist()],
             [batch.keys[i].serial for i in chosen.tolist()],
             layout=self.settings.layout,
-            budget=self._pack_tokens,
+            budget=self._budget.tokens,
         )
 
     def _accumulate(
@@ -250,8 +296,7 @@ class TorchBackend(TrainerBackend):
         """See the base class. Collective: the counts, then the gradient. Three skipped steps in a row are too many."""
         self._read_measured()
         meter = self._meter.merged(self.group.gather(self._meter.array(), what=f"the counts of step {step}"))
-        self._meter = _meter()
-        self.trained = 0
+        self._meter, self._step, self.trained = _meter(), [], 0
         sums = meter.sums
         divisor = self.settings.loss.aggregation.divisor(LossTotals(int(sums["tokens"]), int(sums["sequences"])))
         applied = self._optimizer.apply(step, divisor=divisor, total=self._ranks.total)
