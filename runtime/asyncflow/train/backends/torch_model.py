@@ -1,6 +1,7 @@
 """A causal language model of transformers, run on packs.
 
-Invariant: the log-prob of each target is that of the distribution that sampling used (temperature applied), in float32;
+Invariant: the log-prob of each target is that of the distribution that sampling used (temperature applied), in float32
+or the model's own precision where that is higher;
 only the rows that predict a target reach the output layer, a bounded number at a time where the model ends in it.
 """
 
@@ -126,7 +127,7 @@ def _inputs(pack: Pack, device: torch.device) -> dict[str, Any]:
 
 
 def _logprobs(logits: Tensor, targets: Tensor, *, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    logits = logits.float() / temperature
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     logprobs = -F.cross_entropy(logits, targets, reduction="none")
     if not entropy:
         return logprobs, None
