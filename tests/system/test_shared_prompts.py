@@ -120,6 +120,7 @@ def test_shared_prompts_count_once_and_give_the_same_gradient_in_a_run(place: Pa
     assert np.linalg.norm(shared.gradient - separate.gradient) <= 1e-12 * norm
 
 
+@pytest.mark.slow
 def test_ranks_are_even_and_the_saving_is_kept_with_responses_of_any_length(place: Path) -> None:
     groups = 4 * RANKS
     seen = run(place, "shared-prompt", groups=groups, ranks=RANKS, sigma=0.8)
