@@ -200,6 +200,7 @@ def backend_settings(spec: RLJobSpec, *, host: str) -> BackendSettings:
         device=PROFILES[spec.trainer.accelerator.profile].device,
         share=spec.trainer.accelerator.share,
         host=host,
+        deterministic=spec.schedule.deterministic,
         options=backend.options,
     )
 

@@ -61,7 +61,8 @@ class BackendSettings:
     tokens of one sample;
     threads: of this rank, 0 = the library's choice; group_size: samples of one prompt; device: torch's name of
     the kind of device; share: part of its memory that this rank may use; host: the address at which
-    other ranks reach this one; options: the backend's own.
+    other ranks reach this one; deterministic: the same bits again on an accelerator too, which costs speed (the CPU
+    gives them always); options: the backend's own.
     """
 
     optimizer: OptimizerSettings
@@ -77,6 +78,7 @@ class BackendSettings:
     device: str = "cpu"
     share: float = 1.0
     host: str = "127.0.0.1"
+    deterministic: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -84,12 +86,14 @@ class BackendSettings:
 class TorchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of the backend ``torch``.
 
-    head_tokens: most tokens of a pack whose logits exist at once; collective_timeout_s: how long a rank waits for the
-    others in a collective.
+    head_tokens: most tokens of a pack whose logits exist at once; gradient_checkpointing: compute the layers again in
+    the backward pass instead of keeping what they computed; compile: compile the layers with torch.compile, which takes
+    minutes once; collective_timeout_s: how long a rank waits for the others in a collective.
     """
 
     head_tokens: Annotated[int, msgspec.Meta(ge=1)] = 2048
     gradient_checkpointing: bool = False
+    compile: bool = False
     collective_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
 
 

@@ -33,6 +33,7 @@ from asyncflow.errors import CheckpointError, DiskError, Diverged
 from asyncflow.plugins import read_options
 from asyncflow.train.backends.base import OPTIONS, TrainerBackend
 from asyncflow.train.backends.torch_copies import as_array, on_device, rounded, weights_on_device
+from asyncflow.train.backends.torch_layers import checkpoint_layers, choose_kernels, compile_layers
 from asyncflow.train.backends.torch_memory import PackBudget, find_largest_pack
 from asyncflow.train.backends.torch_model import LogprobModel, named_weights, open_model, read_weights
 from asyncflow.train.backends.torch_optimizer import FlatAdamW
@@ -67,12 +68,13 @@ class TorchBackend(TrainerBackend):
         if settings.threads:
             torch.set_num_threads(settings.threads)
         self._device = find_device(settings.device, share=settings.share)
-        torch.use_deterministic_algorithms(True, warn_only=self._device.type != "cpu")
+        choose_kernels(self._device, deterministic=settings.deterministic)
         torch.manual_seed(settings.seed)
         self._how: dict[str, Any] = {
             "temperature": settings.temperature,
             "compute": getattr(torch, settings.compute),
             "rows": options.head_tokens,
+            "few_sizes": options.compile,
         }
         self._budget = PackBudget(self.slot_tokens)
         self._ranks = TensorGroup(
@@ -98,8 +100,9 @@ class TorchBackend(TrainerBackend):
             self._ranks.from_first(tensor for _, tensor in named_weights(self._model))
             self._reference = LogprobModel(deepcopy(self._model).requires_grad_(False), **self._how)
         if self._options.gradient_checkpointing:
-            self._model.train()
-            self._model.gradient_checkpointing_enable()
+            checkpoint_layers(self._model)
+        if self._options.compile:
+            compile_layers(self._model, device=self._device)
         self._policy = LogprobModel(self._model, **self._how)
         self._optimizer = FlatAdamW(self._model, self.settings.optimizer)
         self._forget_step()

@@ -1,9 +1,9 @@
 """Attention of packs, document by document.
 
-All layers but attention see a pack as T tokens. Attention sees it as a batch of documents, [D, L], gathered from the
-T rows and scattered back: no token is computed against another document, so the cost is D * L^2 and not T^2, and any
-pack fits any kernel that ``scaled_dot_product_attention`` has. A kernel for variable lengths (flash attention on an
-accelerator) would be another function with the same signature, under another name.
+All layers but attention see a pack as T tokens. On CUDA, in half precision, attention sees it as sequences of any
+length (``torch_varlen``). Elsewhere it sees a batch of documents, [D, L], gathered from the T rows and scattered back:
+no token is computed against another document, so the cost is D * L^2 and not T^2, and any pack fits any kernel that
+``scaled_dot_product_attention`` has.
 
 Invariant: row i of the output is softmax attention of token i over exactly the tokens that ``Pack.mask`` allows. A
 model whose attention wants more than that (soft capping, sinks, sliding windows, biases) is refused, never
@@ -17,15 +17,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 
 from asyncflow.errors import ManifestError
 from asyncflow.train.backends.torch_copies import on_device
+from asyncflow.train.backends.torch_varlen import FlashKernel, Sequences, attend_sequences
 from asyncflow.train.packing import Pack
 
 ATTENTION = "asyncflow_documents"
 """Name under which transformers knows this attention (``attn_implementation``)."""
 
+_FLASH = FlashKernel()
+_LARGEST_HEAD = 256
+"""Most dimensions of a head that the kernel for sequences takes."""
 _MORE_THAN_SOFTMAX = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
 
 
@@ -48,6 +52,7 @@ class Documents(NamedTuple):
         return cls(places, rows, mask, len(table.places))
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # mypy does not read torch
 def attend(
     module: nn.Module,  # noqa: ARG001
     query: Tensor,
@@ -55,7 +60,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,  # noqa: ARG001
     *,
-    documents: Documents,
+    documents: Documents | Sequences,
     scaling: float | None = None,
     dropout: float = 0.0,
     **more: Any,
@@ -72,6 +77,11 @@ def attend(
             hint="Use a model with plain full attention.",
         )
     heads = query.shape[1]
+    if isinstance(documents, Sequences):
+        # Norms and rotary embeddings leave queries and keys in float32 under autocast.
+        query, key, value = (part[0].transpose(0, 1).to(value.dtype).contiguous() for part in (query, key, value))
+        scale = scaling or query.shape[-1] ** -0.5
+        return attend_sequences(query, key, value, documents, scale=scale, kernel=_FLASH)[None], None
 
     def by_document(states: Tensor) -> Tensor:
         rows = states[0].transpose(0, 1).index_select(0, documents.places)
@@ -87,6 +97,12 @@ def attend(
         scale=scaling,
     )
     return out.transpose(1, 2).flatten(0, 1).index_select(0, documents.rows)[None], None
+
+
+def takes_sequences(config: PretrainedConfig, *, device: torch.device, compute: torch.dtype) -> bool:
+    """Say whether attention over sequences of any length has a kernel for this model on this device."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return device.type == "cuda" and compute in (torch.bfloat16, torch.float16) and head <= _LARGEST_HEAD
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -1,8 +1,8 @@
 """A causal language model of transformers, run on packs.
 
 Invariant: the log-prob of each target is that of the distribution that sampling used (temperature applied), in float32
-or the model's own precision where that is higher;
-only the rows that predict a target reach the output layer, a bounded number at a time where the model ends in it.
+or the model's own precision where that is higher; only the rows that predict a target reach the output layer, a bounded
+number at a time where the model ends in it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncflow.errors import CheckpointError, ManifestError
-from asyncflow.train.backends.torch_attention import ATTENTION, Documents
+from asyncflow.train.backends.torch_attention import ATTENTION, Documents, takes_sequences
 from asyncflow.train.backends.torch_copies import on_device
-from asyncflow.train.packing import Pack, pack_samples
+from asyncflow.train.backends.torch_varlen import Sequences
+from asyncflow.train.packing import Pack, few_sizes, pack_samples
 
 _A_TOKEN = np.zeros(1, dtype=np.int32)
 _LARGE = 100.0
@@ -81,20 +82,27 @@ class LogprobModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
 
     rows: most targets whose logits exist at once. A pack with more is taken in pieces, each computed again in the
     backward pass, so that memory does not grow with the pack. A model that changes what its output layer makes, by a
-    scale or a cap, makes all logits of a pack at once.
+    scale or a cap, makes all logits of a pack at once. few_sizes: fill packs up, so that few sizes occur
+    (``packing.few_sizes``).
     """
 
-    def __init__(self, model: nn.Module, *, temperature: float, compute: torch.dtype, rows: int) -> None:
+    def __init__(
+        self, model: nn.Module, *, temperature: float, compute: torch.dtype, rows: int, few_sizes: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
         self._temperature = temperature
         self._compute = compute
+        self._few_sizes = few_sizes
         self._rows = rows if _ends_in_its_head(model) else None
+        device = next(model.parameters()).device
+        self._layout = Sequences if takes_sequences(model.config, device=device, compute=compute) else Documents
 
     def forward(self, pack: Pack, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Return the log-prob of each target of ``pack``, and the entropy there if asked for: float32[N] each."""
         device = next(self.model.parameters()).device
-        inputs = _inputs(pack, device)
+        filled = pack.padded(few_sizes(len(pack.ids))) if self._few_sizes else pack
+        inputs = _inputs(filled, device, self._layout)
         targets, rows = (on_device(array, device) for array in (pack.targets, pack.rows))
         cast = partial(torch.autocast, device.type, dtype=self._compute, enabled=self._compute != torch.float32)
         if self._rows is None or len(targets) <= self._rows:
@@ -117,11 +125,11 @@ class LogprobModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
         return _logprobs(logits, targets, temperature=self._temperature, entropy=entropy)
 
 
-def _inputs(pack: Pack, device: torch.device) -> dict[str, Any]:
+def _inputs(pack: Pack, device: torch.device, layout: type[Documents] | type[Sequences] = Documents) -> dict[str, Any]:
     return {
         "input_ids": on_device(pack.ids, device)[None],
         "position_ids": on_device(pack.positions, device)[None],
-        "documents": Documents.of(pack, device),
+        "documents": layout.of(pack, device),
         "use_cache": False,
     }
 
