@@ -94,7 +94,9 @@ def test_packages_that_are_not_installed_are_named_with_the_way_to_get_them(mani
 def test_a_model_that_the_engine_cannot_run_is_refused(manifest, model, capsys):
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
-    assert "model type 'bert'. Known: llama, qwen2, qwen3" in refused(capsys, manifest, "model.source=model", *TORCH)
+    assert "model type 'bert': its tokens do not only see earlier ones" in refused(
+        capsys, manifest, "model.source=model", *TORCH
+    )
     (model / "config.json").write_text("{")
     assert "config.json: cannot be read" in refused(capsys, manifest, "model.source=model", *TORCH)
 

@@ -58,7 +58,7 @@ class BackendSettings:
     temperature: of the sampling that made the responses, applied to the trainer's logits too; compute: dtype of
     forward and backward (weights, gradients and optimizer are always float32); layout: see ``packing``; pack_tokens:
     most tokens of a rank's part of a slot, which is computed as one pack (None: the backend's choice); longest: most
-    tokens of one sample;
+    tokens of one sample (None: not known);
     threads: of this rank, 0 = the library's choice; group_size: samples of one prompt; device: torch's name of
     the kind of device; share: part of its memory that this rank may use; host: the address at which
     other ranks reach this one; deterministic: the same bits again on an accelerator too, which costs speed (the CPU
@@ -71,7 +71,7 @@ class BackendSettings:
     compute: Literal["float32", "bfloat16"] = "float32"
     layout: LayoutName = "separate"
     pack_tokens: int | None = None
-    longest: int = 1
+    longest: int | None = None
     threads: int = 0
     group_size: int = 1
     seed: int = 0

@@ -46,7 +46,7 @@ class TrainerBackend(ABC):
         """Prepare. A backend raises ManifestError for ``settings.options`` that it does not know."""
         self.settings = settings
         self.group = group
-        self.slot_tokens = settings.pack_tokens or max(SLOT_TOKENS, settings.longest)
+        self.slot_tokens = settings.pack_tokens or max(SLOT_TOKENS, settings.longest or 0)
 
     @abstractmethod
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:

@@ -94,7 +94,12 @@ class TorchBackend(TrainerBackend):
         """See the base class; the reference for the KL term is always θ_0, also after a resume."""
         self._ranks.meet()
         first, keep_reference = self.group.rank == 0, self.settings.loss.kl > 0
-        self._model = open_model(folder, weights=first and (checkpoint is None or keep_reference), device=self._device)
+        self._model = open_model(
+            folder,
+            weights=first and (checkpoint is None or keep_reference),
+            device=self._device,
+            longest=self.settings.longest,
+        )
         self._reference = None
         if keep_reference:
             self._ranks.from_first(tensor for _, tensor in named_weights(self._model))
@@ -128,7 +133,7 @@ class TorchBackend(TrainerBackend):
             device=self._device,
             share=self.settings.share,
             reserved=sum(2 * tensor.numel() for _, tensor in named_weights(self._model)),
-            longest=self.settings.longest,
+            longest=self.settings.longest or 1,
         )
         self.slot_tokens = int(self.group.gather(np.array([found]), what="tokens of a micro-batch").min())
         self._budget = PackBudget(self.slot_tokens)

@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
-from asyncflow.errors import ManifestError
+from asyncflow.models.supported import check_attention
 from asyncflow.train.backends.torch_copies import on_device
 from asyncflow.train.backends.torch_varlen import FlashKernel, Sequences, attend_sequences
 from asyncflow.train.packing import Pack
@@ -30,7 +30,6 @@ ATTENTION = "asyncflow_documents"
 _FLASH = FlashKernel()
 _LARGEST_HEAD = 256
 """Most dimensions of a head that the kernel for sequences takes."""
-_MORE_THAN_SOFTMAX = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
 
 
 class Documents(NamedTuple):
@@ -42,6 +41,11 @@ class Documents(NamedTuple):
     rows: Tensor
     mask: Tensor | None
     number: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return len(self.places) // self.number
 
     @classmethod
     def of(cls, pack: Pack, device: torch.device) -> Documents:
@@ -60,7 +64,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,  # noqa: ARG001
     *,
-    documents: Documents | Sequences,
+    documents: Documents | Sequences | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **more: Any,
@@ -69,13 +73,9 @@ def attend(
 
     The signature is that of transformers' attention functions; ``documents`` comes from the caller of the model.
     """
-    extra = [name for name in _MORE_THAN_SOFTMAX if more.get(name) is not None]
-    if extra or dropout:
-        raise ManifestError(
-            f"the model's attention uses {', '.join(extra) or 'dropout'}, which packs do not support",
-            where="spec.model.source",
-            hint="Use a model with plain full attention.",
-        )
+    if documents is None:
+        raise TypeError("its layers do not pass on what they are called with")
+    check_attention({"dropout": dropout, **more}, longest=documents.longest)
     heads = query.shape[1]
     if isinstance(documents, Sequences):
         # Norms and rotary embeddings leave queries and keys in float32 under autocast.

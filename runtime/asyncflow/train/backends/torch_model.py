@@ -7,6 +7,7 @@ number at a time where the model ends in it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -21,31 +22,36 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncflow.errors import CheckpointError, ManifestError
+from asyncflow.errors import CheckpointError, ManifestError, NotYetError
+from asyncflow.models.supported import check_model
 from asyncflow.train.backends.torch_attention import ATTENTION, Documents, takes_sequences
 from asyncflow.train.backends.torch_copies import on_device
 from asyncflow.train.backends.torch_varlen import Sequences
-from asyncflow.train.packing import Pack, few_sizes, pack_samples
+from asyncflow.train.packing import LayoutName, Pack, few_sizes, pack_samples
 
 _A_TOKEN = np.zeros(1, dtype=np.int32)
+_LEAK = 1e-3
+"""Most by which a pack may change the logits of a sample, as a part of the largest."""
 _LARGE = 100.0
 """Size of states whose logits any capping changes."""
 
 
-def open_model(folder: Path, *, weights: bool, device: torch.device) -> nn.Module:
+def open_model(folder: Path, *, weights: bool, device: torch.device, longest: int | None = None) -> nn.Module:
     """Open the model folder in float32: with its weights, or (``weights`` False) with arbitrary ones.
 
-    Raises ManifestError where the folder holds no model that transformers can open.
+    longest: most tokens of a sequence, None where it is not known. Raises ManifestError where the folder holds no model
+    that transformers can open, and NotYetError for one that packs cannot hold.
     """
     try:
         config = AutoConfig.from_pretrained(folder)
+        check_model(config.to_dict(), longest=longest or sys.maxsize, where=str(folder))
         kind = {"attn_implementation": ATTENTION, "dtype": torch.float32}
         model = (
             AutoModelForCausalLM.from_pretrained(folder, config=config, **kind)
             if weights
             else AutoModelForCausalLM.from_config(config, **kind)
         )
-    except (OSError, ValueError, KeyError, SafetensorError) as wrong:
+    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as wrong:
         raise ManifestError(
             f"no model can be opened: {wrong}",
             where=str(folder),
@@ -94,6 +100,7 @@ class LogprobModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
         self._temperature = temperature
         self._compute = compute
         self._few_sizes = few_sizes
+        _check_packs(model)
         self._rows = rows if _ends_in_its_head(model) else None
         device = next(model.parameters()).device
         self._layout = Sequences if takes_sequences(model.config, device=device, compute=compute) else Documents
@@ -143,11 +150,46 @@ def _logprobs(logits: Tensor, targets: Tensor, *, temperature: float, entropy: b
     return logprobs, -(whole.exp() * whole).sum(dim=-1)
 
 
+def _check_packs(model: nn.Module) -> None:
+    """Refuse a model in which a sample of a pack sees another one, or whose layers do not tell attention of packs.
+
+    Raises NotYetError.
+    """
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, model.config.vocab_size, length) for length in (3, 3, 2)]
+    prompts[1] = prompts[0]
+    responses = [rng.integers(0, model.config.vocab_size, length) for length in (4, 5, 3)]
+    device = model.get_output_embeddings().weight.device
+
+    def logits(layout: LayoutName, budget: int) -> Tensor:
+        found: dict[tuple[int, int], Tensor] = {}
+        for pack in pack_samples(prompts, responses, [0, 0, 1], layout=layout, budget=budget):
+            made = model(**_inputs(pack, device)).logits[0, on_device(pack.rows, device)].float()
+            names = zip(pack.samples.tolist(), pack.offsets.tolist(), strict=True)
+            found |= dict(zip(names, made, strict=True))
+        return torch.stack([found[name] for name in sorted(found)])
+
+    try:
+        with torch.no_grad():
+            together, alone = logits("shared-prompt", 99), logits("separate", 1)
+    except (TypeError, AttributeError, IndexError) as wrong:
+        raise _no_packs(model, str(wrong)) from wrong
+    if float((alone - together).abs().max()) > _LEAK * float(alone.abs().max()):
+        raise _no_packs(model, "what stands beside a sample changes its logits")
+
+
+def _no_packs(model: nn.Module, why: str) -> NotYetError:
+    return NotYetError(
+        f"{type(model).__name__} cannot be trained in packs: {why}",
+        where="spec.model.source",
+        hint="Use a causal model with softmax attention over all earlier tokens",
+    )
+
+
 def _ends_in_its_head(model: nn.Module) -> bool:
     """Say whether logits are what the output layer makes of the last states: not scaled, not capped.
 
-    Asked with states of its own, since those of a model that is not read yet, or of its padding, may be 0. Raises
-    ManifestError where the model has an attention that packs do not support.
+    Asked with states of its own, since those of a model that is not read yet, or of its padding, may be 0.
     """
     pack = next(iter(pack_samples([_A_TOKEN], [_A_TOKEN], [0], layout="separate", budget=2)))
     head = model.get_output_embeddings()

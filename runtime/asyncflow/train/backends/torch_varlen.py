@@ -57,6 +57,11 @@ class Sequences(NamedTuple):
     rows: Tensor | None
     prompts: Tensor | None
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence; a shared prompt counts by itself."""
+        return self.own.longest_query
+
     @classmethod
     def of(cls, pack: Pack, device: torch.device) -> Sequences:
         """Lay ``pack`` out."""
