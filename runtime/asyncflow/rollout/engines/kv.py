@@ -142,7 +142,7 @@ def slot_attention(
     shared = query.view(slots, key.shape[1], heads // key.shape[1], head_dim)
     scores = torch.matmul(shared, key.transpose(2, 3)).float() * scaling + attention_mask
     attended = torch.matmul(torch.softmax(scores, dim=-1).to(value.dtype), value)
-    return attended.reshape(slots, 1, heads, head_dim), None
+    return attended.reshape(slots, 1, heads, value.shape[-1]), None
 
 
 AttentionInterface.register(ATTENTION, slot_attention)

@@ -51,7 +51,9 @@ class CausalModel:
         self._module.eval().requires_grad_(False)
         self._names: dict[int, list[str]] = {}
         self._parameters: dict[int, Tensor] = {}
-        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+        kept = self._module.state_dict().keys()
+        buffers = ((name, buffer) for name, buffer in self._module.named_buffers() if name in kept)
+        for name, parameter in (*self._module.named_parameters(remove_duplicate=False), *buffers):
             self._names.setdefault(id(parameter), []).append(name)
             self._parameters[id(parameter)] = parameter
 
@@ -64,7 +66,10 @@ class CausalModel:
         return SlotCache(prefix=shapes, slots=slots, max_length=max_length)
 
     def load(self, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Overwrite all parameters: float32, or bfloat16 as uint16 bits; a tied one under any or all of its names."""
+        """Overwrite all parameters, and the buffers that are saved with them.
+
+        tensors: float32, or bfloat16 as uint16 bits; a tied parameter may come under any or all of its names.
+        """
         sources = self._sources(tensors)
         for key, parameter in self._parameters.items():
             parameter.copy_(_tensor(sources[key]))
