@@ -104,11 +104,11 @@ class TorchBackend(TrainerBackend):
         if keep_reference:
             self._ranks.from_first(tensor for _, tensor in named_weights(self._model))
             self._reference = LogprobModel(deepcopy(self._model).requires_grad_(False), **self._how)
+        self._policy = LogprobModel(self._model, **self._how)
         if self._options.gradient_checkpointing:
             checkpoint_layers(self._model)
         if self._options.compile:
             compile_layers(self._model, device=self._device)
-        self._policy = LogprobModel(self._model, **self._how)
         self._optimizer = FlatAdamW(self._model, self.settings.optimizer)
         self._forget_step()
         if checkpoint is not None and first:
