@@ -74,7 +74,7 @@ def test_a_whole_model_is_valid_and_torch_is_not_imported(manifest, model):
         "import sys; from asyncflow import cli;"
         f"status = cli.invoke(['validate', {str(manifest)!r}, '--set', 'model.source=model',"
         " '--set', 'rollout.engine.name=transformers', '--set', 'trainer.backend={name: torch,"
-        " options: {pack_tokens: 64}}']);"
+        " options: {head_tokens: 64}}']);"
         "sys.exit(status or ('torch' in sys.modules))"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
@@ -94,7 +94,9 @@ def test_packages_that_are_not_installed_are_named_with_the_way_to_get_them(mani
 def test_a_model_that_the_engine_cannot_run_is_refused(manifest, model, capsys):
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
-    assert "model type 'bert'. Known: llama, qwen2, qwen3" in refused(capsys, manifest, "model.source=model", *TORCH)
+    assert "model type 'bert': its tokens do not only see earlier ones" in refused(
+        capsys, manifest, "model.source=model", *TORCH
+    )
     (model / "config.json").write_text("{")
     assert "config.json: cannot be read" in refused(capsys, manifest, "model.source=model", *TORCH)
 
@@ -160,7 +162,7 @@ def test_the_options_of_both_plugins_are_checked_at_once(manifest, capsys):
         ("rollout.engine.options={quick: 1}", "spec.rollout.engine.options: unknown option quick. Known: tokens"),
         ("rollout.engine={name: transformers, options: {quick: 1}}", "unknown option quick. Known: none"),
         ("trainer.backend.options={quick: 1}", "spec.trainer.backend.options: unknown option quick. Known: capacity"),
-        ("trainer.backend={name: torch, options: {pack_tokens: 0}}", "pack_tokens"),
+        ("trainer.backend={name: torch, options: {head_tokens: 0}}", "head_tokens"),
         ("data.train.config={chat: true}", "data.train.config: chat is no setting of the source. Set data.train.chat"),
         ("data.train.chat=true", "no chat template"),
         ("data.train.source=gym://chain_sums", "near it: chain_sum"),

@@ -216,7 +216,9 @@ async def test_cancel_and_abort_free_the_slot_at_the_next_step(tiny):
 
 async def test_what_cannot_work_is_refused(tmp_path, tiny):
     for changes in (
-        {"model_type": "gpt2"},
+        {"model_type": "bloom"},
+        {"model_type": "gpt_oss"},
+        {"attn_logit_softcapping": 50.0},
         {"rope_parameters": {"rope_type": "dynamic"}},
         {"use_sliding_window": True},
     ):

@@ -61,6 +61,7 @@ def cuts(batch: MicroBatch) -> Iterator[tuple[str, list[list[int]], dict[str, An
         {"pack_tokens": 40},
     )
     yield "logits a few at a time", [everything], {"pack_tokens": 4096, "options": {"head_tokens": 5}}
+    yield "layers computed again", [everything], {"options": {"gradient_checkpointing": True}}
     yield "shared prompts", [everything], {"layout": "shared-prompt", "pack_tokens": 4096}
     yield (
         "shared prompts, small packs, shuffled",
@@ -99,6 +100,24 @@ def test_streamed_gradient_is_that_of_one_padded_batch(
         assert relative_error(trainer.kept, expected) < 1e-5, what
         assert metrics["skipped"] == 0
         assert metrics["clip_low"] + metrics["clip_high"] > 0 or chosen.old == "recompute"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_compiled_layers_give_the_same_gradient(tiny_folder: Path, compute: Any) -> None:
+    batch = samples()
+    exact = reference_gradient(tiny_folder, batch, GrpoLoss())
+    errors = []
+    for compiled in (False, True):
+        options = {"compile": compiled, "gradient_checkpointing": compiled}
+        trainer = backend(
+            tiny_folder, GrpoLoss(), compute=compute, layout="shared-prompt", pack_tokens=60, options=options
+        )
+        trainer.micro_batch(batch, version=Version(0, 0).packed)
+        trainer.finish_step(1)
+        errors.append(relative_error(trainer.kept, exact))
+    assert errors[1] < max(1e-5, 1.5 * errors[0])
 
 
 def test_logprobs_are_those_of_transformers(tiny_folder: Path) -> None:

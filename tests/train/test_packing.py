@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.errors import ProtocolError
-from asyncflow.train.packing import LayoutName, Pack, pack_samples
+from asyncflow.train.packing import LayoutName, Pack, few_sizes, pack_samples
 
 tokens = st.lists(st.integers(0, 9), min_size=1, max_size=5)
 group = st.tuples(tokens, st.lists(st.lists(st.integers(0, 9), max_size=5), min_size=1, max_size=4))
@@ -86,3 +86,11 @@ def test_groups_are_told_apart_by_prompt_and_not_by_neighbourhood() -> None:
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ProtocolError, match="empty prompt"):
         pack_samples([np.array([], dtype=np.int64)], [np.array([1])], [0], layout="separate", budget=8)
+
+
+@given(st.integers(1, 1 << 20))
+def test_few_sizes_occur_and_little_is_filled_up(tokens: int) -> None:
+    size = few_sizes(tokens)
+    assert tokens <= size <= 1.25 * tokens
+    assert few_sizes(size) == size
+    assert len({few_sizes(n) for n in range(tokens, 2 * tokens, max(1, tokens // 64))}) <= 6

@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 import torch
 from train_reference import HORIZON, TEMPERATURE, padded_logprobs, part, samples
-from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from asyncflow.algorithms.grpo import GrpoLoss
 from asyncflow.errors import CheckpointError, DiskError, Diverged, ManifestError
@@ -326,7 +334,7 @@ def test_what_does_not_fit_is_refused(tiny_folder: Path, tmp_path: Path) -> None
     ("options", "words"),
     [
         ({"pack_token": 8}, "unknown option pack_token"),
-        ({"pack_tokens": 0}, "pack_tokens"),
+        ({"head_tokens": 0}, "head_tokens"),
         ({"gradient_checkpointing": "yes"}, "gradient_checkpointing"),
         ({"collective_timeout_s": "long"}, "collective_timeout_s"),
     ],
@@ -334,6 +342,41 @@ def test_what_does_not_fit_is_refused(tiny_folder: Path, tmp_path: Path) -> None
 def test_options_that_mean_nothing_are_refused(tiny_folder: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ManifestError, match=words):
         backend(tiny_folder, options=options)
+
+
+def test_a_machine_that_cannot_compile_is_told_before_anything_is_trained(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch._inductor.config as inductor
+
+    monkeypatch.setattr(inductor, "force_disable_caches", True)
+    monkeypatch.setattr(inductor.cpp, "cxx", ("/nowhere/g++",))
+    torch.compiler.reset()
+    with pytest.raises(ManifestError, match=r"torch\.compile does not work here") as refused:
+        backend(tiny_folder, options={"compile": True})
+    assert refused.value.where == "spec.trainer.backend.options.compile"
+
+
+def test_layers_that_are_computed_again_have_no_dropout(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    assert config.resid_pdrop > 0
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    plain, again = backend(tmp_path), backend(tmp_path, options={"gradient_checkpointing": True})
+    assert train(plain, 1, 2) == train(again, 1, 2)
+    assert_same_bits(weights(plain), weights(again))
+
+
+def test_packs_that_are_filled_up_say_the_same(tiny_folder: Path) -> None:
+    model = open_model(tiny_folder, weights=True, device=torch.device("cpu"))
+    ids = [np.arange(n) % 64 for n in (5, 5, 11, 3)]
+    for layout in ("separate", "shared-prompt"):
+        (pack,) = pack_samples(ids, [i[::-1] for i in ids], [0, 0, 1, 2], layout=layout, budget=99)
+        found = [
+            LogprobModel(model, temperature=1.0, compute=torch.float32, rows=99, few_sizes=filled)(pack, entropy=True)
+            for filled in (False, True)
+        ]
+        for plain, filled in zip(*found, strict=True):
+            torch.testing.assert_close(filled, plain)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="for a machine without devices")

@@ -116,10 +116,12 @@ async def take_seat(
     async def report(said: TrainReport) -> None:
         talk.reports.append(said)
 
+    made = backend(group)
+    made.slot_tokens = slot_tokens
     trainer = Trainer(
         queue=queue,
         sender=sender,
-        backend=backend(group),
+        backend=made,
         group=group,
         checkpoints=Checkpoints(Path(places.folder) / "checkpoints"),
         report=report,
@@ -131,7 +133,6 @@ async def take_seat(
             whole=whole,
             epochs=epochs,
             mini_batches=mini_batches,
-            slot_tokens=slot_tokens,
             checkpoint_every=checkpoint_every,
             patience_s=20,
         ),

@@ -138,8 +138,12 @@ class RLJobSpec(Spec):
         ),
         Rule(
             reads=("trainer.backend.tokens_per_micro_batch", "sampling.max_prompt_tokens", "sampling.max_tokens"),
-            ok=lambda job: job.trainer.backend.tokens_per_micro_batch >= job.longest,
-            cel="self.trainer.backend.tokensPerMicroBatch >= self.sampling.maxPromptTokens + self.sampling.maxTokens",
+            ok=lambda job: (
+                job.trainer.backend.tokens_per_micro_batch is None
+                or job.trainer.backend.tokens_per_micro_batch >= job.longest
+            ),
+            cel="!has(self.trainer.backend.tokensPerMicroBatch) || self.trainer.backend.tokensPerMicroBatch"
+            " >= self.sampling.maxPromptTokens + self.sampling.maxTokens",
             why="the longest sample does not fit into a micro-batch, and samples are never cut",
             fix="Give at least sampling.maxPromptTokens + sampling.maxTokens",
         ),

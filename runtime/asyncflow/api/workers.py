@@ -88,8 +88,8 @@ class BackendSpec(Spec):
     """Precision of forward and backward; weights and optimizer state are float32."""
     packing: Literal["separate", "shared-prompt"] = "separate"
     """Whether the responses of a group share one copy of their prompt in a micro-batch."""
-    tokens_per_micro_batch: Annotated[int, Field(ge=1, le=16_777_216)] = 8192
-    """Most tokens that one rank packs into a micro-batch."""
+    tokens_per_micro_batch: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
+    """Most tokens of a rank's micro-batch, which is one pack. Absent: what fits the device; on the CPU 4,096."""
     options: Options = Field(default_factory=dict)
     """Settings of the back end."""
 

@@ -24,13 +24,13 @@ from asyncflow.data.base import Purpose
 from asyncflow.data.prompter import Encoder, Prompter, survey
 from asyncflow.data.sources import check_disjoint, open_prompter
 from asyncflow.errors import AsyncFlowError, ManifestError
+from asyncflow.models.supported import check_dtype, check_length, check_model, positions
 from asyncflow.plan.job import plan
 from asyncflow.plugins import NoOptions, load_plugin, read_options
 from asyncflow.queue.backends.base import BACKENDS, Backend
 from asyncflow.rewards.process import RewardProcess, Scorer
 from asyncflow.rollout.engines.base import OPTIONS as ENGINE_OPTIONS
 from asyncflow.rollout.engines.base import RolloutEngine
-from asyncflow.rollout.engines.supported import check_length, check_model
 from asyncflow.substrates.local.devices import hand_out
 from asyncflow.train.backends.base import OPTIONS as BACKEND_OPTIONS
 from asyncflow.train.backends.base import TrainerBackend
@@ -174,10 +174,12 @@ def _check_model(spec: RLJobSpec, scratch: Path, findings: _Findings, *, elsewhe
         return None
     with findings.gather():
         if spec.rollout.engine.name == "transformers":
-            config = _config(folder / "config.json")
-            where = f"model.source {source}"
-            check_model(config, dtype=spec.rollout.engine.dtype, where=where)
-            if isinstance(limit := config.get("max_position_embeddings"), int):
+            check_dtype(spec.rollout.engine.dtype, where="spec.rollout.engine.dtype")
+    with findings.gather():
+        if spec.rollout.engine.name in HEAVY or spec.trainer.backend.name in HEAVY:
+            config, where = _config(folder / "config.json"), f"model.source {source}"
+            check_model(config, longest=spec.longest, where=where)
+            if (limit := positions(config)) is not None:
                 check_length(spec.longest, limit, where=where)
     with findings.gather():
         if spec.trainer.backend.name == "torch":

@@ -50,6 +50,7 @@ def export_folder(tensors: Mapping[str, Tensor], source: Path, target: Path) -> 
     plain = {name: torch.as_tensor(tensor).detach().cpu().contiguous() for name, tensor in tensors.items()}
     if config.get("tie_word_embeddings", False):
         plain.pop(TIED, None)
+    plain = _as_saved(plain, source)
     _check(plain, source)
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in plain.values() if tensor.is_floating_point()}
     if len(dtypes) == 1:
@@ -60,6 +61,32 @@ def export_folder(tensors: Mapping[str, Tensor], source: Path, target: Path) -> 
                 shutil.copyfile(source / name, made / name)
         (made / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         save_file(plain, made / "model.safetensors", metadata={"format": "pt"})
+
+
+def _as_saved(tensors: dict[str, torch.Tensor], source: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors by the names that the files of ``source`` have, where transformers has other ones in memory.
+
+    Newer versions rename weights when they read them, and put those of all experts into one tensor.
+    """
+    from safetensors import safe_open
+
+    stored: set[str] = set()
+    for file in source.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            stored |= set(opened.keys())
+    if stored - {TIED} <= tensors.keys():
+        return tensors
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, local_files_only=True))
+    except ValueError:  # no model of transformers: what is missing is said by name
+        return tensors
+    reverted = revert_weight_conversion(model, tensors)
+    return {name: tensor.contiguous() for name, tensor in reverted.items()}
 
 
 def _check(tensors: Mapping[str, torch.Tensor], source: Path) -> None:

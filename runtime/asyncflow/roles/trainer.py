@@ -175,7 +175,6 @@ def _settings(post: JobPost) -> TrainerSettings:
         epochs=spec.algorithm.epochs,
         mini_batches=spec.algorithm.mini_batches,
         published=spec.published_dtype if spec.trainer.lora is None else "float32",
-        slot_tokens=spec.trainer.backend.tokens_per_micro_batch,
         checkpoint_every=spec.storage.checkpoints.every,
         leave_s=spec.limits.stop_seconds / 4,
     )
@@ -220,6 +219,7 @@ def backend_settings(spec: RLJobSpec, *, host: str, local_rank: int = 0) -> Back
         compute="bfloat16" if backend.precision == "bf16" else "float32",
         layout=backend.packing,
         pack_tokens=backend.tokens_per_micro_batch,
+        longest=spec.longest,
         threads=spec.trainer.threads,
         group_size=algorithm.group_size,
         seed=algorithm.seed,
@@ -227,6 +227,7 @@ def backend_settings(spec: RLJobSpec, *, host: str, local_rank: int = 0) -> Back
         share=spec.trainer.accelerator.share,
         local_rank=local_rank,
         host=host,
+        deterministic=spec.schedule.deterministic,
         options=backend.options,
     )
 

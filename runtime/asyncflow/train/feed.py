@@ -82,16 +82,19 @@ class Feed:
         self._waits = waits
         self._attend = attend
 
-    async def slots(self, step: int) -> AsyncGenerator[Filled, None]:
-        """Give the slots of ``step``, fetching ahead; close the iterator (``aclosing``) to end early."""
+    async def slots(self, step: int, *, tokens: int) -> AsyncGenerator[Filled, None]:
+        """Yield the slots of ``step``, fetching ahead; close the iterator (``aclosing``) to end early.
+
+        tokens: most tokens of a rank's part of a slot.
+        """
         number = 0
-        ahead = asyncio.create_task(self._fill(step, number))
+        ahead = asyncio.create_task(self._fill(step, number, tokens))
         try:
             while True:
                 filled = await self._arrival(ahead, f"slot {number} of step {step}")
                 if not filled.last:
                     number += 1
-                    ahead = asyncio.create_task(self._fill(step, number))
+                    ahead = asyncio.create_task(self._fill(step, number, tokens))
                 yield filled
                 if filled.last:
                     return
@@ -115,12 +118,14 @@ class Feed:
             self.waiting_for = ""
         return ahead.result()
 
-    async def _fill(self, step: int, number: int) -> Filled:
+    async def _fill(self, step: int, number: int, tokens: int) -> Filled:
         settings, patience = self._settings, self._settings.patience_s
         what = f"slot {number} of step {step}"
         slot: Slot | None = None
         while slot is None:
-            slot = await persist(lambda: self._ask(step, number), what=f"asking the queue for {what}", timeout=patience)
+            slot = await persist(
+                lambda: self._ask(step, number, tokens), what=f"asking the queue for {what}", timeout=patience
+            )
         lot, columns = slot.lot, [*COLUMNS, *settings.extra_columns]
         if lot is None:
             return Filled(batch=MicroBatch.empty(), last=slot.last, totals=slot.totals)
@@ -129,7 +134,7 @@ class Feed:
         )
         return Filled(batch=MicroBatch.of(lot.keys, fetched), last=slot.last, totals=slot.totals)
 
-    async def _ask(self, step: int, number: int) -> Slot | None:
+    async def _ask(self, step: int, number: int, tokens: int) -> Slot | None:
         settings = self._settings
         return await self._queue.slot(
             partition=settings.partition,
@@ -137,6 +142,6 @@ class Feed:
             step=step,
             slot=number,
             rank=self._rank,
-            tokens=settings.slot_tokens,
+            tokens=tokens,
             timeout=_ASK_S,
         )

@@ -17,7 +17,7 @@ in; so the layout, the budget and the order change only rounding.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -68,6 +68,53 @@ class Pack:
             rows=np.flatnonzero(inside),
             mask=None if plain else visible & np.tri(len(columns), dtype=np.bool_),
         )
+
+    def sequences(self) -> Sequences:
+        """Return the pack as causal sequences, for attention that takes sequences of any length."""
+        most = np.zeros(self.documents[-1] + 1, dtype=np.int64)
+        np.maximum.at(most, self.documents, self.segments)
+        shared = (most > 1)[self.documents]
+        begins = np.diff(self.documents, prepend=-1) != 0
+        begins |= shared & (np.diff(self.segments, prepend=0) != 0)
+        rows, prompts = (np.flatnonzero(shared & part) for part in (self.segments > 0, self.segments == 0))
+        return Sequences(
+            starts=np.r_[np.flatnonzero(begins), len(self.ids)],
+            rows=rows,
+            row_starts=_starts(self.documents[rows]),
+            prompts=prompts,
+            prompt_starts=_starts(self.documents[prompts]),
+        )
+
+    def padded(self, size: int) -> Pack:
+        """Return the pack with ``size`` tokens: what is missing are documents of their own without targets.
+
+        None of them is longer than the longest document of the pack.
+        """
+        missing, longest = size - len(self.ids), int(np.bincount(self.documents).max())
+        places = np.arange(missing)
+        return replace(
+            self,
+            ids=np.r_[self.ids, np.zeros(missing, dtype=np.int64)],
+            positions=np.r_[self.positions, places % longest],
+            documents=np.r_[self.documents, self.documents[-1] + 1 + places // longest],
+            segments=np.r_[self.segments, np.zeros(missing, dtype=np.int64)],
+        )
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """A pack as S causal sequences, and what the responses that share a prompt see of it besides.
+
+    starts [S + 1]: where each sequence begins, and the end of the pack; rows: of the responses in documents whose
+    responses share a prompt, where each of them is a sequence of its own; prompts: the rows of these prompts;
+    row_starts, prompt_starts [D + 1]: where those of each such document begin among ``rows`` and ``prompts``.
+    """
+
+    starts: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    row_starts: NDArray[np.int64]
+    prompts: NDArray[np.int64]
+    prompt_starts: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -122,6 +169,12 @@ def pack_samples(
     return packs
 
 
+def few_sizes(tokens: int) -> int:
+    """Return the next size from ``tokens`` on: four in each octave, so that at most a quarter is filled up."""
+    step = 1 << max(0, tokens.bit_length() - 3)
+    return -(-tokens // step) * step
+
+
 def _documents(
     prompts: Sequence[Ids], responses: Sequence[Ids], groups: Sequence[Hashable], *, layout: LayoutName, budget: int
 ) -> Iterator[_Document]:
@@ -174,6 +227,12 @@ def _lay_out(documents: Iterable[_Document]) -> Pack:
         samples=np.repeat([sample for _, _, sample in outputs], lengths),
         offsets=_join(np.arange(length) for length in lengths),
     )
+
+
+def _starts(documents: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where each document begins in a sorted array of documents, and its end."""
+    starts: NDArray[np.int64] = np.r_[np.flatnonzero(np.diff(documents, prepend=-1)), len(documents)]
+    return starts
 
 
 def _join(parts: Iterable[Ids]) -> NDArray[np.int64]:

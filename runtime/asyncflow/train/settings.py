@@ -58,10 +58,12 @@ class BackendSettings:
 
     lora: adapters to train in place of the weights, None for all weights; temperature: of the sampling that made the
     responses, applied to the trainer's logits too; compute: dtype of forward and backward (weights, gradients and
-    optimizer are always float32); layout, pack_tokens: see ``packing``; threads: of this rank, 0 = the library's
-    choice; group_size: samples of one prompt; device: torch's name of the kind of device; local_rank: which of the
-    devices that this process sees is its own; share: part of its memory that this rank may use; host: the address at
-    which other ranks reach this one; options: the backend's own.
+    optimizer are always float32); layout: see ``packing``; pack_tokens: most tokens of a rank's part of a slot, which
+    is computed as one pack (None: the backend's choice); longest: most tokens of one sample (None: not known);
+    threads: of this rank, 0 = the library's choice; group_size: samples of one prompt; device: torch's name of the kind
+    of device; local_rank: which of the devices that this process sees is its own; share: part of its memory that this
+    rank may use; host: the address at which other ranks reach this one; deterministic: the same bits again on an
+    accelerator too, which costs speed (the CPU gives them always); options: the backend's own.
     """
 
     optimizer: OptimizerSettings
@@ -70,7 +72,8 @@ class BackendSettings:
     temperature: float = 1.0
     compute: Literal["float32", "bfloat16"] = "float32"
     layout: LayoutName = "separate"
-    pack_tokens: int = 8192
+    pack_tokens: int | None = None
+    longest: int | None = None
     threads: int = 0
     group_size: int = 1
     seed: int = 0
@@ -78,6 +81,7 @@ class BackendSettings:
     local_rank: int = 0
     share: float = 1.0
     host: str = "127.0.0.1"
+    deterministic: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -90,13 +94,14 @@ class BackendSettings:
 class TorchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of the backend ``torch``.
 
-    pack_tokens: most tokens of one forward pass, which bounds the memory of its activations; head_tokens: most of them
-    whose logits exist at once; collective_timeout_s: how long a rank waits for the others in a collective.
+    head_tokens: most tokens of a pack whose logits exist at once; gradient_checkpointing: compute the layers again in
+    the backward pass instead of keeping what they computed; compile: compile the layers with torch.compile, which takes
+    minutes once; collective_timeout_s: how long a rank waits for the others in a collective.
     """
 
-    pack_tokens: Annotated[int, msgspec.Meta(ge=1)] = 1024
     head_tokens: Annotated[int, msgspec.Meta(ge=1)] = 2048
     gradient_checkpointing: bool = False
+    compile: bool = False
     collective_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
 
 
@@ -107,7 +112,7 @@ class TrainerSettings:
     schedule: how many steps, which of them are published, and which versions later steps need; partition: the job's
     rows; attempt: of this gang, which fences older ones; whole: collect all of D_k before the first gradient (the
     synchronous loop); epochs, mini_batches: passes over D_k, and optimizer updates of each; published: what weights are
-    rounded to when they are published; slot_tokens: budget of one micro-batch per rank; checkpoint_every: steps between
+    rounded to when they are published; checkpoint_every: steps between
     checkpoints, 0 = the last one only; extra_columns: fetched beside the usual ones (``loss_mask``); patience_s: how
     long the queue or the driver may be away; leave_s: how long the ledger may take to be on disk once the trainer is
     leaving.
@@ -120,7 +125,6 @@ class TrainerSettings:
     epochs: int = 1
     mini_batches: int = 1
     published: WeightsDtype = "float32"
-    slot_tokens: int = 8192
     checkpoint_every: int = 10
     extra_columns: tuple[str, ...] = ()
     patience_s: float = 120.0

@@ -36,6 +36,7 @@ from asyncflow.errors import (
     DeadlineExceeded,
     DiskError,
     Diverged,
+    ManifestError,
     ProtocolError,
     Refused,
     RowsLost,
@@ -163,8 +164,8 @@ class Trainer:
         """Train; return the last completed step. Raises Fenced when a newer attempt of the trainer has begun.
 
         Raises RowsLost where samples of a slot were lost with a storage unit (they can be made again only for a step
-        that begins anew) and Diverged where the gradients are not finite any more. What is complete is in a checkpoint
-        then, so that no other step begins anew.
+        that begins anew), Diverged where the gradients are not finite any more, and ManifestError where a micro-batch
+        does not fit the device. What is complete is in a checkpoint then, so that no other step begins anew.
         """
         try:
             await self._start()
@@ -174,7 +175,7 @@ class Trainer:
             log.info("leaving after step %d", self.step)
             await self._save_completed()
             await self._publication.announced(within_s=_GRACE_S)
-        except Diverged:
+        except (Diverged, ManifestError):
             await self._save_completed()
             raise
         except StaleHandle as error:
@@ -194,7 +195,7 @@ class Trainer:
 
     def slots(self, step: int) -> AsyncGenerator[Filled, None]:
         """Give the slots of D_step."""
-        return self._feed.slots(step)
+        return self._feed.slots(step, tokens=self._backend.slot_tokens)
 
     async def accumulate(self, step: int, slot: Filled) -> None:
         """Compute the gradient of one slot."""

@@ -18,6 +18,8 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from asyncflow.models.supported import check_attention
+
 ATTENTION = "asyncflow_slots"
 """The name under which ``slot_attention`` is registered with transformers."""
 
@@ -41,11 +43,14 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False
 
-    def __init__(self, cache: SlotCache, *, heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(self, cache: SlotCache, *, keys: Tensor, values: Tensor) -> None:
         super().__init__()
         self._cache = cache
-        self.keys = torch.zeros(cache.slots, heads, cache.max_length, head_dim, dtype=dtype)
-        self.values = torch.zeros_like(self.keys)
+        self.keys, self.values = (
+            torch.zeros(cache.slots, heads, cache.max_length, head_dim, dtype=states.dtype)
+            for states in (keys, values)
+            for heads, _, head_dim in (states.shape,)
+        )
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -53,9 +58,9 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write one token a row, [slots, heads, 1, head_dim], and give the whole of both."""
-        head_dim = key_states.shape[-1]
-        self.keys.view(-1, head_dim).index_copy_(0, self._cache.rows, key_states.reshape(-1, head_dim))
-        self.values.view(-1, head_dim).index_copy_(0, self._cache.rows, value_states.reshape(-1, head_dim))
+        for kept, states in ((self.keys, key_states), (self.values, value_states)):
+            head_dim = states.shape[-1]
+            kept.view(-1, head_dim).index_copy_(0, self._cache.rows, states.reshape(-1, head_dim))
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002 - the shape never depends on it
@@ -72,11 +77,13 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class SlotCache(Cache):  # type: ignore[misc]
-    """The cache of all layers, the length of every row, and the additive float32 mask [slots, 1, 1, max_length]."""
+    """The cache of all layers, the length of every row, and the additive float32 mask [slots, 1, 1, max_length].
 
-    def __init__(
-        self, *, layers: int, slots: int, max_length: int, heads: int, head_dim: int, dtype: torch.dtype
-    ) -> None:
+    prefix: any prompt that was prefilled; it tells shapes and dtype of keys and values.
+    """
+
+    def __init__(self, *, prefix: Prefix, slots: int, max_length: int) -> None:
+        heads = prefix.keys[0].shape[0]
         self.slots = slots
         self.max_length = max_length
         self.lengths = torch.zeros(slots, dtype=torch.int64)
@@ -85,7 +92,8 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.rows = torch.zeros(slots * heads, dtype=torch.int64)
         self._bases = (torch.arange(slots * heads) * max_length).view(slots, heads)
         self._slots = torch.arange(slots)
-        super().__init__(layers=[_SlotLayer(self, heads=heads, head_dim=head_dim, dtype=dtype) for _ in range(layers)])
+        layers = zip(prefix.keys, prefix.values, strict=True)
+        super().__init__(layers=[_SlotLayer(self, keys=keys, values=values) for keys, values in layers])
 
     def seat(self, slot: int, prefix: Prefix) -> None:
         """Copy a prefilled prompt into ``slot``."""
@@ -124,6 +132,7 @@ def slot_attention(
 
     Decoding treats the query heads that share a KV head as rows of one product, so that the cache is never repeated.
     """
+    check_attention(options, longest=key.shape[2])
     if attention_mask is None:
         prefilled: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, None, scaling=scaling, **options
@@ -133,7 +142,7 @@ def slot_attention(
     shared = query.view(slots, key.shape[1], heads // key.shape[1], head_dim)
     scores = torch.matmul(shared, key.transpose(2, 3)).float() * scaling + attention_mask
     attended = torch.matmul(torch.softmax(scores, dim=-1).to(value.dtype), value)
-    return attended.reshape(slots, 1, heads, head_dim), None
+    return attended.reshape(slots, 1, heads, value.shape[-1]), None
 
 
 AttentionInterface.register(ATTENTION, slot_attention)

@@ -19,53 +19,57 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.initialization import no_init_weights
 
 from asyncflow.errors import ManifestError
+from asyncflow.models.supported import check_dtype, check_length, check_model, positions
 from asyncflow.rollout.engines.kv import ATTENTION, Prefix, SlotCache
-from asyncflow.rollout.engines.supported import check_length, check_model
 
+_EXPERTS = "batched_mm"
+"""How transformers computes experts: for each token by itself, so that no token depends on who else is computed."""
 _PREFILL_MULTIPLE = 8
 
 
 class CausalModel:
-    """One model of a known family in one dtype, on the CPU.
+    """One model in one dtype, on the CPU.
 
-    folder: holds ``config.json``. Raises ManifestError for a folder or dtype that is wrong, NotYetError for a model
-    whose rows would influence each other or whose attention is not full.
+    folder: holds ``config.json``; longest: most tokens of a sequence. Raises ManifestError for a folder or dtype that
+    is wrong, NotYetError for a model whose rows would influence each other or whose attention is not full.
     """
 
-    def __init__(self, folder: Path, *, dtype: str) -> None:
+    def __init__(self, folder: Path, *, dtype: str, longest: int) -> None:
         if not (folder / "config.json").is_file():
             raise ManifestError("no config.json", where=str(folder), hint="Give a Hugging Face model folder")
-        check_model(json.loads((folder / "config.json").read_text()), dtype=dtype, where=str(folder))
+        check_dtype(dtype, where=str(folder))
+        check_model(json.loads((folder / "config.json").read_text()), longest=longest, where=str(folder))
         self.config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        check_model(self.config.to_dict(), longest=longest, where=str(folder))  # with what config.json leaves out
         self.dtype: torch.dtype = getattr(torch, dtype)
         self._where = str(folder)
         with no_init_weights():
             self._module = AutoModelForCausalLM.from_config(
-                self.config, attn_implementation=ATTENTION, dtype=self.dtype
+                self.config, attn_implementation=ATTENTION, experts_implementation=_EXPERTS, dtype=self.dtype
             )
         self._module.tie_weights()
         self._module.eval().requires_grad_(False)
         self._names: dict[int, list[str]] = {}
         self._parameters: dict[int, Tensor] = {}
-        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+        kept = self._module.state_dict().keys()
+        buffers = ((name, buffer) for name, buffer in self._module.named_buffers() if name in kept)
+        for name, parameter in (*self._module.named_parameters(remove_duplicate=False), *buffers):
             self._names.setdefault(id(parameter), []).append(name)
             self._parameters[id(parameter)] = parameter
 
     def cache(self, *, slots: int, max_length: int) -> SlotCache:
         """Allocate the cache of ``slots`` rows."""
-        check_length(max_length, self.config.max_position_embeddings, where=self._where)
-        heads = self.config.num_attention_heads
-        return SlotCache(
-            layers=self.config.num_hidden_layers,
-            slots=slots,
-            max_length=max_length,
-            heads=self.config.num_key_value_heads,
-            head_dim=getattr(self.config, "head_dim", None) or self.config.hidden_size // heads,
-            dtype=self.dtype,
-        )
+        if (limit := positions(self.config.to_dict())) is not None:
+            check_length(max_length, limit, where=self._where)
+        with torch.inference_mode():
+            shapes = self.prefill([0])
+        return SlotCache(prefix=shapes, slots=slots, max_length=max_length)
 
     def load(self, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Overwrite all parameters: float32, or bfloat16 as uint16 bits; a tied one under any or all of its names."""
+        """Overwrite all parameters, and the buffers that are saved with them.
+
+        tensors: float32, or bfloat16 as uint16 bits; a tied parameter may come under any or all of its names.
+        """
         sources = self._sources(tensors)
         for key, parameter in self._parameters.items():
             parameter.copy_(_tensor(sources[key]))
@@ -78,7 +82,7 @@ class CausalModel:
         cache = DynamicCache()
         logits = self._module(
             input_ids=ids,
-            position_ids=torch.arange(ids.shape[1])[None],
+            position_ids=torch.arange(ids.shape[1])[None].clamp(max=length - 1),
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=torch.tensor([length - 1]),

@@ -145,7 +145,11 @@ class TransformersEngine(RolloutEngine):
         torch.set_num_threads(self.threads)
         with torch.inference_mode():
             try:
-                batch = Batch(CausalModel(self._folder, dtype=self.dtype), slots=self.slots, max_length=self.max_length)
+                batch = Batch(
+                    CausalModel(self._folder, dtype=self.dtype, longest=self.max_length),
+                    slots=self.slots,
+                    max_length=self.max_length,
+                )
             except Exception as error:  # noqa: BLE001 - raised by start(), which waits for it
                 self._fail(error)
                 self._ready.set_exception(error)

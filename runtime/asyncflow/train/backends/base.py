@@ -26,6 +26,8 @@ from asyncflow.weights.sender import Shard, Tensors
 
 OPTIONS = "spec.trainer.backend.options"
 """Where a manifest gives a backend its own options."""
+SLOT_TOKENS = 4096
+"""Most tokens of a rank's part of a slot, where neither the manifest nor a device's memory decides it."""
 
 
 class TrainerBackend(ABC):
@@ -34,7 +36,8 @@ class TrainerBackend(ABC):
     of_model: whether its tensors are those of the model in the folder, so that θ_0 has to lie there, and the last
     weights can be exported as one. Options: the shape of its own options, each field with a default, so that they are
     checked before anything starts; None: the backend alone can tell. trained: samples whose gradient was added since
-    the last ``finish_step``, once in each epoch; another thread may read it.
+    the last ``finish_step``, once in each epoch; another thread may read it. slot_tokens: most tokens that a rank's
+    part of a slot should have, the same on all ranks; ``load`` may change it, and nothing does so afterwards.
     """
 
     Options: ClassVar[type[msgspec.Struct] | None] = None
@@ -45,6 +48,7 @@ class TrainerBackend(ABC):
         """Prepare. A backend raises ManifestError for ``settings.options`` that it does not know."""
         self.settings = settings
         self.group = group
+        self.slot_tokens = settings.pack_tokens or max(SLOT_TOKENS, settings.longest or 0)
 
     @abstractmethod
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:

@@ -25,12 +25,13 @@ from torch import Tensor
 
 from asyncflow.algorithms.aggregation import LossTotals
 from asyncflow.api.workers import LoraSpec
-from asyncflow.errors import Diverged
+from asyncflow.errors import Diverged, ManifestError
 from asyncflow.net.frames import Jagged
 from asyncflow.plugins import read_options
 from asyncflow.train.backends.base import OPTIONS, TrainerBackend
 from asyncflow.train.backends.torch_copies import as_array, on_device, rounded
 from asyncflow.train.backends.torch_figures import StepFigures, metrics_of
+from asyncflow.train.backends.torch_layers import checkpoint_layers, choose_kernels, compile_layers
 from asyncflow.train.backends.torch_lora import (
     add_adapters,
     base_pieces,
@@ -39,6 +40,7 @@ from asyncflow.train.backends.torch_lora import (
     trained_pieces,
     without_adapters,
 )
+from asyncflow.train.backends.torch_memory import FIELD, PackBudget, find_largest_pack
 from asyncflow.train.backends.torch_model import LogprobModel, open_model, smallest_pack
 from asyncflow.train.backends.torch_optimizer import FlatAdamW
 from asyncflow.train.backends.torch_pieces import (
@@ -80,14 +82,15 @@ class TorchBackend(TrainerBackend):
         if settings.threads:
             torch.set_num_threads(settings.threads)
         self._device = find_device(settings.device, share=settings.share, local_rank=settings.local_rank)
-        torch.use_deterministic_algorithms(True, warn_only=self._device.type != "cpu")
+        choose_kernels(self._device, deterministic=settings.deterministic)
         torch.manual_seed(settings.seed)
         self._how: dict[str, Any] = {
             "temperature": settings.temperature,
             "compute": getattr(torch, settings.compute),
             "rows": options.head_tokens,
+            "few_sizes": options.compile,
         }
-        self._pack_tokens = min(settings.pack_tokens, options.pack_tokens)
+        self._budget = PackBudget(self.slot_tokens)
         self._ranks = TensorGroup(
             group,
             device=self._device,
@@ -96,6 +99,8 @@ class TorchBackend(TrainerBackend):
         )
         self._figures = StepFigures()
         self._updates: list[dict[str, float]] = []
+        self._step: list[tuple[MicroBatch, int | None]] = []
+        self._trained_before = 0
         self._skipped = 0
         self._has_room = True
         self._copies: torch.Stream | None = None
@@ -114,29 +119,61 @@ class TorchBackend(TrainerBackend):
             self._reference = without_adapters(self._model, self._policy)
         elif compared:
             self._reference = self._open(folder, first=True, frozen=True)
-        if self._options.gradient_checkpointing:
-            self._model.train()
-            self._model.gradient_checkpointing_enable()
         self._pieces = trained_pieces(self._model)
         if resumed:
             read_saved(checkpoint, WEIGHTS_FILE, self._pieces, group=self.group, ranks=self._ranks)
         self._policy.evaluate(smallest_pack())
+        if self._options.gradient_checkpointing:
+            checkpoint_layers(self._model)
+        if self._options.compile:
+            compile_layers(self._model, device=self._device)
         self._optimizer = FlatAdamW(self._model, self.settings.optimizer)
         if resumed:
             generator, state = self._generator(), list(self._optimizer.state())
             if read_saved(checkpoint, STATE_FILE, state, optional=generator, group=self.group, ranks=self._ranks):
                 torch.set_rng_state(generator.tensor.reshape(-1))
+        if self.settings.pack_tokens is None and self._device.type != "cpu":
+            self._find_slot_tokens()
+
+    def _find_slot_tokens(self) -> None:
+        """Try which packs fit the device; the ranks agree on what fits all of them."""
+
+        def step(batch: MicroBatch, tokens: int) -> None:
+            self._budget = PackBudget(tokens)
+            try:
+                self._add(batch, version=None)
+            finally:
+                self._forget_step()
+
+        found = find_largest_pack(
+            step,
+            device=self._device,
+            share=self.settings.share,
+            reserved=sum(2 * piece.tensor.numel() for piece in self._pieces),
+            longest=self.settings.longest or 1,
+        )
+        self.slot_tokens = int(self.group.gather(np.array([found]), what="tokens of a micro-batch").min())
+        self._budget = PackBudget(self.slot_tokens)
 
     def _open(self, folder: Path, *, first: bool, frozen: bool = False, lora: LoraSpec | None = None) -> LogprobModel:
         """Open the model, cut over the ranks, with the weights of the folder (``first``) or arbitrary ones."""
         mesh = self._ranks.mesh
         if mesh is None:
-            model = open_model(folder, weights=first, device=self._device).requires_grad_(not frozen)
+            longest = self.settings.longest
+            model = open_model(folder, weights=first, device=self._device, longest=longest).requires_grad_(not frozen)
             if lora is not None:
                 add_adapters(model, lora)
             opened = LogprobModel(model, **self._how)
         else:
-            opened = open_sharded(folder, mesh=mesh, device=self._device, frozen=frozen, lora=lora, how=self._how)
+            opened = open_sharded(
+                folder,
+                mesh=mesh,
+                device=self._device,
+                frozen=frozen,
+                lora=lora,
+                longest=self.settings.longest,
+                how=self._how,
+            )
             if first:
                 read_first(folder, base_pieces(opened.model), group=self.group, ranks=self._ranks)
         if lora is not None:
@@ -167,7 +204,39 @@ class TorchBackend(TrainerBackend):
 
     @collective()
     def micro_batch(self, batch: MicroBatch, *, version: int | None) -> None:
-        """See the base class. The pack budget bounds memory; a slot may hold any number of packs."""
+        """See the base class. Where memory runs out, the step is computed again in packs of half the size, once."""
+        self._step.append((batch, version))
+        try:
+            self._add(batch, version=version)
+        except torch.OutOfMemoryError as full:
+            if self.group.world > 1:
+                raise self._does_not_fit(full) from full
+            self._budget.halve(full)
+        else:
+            return
+        # Not above, where the error's traceback still holds the tensors of the pass that failed.
+        again, before = self._step, self._trained_before
+        self._forget_step()
+        if self._device.type != "cpu":
+            torch.accelerator.empty_cache()
+        self.trained = before
+        for batch, version in again:
+            self.micro_batch(batch, version=version)
+
+    def _does_not_fit(self, full: torch.OutOfMemoryError) -> ManifestError:
+        """Return the error of a rank that cannot compute the step again by itself, since the others would not."""
+        return ManifestError(
+            f"out of memory with packs of {self._budget.tokens} tokens: {full}",
+            where=FIELD,
+            hint="Give half of that: ranks of a gang make equally many passes, so that one cannot go back alone",
+        )
+
+    def _forget_step(self) -> None:
+        """Be as after the last update: a backward pass that failed has added a part of its gradient."""
+        self._optimizer.clear()
+        self._figures, self._step = StepFigures(), []
+
+    def _add(self, batch: MicroBatch, *, version: int | None) -> None:
         loss, lengths = self.settings.loss, batch.loss_lengths()
         silent = loss.silent(batch.advantages)
         totals = ("tokens", lengths.sum()), ("sequences", np.count_nonzero(lengths)), ("silent", silent.sum())
@@ -247,7 +316,7 @@ class TorchBackend(TrainerBackend):
             [batch.responses.row(i) for i in chosen.tolist()],
             [batch.keys[i].serial for i in chosen.tolist()],
             layout=self.settings.layout,
-            budget=self._pack_tokens,
+            budget=self._budget.tokens,
         )
 
     def _accumulate(
@@ -291,7 +360,7 @@ class TorchBackend(TrainerBackend):
     def finish_step(self, step: int) -> dict[str, float]:
         """See the base class. Three skipped steps in a row are too many."""
         self.update(step)
-        metrics, self._updates, self.trained = combined(self._updates), [], 0
+        metrics, self._updates, self.trained, self._trained_before = combined(self._updates), [], 0, 0
         self._skipped = self._skipped + 1 if metrics["skipped"] else 0
         if self._skipped == _MOST_SKIPPED:
             raise Diverged(
@@ -310,6 +379,7 @@ class TorchBackend(TrainerBackend):
         applied = self._optimizer.apply(step, divisor=divisor, norm=self._ranks.norm)
         if not applied.moved:
             log.warning("step %d: the gradient is not finite, the weights stay as they are", step)
+        self._step, self._trained_before = [], self.trained
         self._updates.append(metrics_of(meter, divisor=divisor, applied=applied))
 
     def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any] | Shard]]:

@@ -1,9 +1,9 @@
 """Attention of packs, document by document.
 
-All layers but attention see a pack as T tokens. Attention sees it as a batch of documents, [D, L], gathered from the
-T rows and scattered back: no token is computed against another document, so the cost is D * L^2 and not T^2, and any
-pack fits any kernel that ``scaled_dot_product_attention`` has. A kernel for variable lengths (flash attention on an
-accelerator) would be another function with the same signature, under another name.
+All layers but attention see a pack as T tokens. On CUDA, in half precision, attention sees it as sequences of any
+length (``torch_varlen``). Elsewhere it sees a batch of documents, [D, L], gathered from the T rows and scattered back:
+no token is computed against another document, so the cost is D * L^2 and not T^2, and any pack fits any kernel that
+``scaled_dot_product_attention`` has.
 
 Invariant: row i of the output is softmax attention of token i over exactly the tokens that ``Pack.mask`` allows. A
 model whose attention wants more than that (soft capping, sinks, sliding windows, biases) is refused, never
@@ -17,17 +17,20 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 
-from asyncflow.errors import ManifestError
+from asyncflow.models.supported import check_attention
 from asyncflow.train.backends.torch_copies import on_device
 from asyncflow.train.backends.torch_npu import NpuSequences, attend_on_npu
+from asyncflow.train.backends.torch_varlen import FlashKernel, Sequences, attend_sequences
 from asyncflow.train.packing import Pack
 
 ATTENTION = "asyncflow_documents"
 """Name under which transformers knows this attention (``attn_implementation``)."""
 
-_MORE_THAN_SOFTMAX = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
+_FLASH = FlashKernel()
+_LARGEST_HEAD = 256
+"""Most dimensions of a head that the kernel for sequences takes."""
 
 
 class Documents(NamedTuple):
@@ -40,6 +43,11 @@ class Documents(NamedTuple):
     mask: Tensor | None
     number: int
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return len(self.places) // self.number
+
     @classmethod
     def of(cls, pack: Pack, device: torch.device) -> Documents:
         """Lay ``pack`` out."""
@@ -49,6 +57,7 @@ class Documents(NamedTuple):
         return cls(places, rows, mask, len(table.places))
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # mypy does not read torch
 def attend(
     module: nn.Module,  # noqa: ARG001
     query: Tensor,
@@ -56,7 +65,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,  # noqa: ARG001
     *,
-    documents: Documents | NpuSequences,
+    documents: Documents | Sequences | NpuSequences | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **more: Any,
@@ -65,19 +74,20 @@ def attend(
 
     The signature is that of transformers' attention functions; ``documents`` comes from the caller of the model.
     """
-    extra = [name for name in _MORE_THAN_SOFTMAX if more.get(name) is not None]
-    if extra or dropout:
-        raise ManifestError(
-            f"the model's attention uses {', '.join(extra) or 'dropout'}, which packs do not support",
-            where="spec.model.source",
-            hint="Use a model with plain full attention.",
-        )
+    if documents is None:
+        raise TypeError("its layers do not pass on what they are called with")
+    check_attention({"dropout": dropout, **more}, longest=documents.longest)
     if isinstance(documents, NpuSequences):
         # Norms and rotary embeddings leave queries and keys in float32 under autocast; the kernel wants one dtype.
         rows = (part[0].transpose(0, 1).to(value.dtype).contiguous() for part in (query, key, value))
         out = attend_on_npu(*rows, sequences=documents, scale=scaling or query.shape[-1] ** -0.5)
         return out[None], None
     heads = query.shape[1]
+    if isinstance(documents, Sequences):
+        # Norms and rotary embeddings leave queries and keys in float32 under autocast.
+        query, key, value = (part[0].transpose(0, 1).to(value.dtype).contiguous() for part in (query, key, value))
+        scale = scaling or query.shape[-1] ** -0.5
+        return attend_sequences(query, key, value, documents, scale=scale, kernel=_FLASH)[None], None
 
     def by_document(states: Tensor) -> Tensor:
         rows = states[0].transpose(0, 1).index_select(0, documents.places)
@@ -93,6 +103,13 @@ def attend(
         scale=scaling,
     )
     return out.transpose(1, 2).flatten(0, 1).index_select(0, documents.rows)[None], None
+
+
+def takes_sequences(config: PretrainedConfig, *, device: torch.device, compute: torch.dtype) -> bool:
+    """Say whether attention over sequences of any length has a kernel for this model on this device."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    alike = getattr(config, "v_head_dim", None) is None  # latent attention has values of another size
+    return device.type == "cuda" and compute in (torch.bfloat16, torch.float16) and alike and head <= _LARGEST_HEAD
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -1,15 +1,18 @@
 """A causal language model of transformers, run on packs.
 
-Invariant: the log-prob of each target is that of the distribution that sampling used (temperature applied), in float32;
-only the rows that predict a target reach the output layer, a bounded number at a time where the model ends in it.
+Invariant: the log-prob of each target is that of the distribution that sampling used (temperature applied), in float32
+or the model's own precision where that is higher; only the rows that predict a target reach the output layer, a bounded
+number at a time where the model ends in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,35 +21,44 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from asyncflow.errors import ManifestError
-from asyncflow.train.backends.torch_attention import ATTENTION, Documents
+from asyncflow.errors import ManifestError, NotYetError
+from asyncflow.models.supported import check_model
+from asyncflow.train.backends.torch_attention import ATTENTION, Documents, takes_sequences
 from asyncflow.train.backends.torch_copies import on_device
 from asyncflow.train.backends.torch_npu import NpuSequences
-from asyncflow.train.packing import Pack, pack_samples
+from asyncflow.train.backends.torch_varlen import Sequences
+from asyncflow.train.packing import LayoutName, Pack, few_sizes, pack_samples
+
+Layout: TypeAlias = type[Documents] | type[Sequences] | type[NpuSequences]
 
 _A_TOKEN = np.zeros(1, dtype=np.int32)
+_LEAK = 1e-3
+"""Most by which a pack may change the logits of a sample, as a part of the largest."""
+_ROUNDED_LEAK = 0.05
+"""The same where layers compute in bfloat16."""
 _LARGE = 100.0
 """Size of states whose logits any capping changes."""
 
 
-def open_model(folder: Path, *, weights: bool, device: torch.device | None) -> nn.Module:
+def open_model(folder: Path, *, weights: bool, device: torch.device | None, longest: int | None = None) -> nn.Module:
     """Open the model folder in float32: with its weights, or (``weights`` False) with arbitrary ones.
 
-    device: None leaves the model where it was made.
-
-    Raises ManifestError where the folder holds no model that transformers can open.
+    device: None leaves the model where it was made; longest: most tokens of a sequence, None where it is not known.
+    Raises ManifestError where the folder holds no model that transformers can open, and NotYetError for one that packs
+    cannot hold.
     """
     try:
         config = AutoConfig.from_pretrained(folder)
+        check_model(config.to_dict(), longest=longest or sys.maxsize, where=str(folder))
         kind = {"attn_implementation": ATTENTION, "dtype": torch.float32}
         model = (
             AutoModelForCausalLM.from_pretrained(folder, config=config, **kind)
             if weights
             else AutoModelForCausalLM.from_config(config, **kind)
         )
-    except (OSError, ValueError, KeyError, SafetensorError) as wrong:
+    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as wrong:
         raise ManifestError(
             f"no model can be opened: {wrong}",
             where=str(folder),
@@ -67,15 +79,19 @@ class LogprobModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
 
     rows: most targets whose logits exist at once. A pack with more is taken in pieces, each computed again in the
     backward pass, so that memory does not grow with the pack. A model that changes what its output layer makes, by a
-    scale or a cap, makes all logits of a pack at once; which it is, the first pass finds out (``probe``).
+    scale or a cap, makes all logits of a pack at once; which it is, the first pass finds out. few_sizes: fill packs up,
+    so that few sizes occur (``packing.few_sizes``).
     """
 
-    def __init__(self, model: nn.Module, *, temperature: float, compute: torch.dtype, rows: int) -> None:
+    def __init__(
+        self, model: nn.Module, *, temperature: float, compute: torch.dtype, rows: int, few_sizes: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
         self._temperature = temperature
         self._compute = compute
         self._rows = rows
+        self._few_sizes = few_sizes
         self._ends_in_its_head: bool | None = None
 
     def evaluate(self, pack: Pack, *, temperature: float | None = None) -> Tensor:
@@ -97,12 +113,12 @@ class LogprobModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
         """
         temperature = self._temperature if temperature is None else temperature
         device = next(self.model.parameters()).device
-        inputs = _inputs(pack, device)
-        targets, rows = (on_device(array, device) for array in (pack.targets, pack.rows))
         cast = partial(torch.autocast, device.type, dtype=self._compute, enabled=self._compute != torch.float32)
         if self._ends_in_its_head is None:
-            with cast():
-                self._ends_in_its_head = _ends_in_its_head(self.model)
+            self._look(cast)
+        filled = pack.padded(few_sizes(len(pack.ids))) if self._few_sizes else pack
+        inputs = _inputs(filled, device, _layout(self.model.config, device=device, compute=self._compute))
+        targets, rows = (on_device(array, device) for array in (pack.targets, pack.rows))
         if not self._ends_in_its_head or len(targets) <= self._rows:
             with cast():
                 logits = self.model(**inputs, logits_to_keep=rows).logits[0]
@@ -118,6 +134,14 @@ class LogprobModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
         logprobs, entropies = zip(*pieces, strict=True)
         return torch.cat(logprobs), torch.cat(entropies) if entropy else None
 
+    def _look(self, cast: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Find out what the model is like, in its first pass. Raises NotYetError where packs cannot hold it."""
+        rounds = isinstance(self, FSDPModule) and self._compute != torch.float32
+        # Of a model that is cut over ranks the layers compute in the narrower dtype, whoever calls them.
+        with cast() if rounds else nullcontext():
+            _check_packs(self.model, leak=_ROUNDED_LEAK if rounds else _LEAK)
+            self._ends_in_its_head = _ends_in_its_head(self.model)
+
     def _piece(
         self, states: Tensor, targets: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
@@ -130,17 +154,24 @@ def smallest_pack() -> Pack:
     return next(iter(pack_samples([_A_TOKEN], [_A_TOKEN], [0], layout="separate", budget=2)))
 
 
-def _inputs(pack: Pack, device: torch.device) -> dict[str, Any]:
+def _layout(config: PretrainedConfig, *, device: torch.device, compute: torch.dtype) -> Layout:
+    """Return the form in which attention takes packs on ``device``."""
+    if device.type == "npu":
+        return NpuSequences
+    return Sequences if takes_sequences(config, device=device, compute=compute) else Documents
+
+
+def _inputs(pack: Pack, device: torch.device, layout: Layout = Documents) -> dict[str, Any]:
     return {
         "input_ids": on_device(pack.ids, device)[None],
         "position_ids": on_device(pack.positions, device)[None],
-        "documents": (NpuSequences if device.type == "npu" else Documents).of(pack, device),
+        "documents": layout.of(pack, device),
         "use_cache": False,
     }
 
 
 def _logprobs(logits: Tensor, targets: Tensor, *, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    logits = logits.float() / temperature
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     logprobs = -F.cross_entropy(logits, targets, reduction="none")
     if not entropy:
         return logprobs, None
@@ -148,11 +179,46 @@ def _logprobs(logits: Tensor, targets: Tensor, *, temperature: float, entropy: b
     return logprobs, -(whole.exp() * whole).sum(dim=-1)
 
 
+def _check_packs(model: nn.Module, *, leak: float) -> None:
+    """Refuse a model in which a sample of a pack sees another one, or whose layers do not tell attention of packs.
+
+    Raises NotYetError.
+    """
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, model.config.vocab_size, length) for length in (3, 3, 2)]
+    prompts[1] = prompts[0]
+    responses = [rng.integers(0, model.config.vocab_size, length) for length in (4, 5, 3)]
+    device = model.get_output_embeddings().weight.device
+
+    def logits(layout: LayoutName, budget: int) -> Tensor:
+        found: dict[tuple[int, int], Tensor] = {}
+        for pack in pack_samples(prompts, responses, [0, 0, 1], layout=layout, budget=budget):
+            made = model(**_inputs(pack, device)).logits[0, on_device(pack.rows, device)].float()
+            names = zip(pack.samples.tolist(), pack.offsets.tolist(), strict=True)
+            found |= dict(zip(names, made, strict=True))
+        return torch.stack([found[name] for name in sorted(found)])
+
+    try:
+        with torch.no_grad():
+            together, alone = logits("shared-prompt", 99), logits("separate", 1)
+    except (TypeError, AttributeError, IndexError) as wrong:
+        raise _no_packs(model, str(wrong)) from wrong
+    if float((alone - together).abs().max()) > leak * float(alone.abs().max()):
+        raise _no_packs(model, "what stands beside a sample changes its logits")
+
+
+def _no_packs(model: nn.Module, why: str) -> NotYetError:
+    return NotYetError(
+        f"{type(model).__name__} cannot be trained in packs: {why}",
+        where="spec.model.source",
+        hint="Use a causal model with softmax attention over all earlier tokens",
+    )
+
+
 def _ends_in_its_head(model: nn.Module) -> bool:
     """Say whether logits are what the output layer makes of the last states: not scaled, not capped.
 
-    Asked with states of its own, since those of a model that is not read yet, or of its padding, may be 0. Raises
-    ManifestError where the model has an attention that packs do not support.
+    Asked with states of its own, since those of a model that is not read yet, or of its padding, may be 0.
     """
     pack = smallest_pack()
     head = model.get_output_embeddings()

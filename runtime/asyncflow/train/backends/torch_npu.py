@@ -65,18 +65,21 @@ def _installed() -> str:
 class NpuSequences(NamedTuple):
     """A pack as S sequences. query_ends, key_ends: where the queries and the keys of each end, counted from the first.
 
-    keys: the row of the pack that each key is of, None where these are the rows as they stand.
+    keys: the row of the pack that each key is of, None where these are the rows as they stand; longest: tokens of the
+    longest sequence, a shared prompt included.
     """
 
     query_ends: list[int]
     key_ends: list[int]
     keys: Tensor | None
+    longest: int
 
     @classmethod
     def of(cls, pack: Pack, device: torch.device) -> NpuSequences:
         """Lay ``pack`` out."""
         query_ends, key_ends, keys = sequences_of(pack)
-        return cls(query_ends, key_ends, None if keys is None else on_device(keys, device))
+        longest = int(np.diff(key_ends, prepend=0).max())
+        return cls(query_ends, key_ends, None if keys is None else on_device(keys, device), longest)
 
 
 def sequences_of(pack: Pack) -> tuple[list[int], list[int], NDArray[np.int64] | None]:

@@ -36,6 +36,7 @@ def open_sharded(
     device: torch.device,
     frozen: bool = False,
     lora: LoraSpec | None = None,
+    longest: int | None = None,
     how: dict[str, Any],
 ) -> LogprobModel:
     """Open the model folder cut over ``mesh``, with parameters of arbitrary content; ``how``: as ``LogprobModel``'s.
@@ -44,7 +45,7 @@ def open_sharded(
     model that transformers can open.
     """
     with _parameters_on_meta():
-        model = open_model(folder, weights=False, device=None).requires_grad_(not frozen)
+        model = open_model(folder, weights=False, device=None, longest=longest).requires_grad_(not frozen)
         if lora is not None:
             add_adapters(model, lora)
     sharded = LogprobModel(model, **how)

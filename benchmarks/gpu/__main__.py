@@ -1,0 +1,120 @@
+"""The trainer against a plain loop: tokens per second, part of the device's peak, and memory, in one table.
+
+    python benchmarks/gpu                                   # 0.6B and 1.7B at 16,384 tokens, plain and compiled
+    python benchmarks/gpu --models tiny --tokens 512 --document 64 --compile no      # the small form, on a CPU
+
+The two take turns on the same device in the same run, each alone in memory. Bars that are missed are named, and are no
+failure: exit status 1 is for runs that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from loops import PlainLoop, TrainerLoop
+from shapes import SHAPES, peak_flops
+
+BARS = {False: 0.95, True: 0.9}
+"""Least speed of the trainer as a part of the plain loop's, by whether both are compiled."""
+HEADER = (
+    "model", "tokens", "document", "compile", "plain loop, tokens/s", "trainer, tokens/s", "ratio", "bar",
+    "MFU of plain loop, trainer", "peak GB of plain loop, trainer",
+)  # fmt: skip
+
+
+class Measured(NamedTuple):
+    """tokens_s: median over the repetitions; peak: bytes, of a pass beyond what rests in memory; None on the CPU."""
+
+    tokens_s: float
+    peak: int | None
+    parameters: int
+
+
+def measure(kind: type[Any], repeats: int, *, device: torch.device, **case: Any) -> Measured:
+    """Run one contestant alone: two passes to warm up, then ``repeats`` that count."""
+    loop = kind(device=device, **case)
+    for _ in range(2):
+        loop.step()
+    seconds, accelerated, resting = [], device.type != "cpu", 0
+    if accelerated:
+        torch.accelerator.synchronize(device)
+        resting = torch.accelerator.memory_allocated(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+    for _ in range(repeats):
+        began = time.perf_counter()
+        loop.step()
+        if accelerated:
+            torch.accelerator.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    peak = torch.accelerator.max_memory_allocated(device) - resting if accelerated else None
+    measured = Measured(case["tokens"] / statistics.median(seconds), peak, loop.parameters)
+    del loop
+    gc.collect()
+    torch.compiler.reset()
+    if accelerated:
+        torch.accelerator.empty_cache()
+    return measured
+
+
+def row(name: str, plain: Measured, trainer: Measured, *, tokens: int, document: int, compiled: bool) -> list[str]:
+    """Return one line of the table."""
+    peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    flops = SHAPES[name].flops_of_token(plain.parameters, document=document)
+    used = [f"{each.tokens_s * flops / peak:.3f}" if peak else "–" for each in (plain, trainer)]
+    memory = [f"{each.peak / 1e9:.1f}" if each.peak is not None else "–" for each in (plain, trainer)]
+    return [
+        name, f"{tokens:,}", f"{document:,}", "yes" if compiled else "no", f"{plain.tokens_s:,.0f}",
+        f"{trainer.tokens_s:,.0f}", f"{trainer.tokens_s / plain.tokens_s:.2f}", f"≥ {BARS[compiled]}",
+        ", ".join(used), ", ".join(memory),
+    ]  # fmt: skip
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return the lines of a Markdown table."""
+    lines = [HEADER, ["---"] * len(HEADER), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def main() -> int:
+    """Measure what is asked for, and print or write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=["0.6B", "1.7B"])
+    parser.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch")
+    parser.add_argument("--document", type=int, default=512, help="tokens of each document")
+    parser.add_argument("--head-tokens", type=int, default=2048, help="tokens whose logits exist at once")
+    parser.add_argument("--compile", choices=["no", "yes", "both"], default="both")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--output", type=Path, help="write the table there, beside printing it")
+    chosen = parser.parse_args()
+    if chosen.tokens % chosen.document:
+        parser.error(f"--tokens {chosen.tokens} is no multiple of --document {chosen.document}")
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    rows, missed = [], []
+    for name in chosen.models:
+        for compiled in {"no": [False], "yes": [True], "both": [False, True]}[chosen.compile]:
+            case = {"tokens": chosen.tokens, "document": chosen.document, "compiled": compiled}
+            how = {"device": device, "shape": SHAPES[name], "head_tokens": chosen.head_tokens}
+            plain, trainer = (measure(kind, chosen.repeats, **how, **case) for kind in (PlainLoop, TrainerLoop))
+            rows.append(row(name, plain, trainer, **case))
+            if trainer.tokens_s < BARS[compiled] * plain.tokens_s:
+                missed.append(
+                    f"{name}, compile {compiled}: {rows[-1][6]} of the plain loop, the bar is {BARS[compiled]}"
+                )
+            print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+    print(table(rows))
+    print("\n".join(missed), file=sys.stderr)
+    if chosen.output:
+        chosen.output.write_text(table(rows), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""The trainer's benchmark in its small form: both contestants run on a CPU, and the table says what was measured."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HEADER = "| model | tokens | document | compile | plain loop, tokens/s | trainer, tokens/s | ratio | bar |"
+
+
+def test_the_trainer_and_a_plain_loop_are_measured_in_one_run(tmp_path):
+    small = ["--models", "tiny", "--tokens", "256", "--document", "64", "--head-tokens", "100", "--repeats", "2"]
+    table = tmp_path / "table.md"
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu"), *small, "--compile", "no", "--output", str(table)]
+    subprocess.run(command, check=True, timeout=120)
+    header, _, line = table.read_text().splitlines()
+    assert header.startswith(HEADER)
+    name, tokens, document, compiled, plain, trainer, ratio = [cell.strip() for cell in line.split("|")[1:8]]
+    assert (name, tokens, document, compiled) == ("tiny", "256", "64", "no")
+    speeds = [float(cell.replace(",", "")) for cell in (plain, trainer)]
+    assert min(speeds) > 0
+    assert abs(float(ratio) - speeds[1] / speeds[0]) < 0.02
+
+
+def test_the_document_has_the_table_that_the_benchmark_writes():
+    lines = (ROOT / "docs" / "gpu.md").read_text().splitlines()
+    assert [line for line in lines if line.startswith(HEADER)]

@@ -1,0 +1,216 @@
+"""Models of many families: engine and trainer have the same log-probs, in any batch and pack, or it is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncflow.errors import ManifestError, NotYetError
+from asyncflow.models.supported import check_model
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 6,
+    "head_dim": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "num_key_value_heads": None}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {"head_dim": 8, **EXPERTS},
+    "mistral": {"sliding_window": 64},
+    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "phi3": {},
+    "gemma": {"head_dim": 8},
+    "olmo2": {},
+    "olmoe": EXPERTS,
+    "gpt_neox": {"num_key_value_heads": None},
+    "gpt2": GPT2,
+    "granite": {"attention_multiplier": 0.2, "logits_scaling": 3.0, "embedding_multiplier": 2.0},
+    "starcoder2": {},
+    "deepseek_v3": LATENT,
+}
+LONGEST = 32
+PROMPTS = [np.arange(3, 8), np.arange(3, 8), np.arange(20, 29), np.array([40, 7, 11])]
+RESPONSES = [np.arange(30, 36), np.array([9, 9, 2, 50]), np.arange(45, 52), np.array([5])]
+
+
+def opened(folder: Path, family: str) -> Any:
+    """Make a tiny model of the family, with biases and norms that are not trivial."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    sizes = {
+        name: value
+        for name, value in {**SIZES, **FAMILIES[family]}.items()
+        if name == "sliding_window" or value is not None
+    }
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+def decoded(engine: Any, prompts: list[Any], responses: list[Any], *, slots: int) -> list[list[Any]]:
+    """Return the logits of every token of each response, from one batch."""
+    import torch
+
+    with torch.inference_mode():
+        cache = engine.cache(slots=slots, max_length=LONGEST)
+        found = []
+        for slot, prompt in enumerate(prompts):
+            prefix = engine.prefill(prompt.tolist())
+            cache.seat(slot, prefix)
+            found.append([prefix.logits])
+        for place in range(max(map(len, responses)) - 1):
+            cache.open()
+            tokens = [int(r[place]) if place < len(r) else 3 for r in responses] + [0] * (slots - len(responses))
+            logits = engine.decode(cache, torch.tensor(tokens)).float()
+            cache.close(torch.arange(len(responses)))
+            for slot, response in enumerate(responses):
+                if place + 1 < len(response):
+                    found[slot].append(logits[slot])
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_and_trainer_agree_and_batches_do_not_matter(tmp_path: Path, family: str) -> None:
+    import torch
+
+    from asyncflow.rollout.engines.model import CausalModel
+    from asyncflow.train.backends.torch_model import LogprobModel, named_weights, open_model
+    from asyncflow.train.packing import pack_samples
+
+    plain = opened(tmp_path, family)
+    check_model(json.loads((tmp_path / "config.json").read_text()), longest=LONGEST, where="")
+    trained = open_model(tmp_path, weights=True, device=torch.device("cpu"), longest=LONGEST)
+    engine = CausalModel(tmp_path, dtype="float32", longest=LONGEST)
+    with torch.inference_mode():
+        engine.load({name: tensor.detach().numpy() for name, tensor in named_weights(trained)})
+    together = decoded(engine, PROMPTS, RESPONSES, slots=4)
+    (alone,) = decoded(engine, PROMPTS[:1], RESPONSES[:1], slots=4)
+    assert all(torch.equal(a, b) for a, b in zip(alone, together[0], strict=True))
+    (pack,) = pack_samples(PROMPTS, RESPONSES, [0, 0, 1, 2], layout="shared-prompt", budget=99)
+    with torch.no_grad():
+        logprobs, _ = LogprobModel(trained, temperature=1.0, compute=torch.float32, rows=5)(pack, entropy=False)
+        for sample, offset, mine in zip(pack.samples.tolist(), pack.offsets.tolist(), logprobs.tolist(), strict=True):
+            target = int(RESPONSES[sample][offset])
+            ids = torch.tensor(np.r_[PROMPTS[sample], RESPONSES[sample][:offset]])[None]
+            exact = float(plain(ids).logits[0, -1].float().log_softmax(-1)[target])
+            assert abs(mine - exact) < 2e-5
+            assert abs(float(together[sample][offset].log_softmax(-1)[target]) - exact) < 2e-5
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "qwen3_moe", "mixtral", "llama"])
+def test_exports_have_the_names_that_the_models_files_have(tmp_path: Path, family: str) -> None:
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    from asyncflow.models.export import export_folder
+    from asyncflow.train.backends.torch_model import named_weights
+
+    plain = opened(tmp_path / "source", family)
+    export_folder(dict(named_weights(plain)), tmp_path / "source", tmp_path / "export")
+    stored, written = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "export"))
+    assert stored.keys() == written.keys()
+    assert all(torch.equal(stored[name], written[name]) for name in stored)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    ids = torch.arange(5)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, plain(ids).logits)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "bloom"}, "cannot be exchanged"),
+    ({"model_type": "mamba"}, "carry a state"),
+    ({"model_type": "qwen3_next"}, "carry a state"),
+    ({"model_type": "bert"}, "only see earlier ones"),
+    ({"model_type": "gpt_oss"}, "sinks"),
+    ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "capped"),
+    ({"model_type": "mistral", "sliding_window": 31}, "sliding_window 31 is shorter"),
+    ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True}, "sliding_window 16"),
+    ({"model_type": "olmo3", "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "window 8"),
+    ({"model_type": "lfm", "layer_types": ["conv", "full_attention"]}, "layers of type 'conv'"),
+    ({"model_type": "llama", "rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic'"),
+    (
+        {"model_type": "phi3", "rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 16},
+        "rope type 'longrope'",
+    ),
+    ({"text_config": {"model_type": "gemma3_text", "sliding_window": 4}}, "sliding_window 4"),
+    ({"model_type": "x", "expert_capacity": 64}, "capacity"),
+    ({"model_type": "x", "alibi": True}, "ALiBi"),
+]
+
+
+@pytest.mark.parametrize(("config", "words"), REFUSED)
+def test_what_a_configuration_tells_is_refused(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(NotYetError, match=words) as refused:
+        check_model(config, longest=LONGEST, where="model")
+    assert refused.value.where == "model"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "mistral", "sliding_window": 4096},
+        {"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": False},
+        {"model_type": "x", "layer_types": ["full_attention", "full_attention"], "sliding_window": 8},
+        {"model_type": "phi3", "rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096},
+        {"model_type": "llama", "rope_parameters": {"rope_type": "yarn"}},
+    ],
+)
+def test_what_makes_no_difference_within_the_longest_sequence_is_taken(config: dict[str, Any]) -> None:
+    check_model(config, longest=LONGEST, where="")
+
+
+@pytest.mark.parametrize("family", ["stablelm", "nemotron", "bloom", "mamba", "falcon"])
+def test_what_only_the_model_tells_is_refused_before_anything_is_trained(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from asyncflow.train.backends import torch_model
+
+    monkeypatch.setattr(torch_model, "check_model", lambda *_args, **_more: None)
+    monkeypatch.setitem(FAMILIES, family, {"num_kv_heads": 2} if family == "falcon" else {})
+    opened(tmp_path, family)
+    with pytest.raises(ManifestError, match=r"cannot be trained in packs|no model can be opened"):
+        torch_model.LogprobModel(
+            torch_model.open_model(tmp_path, weights=True, device=torch.device("cpu")),
+            temperature=1.0,
+            compute=torch.float32,
+            rows=9,
+        )
