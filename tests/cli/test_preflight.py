@@ -183,7 +183,7 @@ def test_prompts_that_will_be_skipped_are_counted_and_no_error_unless_all_are(ma
 
 def test_a_column_that_rows_lack_is_named_with_their_number(manifest, capsys):
     train = rows(manifest, "tasks.jsonl", {"prompt": "a"}, {"question": "b"}, {"question": "c"})
-    assert "tasks.jsonl:2: has no field 'prompt', as 2 of 3 lines" in refused(capsys, manifest, train)
+    assert "tasks.jsonl:2: has no field 'prompt', as 2 of 3 rows" in refused(capsys, manifest, train)
 
 
 def test_an_empty_file_is_called_empty(manifest, capsys):

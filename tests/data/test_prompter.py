@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 def asked(folder: Path, line: int, **config: object) -> str:
     spec = SourceSpec(source="chats.jsonl", config={"split": "whole", **config})
-    opened = open_source(spec, "train", workdir=folder.parent.parent)
+    opened = open_source(spec, "train", workdir=folder.parent.parent, cache=folder.parent.parent)
     tokenizer = Tokenizer.load(folder)
     prompter = Prompter(opened.prompts, tokenizer, opened.form)
     serial = next(n for n in range(2) if opened.prompts.prompt(n).answer == (3, 5)[line])

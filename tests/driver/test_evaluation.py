@@ -34,7 +34,7 @@ def prompter(wanted: RLJobSpec, folder: Path) -> Prompter:
     data = wanted.data.eval
     assert data is not None
     source = SourceSpec(source=data.source, config=data.config, seed=data.seed, size=data.size)
-    opened = open_source(source, "eval", workdir=folder)
+    opened = open_source(source, "eval", workdir=folder, cache=folder)
     return Prompter(opened.prompts, Letters(), opened.form)  # type: ignore[arg-type]
 
 

@@ -15,6 +15,8 @@ from asyncflow.api.placement import ResourcesSpec
 from asyncflow.api.quantity import Quantity
 
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+FILE_SCHEMES = ("jsonl", "parquet", "dataset")
+"""Schemes of data sources that are files or folders: JSON lines, Parquet, and what Hugging Face ``datasets`` saves."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 MODULE_FUNCTION = r"^([a-z][a-z0-9_]*|[A-Za-z_][A-Za-z0-9_]*([.][A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*)$"
 
@@ -32,10 +34,12 @@ class TrainDataSpec(Spec):
     """Where training prompts come from."""
 
     source: Source
-    """``gym://DATASET`` (reasoning-gym), ``tiny://TASK``, or ``jsonl://PATH``."""
+    """``gym://DATASET`` (reasoning-gym), ``tiny://TASK``, or a file: ``jsonl://PATH``, ``parquet://PATH`` (a file or a
+    folder of them), ``dataset://PATH`` (as ``save_to_disk`` of Hugging Face ``datasets`` wrote it)."""
     config: Options = Field(default_factory=dict)
-    """Settings of the source: the difficulty of a generated task; of a JSONL file ``split``, ``whole`` (all of it, as
-    where it is absent) or ``hash`` (three quarters of its questions for training, the others for evaluation)."""
+    """Settings of the source: the difficulty of a generated task; of a file the names of its fields, ``prompt``,
+    ``answer`` and ``meta`` (a list; absent: all others), and ``split``, ``whole`` (all of it, as where it is absent) or
+    ``hash`` (three quarters of its questions for training, the others for evaluation)."""
     seed: Seed = 0
     """Seed of the order, and of generated prompts."""
     template: Text | None = None

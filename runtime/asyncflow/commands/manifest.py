@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.api.job import RLJob
+from asyncflow.api.learning import FILE_SCHEMES
 from asyncflow.api.load import Manifest, check_files, load
 from asyncflow.api.names import FOLDER
 from asyncflow.api.problems import Problem, refusal
@@ -74,7 +75,7 @@ def _absolute(source: str, base: Path) -> str:
     scheme, separator, rest = source.partition("://")
     if not separator:
         return str(base / source)
-    return f"jsonl://{base / rest}" if scheme == "jsonl" else source
+    return f"{scheme}://{base / rest}" if scheme in FILE_SCHEMES else source
 
 
 def _absent_plugins(job: RLJob) -> Iterator[Problem]:

@@ -102,8 +102,8 @@ def preflight(job: RLJob, folder: Path, *, source: str, elsewhere: bool = False)
         _check_packages(spec)
         with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
             tokenizer = _check_model(spec, Path(scratch), findings, elsewhere=elsewhere)
-        if tokenizer is not None:
-            _check_data(spec, tokenizer, folder, findings)
+            if tokenizer is not None:
+                _check_data(spec, tokenizer, folder, Path(scratch), findings)
     with findings.gather():
         asyncio.run(_check_reward(spec, folder))
     findings.refuse(source)
@@ -187,13 +187,13 @@ def _config(file: Path) -> dict[str, Any]:
     return config
 
 
-def _check_data(spec: RLJobSpec, tokenizer: Encoder, folder: Path, findings: _Findings) -> None:
+def _check_data(spec: RLJobSpec, tokenizer: Encoder, folder: Path, scratch: Path, findings: _Findings) -> None:
     """Look at the prompts; raises ManifestError for the first source that cannot be used."""
-    train = open_prompter(spec.data.train, "train", tokenizer, folder=folder)
+    train = open_prompter(spec.data.train, "train", tokenizer, folder=folder, cache=scratch)
     size = train.source.size
     _survey(spec, spec.data.train, "train", train, GENERATED if size is None else min(size, ROWS), findings)
     if spec.data.eval is not None and spec.evaluation is not None:
-        held_out = open_prompter(spec.data.eval, "eval", tokenizer, folder=folder)
+        held_out = open_prompter(spec.data.eval, "eval", tokenizer, folder=folder, cache=scratch)
         _survey(spec, spec.data.eval, "eval", held_out, min(spec.data.eval.size, ROWS), findings)
         check_disjoint(train.source, held_out.source)
 
@@ -223,7 +223,7 @@ def _survey(
     if found := seen.unanswered:
         words, judge = f"{len(found)} {looked} have no answer", spec.reward.function
         if judge in _JUDGED_BY_ANSWER:
-            hint = f"Name the field, jsonl://PATH?answer=FIELD, or take them out, such as {_quoted(found)}"
+            hint = f"Name the field in config.answer, or take them out, such as {_quoted(found)}"
             reason = f"{words}, and the reward function {judge} compares with it"
             findings.errors.append(ManifestError(reason, where=where, hint=hint))
         else:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from asyncflow.api.names import LAST_WORD_ENV
 from asyncflow.api.status import Phase
-from asyncflow.data.sources import check_disjoint, open_prompter
+from asyncflow.data.sources import CACHE, check_disjoint, open_prompter
 from asyncflow.driver.driver import Driver
 from asyncflow.driver.service import add_routes
 from asyncflow.models.source import materialize_config
@@ -37,10 +37,11 @@ async def serve(post: JobPost) -> None:
     spec, options, metrics = post.job.spec, post.options, DriverMetrics()
     tokenizer = Tokenizer.load(materialize_config(spec.model.source, options.workdir))
     folder = job_folder(post.job, options)
-    train = open_prompter(spec.data.train, "train", tokenizer, folder=folder)
+    cache = options.workdir / CACHE
+    train = open_prompter(spec.data.train, "train", tokenizer, folder=folder, cache=cache)
     held_out = None
     if spec.data.eval and spec.evaluation:
-        held_out = open_prompter(spec.data.eval, "eval", tokenizer, folder=folder)
+        held_out = open_prompter(spec.data.eval, "eval", tokenizer, folder=folder, cache=cache)
         check_disjoint(train.source, held_out.source)
     server = RpcServer(name="driver", bind=options.driver, keys=post.keys, advertise=post.host)
     directory = Directory()
