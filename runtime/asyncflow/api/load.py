@@ -100,6 +100,8 @@ def _named(job: RLJob) -> Iterable[tuple[Place, str, bool]]:
     yield ("spec", "data", "train", "source"), job.spec.data.train.source, False
     if job.spec.data.eval is not None:
         yield ("spec", "data", "eval", "source"), job.spec.data.eval.source, False
+    for index, each in enumerate(job.spec.data.eval_sets):
+        yield ("spec", "data", "evalSets", index, "source"), each.source, False
 
 
 def _lacks(place: Place, source: str, base: Path, folder: bool) -> Problem | None:

@@ -27,6 +27,7 @@ Line = Annotated[str, StringConstraints(max_length=1024)]
 WorkerId = Annotated[str, StringConstraints(pattern=r"^[-.:_A-Za-z0-9]+$", max_length=128)]
 RoleKey = Annotated[str, StringConstraints(max_length=64)]
 ShortWord = Annotated[str, StringConstraints(max_length=32)]
+PassAt = Annotated[dict[ShortWord, Share], Field(max_length=16)]
 Uid = Annotated[str, StringConstraints(max_length=64)]
 
 
@@ -146,6 +147,19 @@ class RecentFigures(Wire):
     """Share of their time in which the rollouts had work, in the lap in which they had most."""
 
 
+class SetState(Wire):
+    """Results of the last evaluation on one set of held-out prompts."""
+
+    accuracy: Share
+    """Share of the samples that pass, of all at the evaluation's temperature."""
+    greedy: Share | None = None
+    """The same of the greedy ones."""
+    reward: float | None = None
+    """Mean reward of the samples, the greedy ones apart."""
+    pass_at: PassAt = Field(default_factory=dict)
+    """By k: pass@k."""
+
+
 class DriverStatus(Wire):
     """Answer of ``GET /v1/status``."""
 
@@ -167,6 +181,10 @@ class DriverStatus(Wire):
     """Greedy accuracy of the last evaluation."""
     eval_reward: float | None = None
     """Mean reward of the last evaluation's samples, the greedy ones apart."""
+    eval_pass_at: PassAt = Field(default_factory=dict)
+    """By k: pass@k of the last evaluation."""
+    eval_sets: Annotated[dict[RoleKey, SetState], Field(max_length=16)] = Field(default_factory=dict)
+    """Results of the last evaluation on the sets of held-out prompts that have a name."""
     tokens_per_second: Annotated[float, Field(ge=0)] = 0.0
     """Tokens trained in a second, prompts and responses, over the last steps."""
     eta_seconds: Span | None = None

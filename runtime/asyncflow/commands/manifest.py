@@ -64,8 +64,8 @@ def anchored(job: RLJob, base: Path) -> RLJob:
     """Return ``job`` with the paths of its model and files made absolute; relative ones start at ``base``."""
     data = job.model_dump(mode="json", by_alias=True, exclude_none=True)
     spec = data["spec"]
-    sources = (spec["data"][name] for name in ("train", "eval") if name in spec["data"])
-    for holder in (spec["model"], *sources):
+    named = (spec["data"][name] for name in ("train", "eval") if name in spec["data"])
+    for holder in (spec["model"], *named, *spec["data"].get("evalSets", ())):
         holder["source"] = _absolute(holder["source"], base)
     data["metadata"].setdefault("annotations", {})[FOLDER] = str(base)
     return RLJob.model_validate(data)

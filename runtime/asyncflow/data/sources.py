@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 
-from asyncflow.api.learning import FILE_SCHEMES, EvalDataSpec, TrainDataSpec
+from asyncflow.api.learning import FILE_SCHEMES, DataSpec, EvalDataSpec, TrainDataSpec
 from asyncflow.data.arrow import open_parquet, open_saved
 from asyncflow.data.base import GeneratedSource, PromptSource, Purpose
 from asyncflow.data.files import FileConfig, FileSource, Rows, read_config
@@ -49,13 +49,15 @@ class OpenSource(msgspec.Struct, frozen=True):
     form: PromptFormat
 
 
-def open_source(spec: SourceSpec, purpose: Purpose, *, workdir: Path, cache: Path) -> OpenSource:
+def open_source(
+    spec: SourceSpec, purpose: Purpose, *, workdir: Path, cache: Path, where: str | None = None
+) -> OpenSource:
     """Open a source; relative paths start at ``workdir``, the job's folder.
 
-    cache: folder for what a source writes and can make again. Raises ManifestError where the source, its config or its
-    first task is wrong.
+    cache: folder for what a source writes and can make again; where: the field of the manifest, ``data.PURPOSE`` where
+    None. Raises ManifestError where the source, its config or its first task is wrong.
     """
-    where = f"data.{purpose}"
+    where = where or f"data.{purpose}"
     form, config = split_config(spec.config, where=f"{where}.config")
     prompts = _open(spec, config, purpose, workdir, cache, where=where)
     prompts.prompt(0)
@@ -109,35 +111,72 @@ def _file(text: str, *, scheme: str, where: str) -> tuple[Path, dict[str, str]]:
     return Path(parts.path), fields
 
 
-def open_prompter(data: TrainDataSpec, purpose: Purpose, encoder: Encoder, *, folder: Path, cache: Path) -> Prompter:
-    """Open a source as a manifest states it; relative paths start at ``folder``.
+def open_training(data: DataSpec, encoder: Encoder, *, folder: Path, cache: Path) -> Prompter:
+    """Open the training prompts of a manifest; relative paths start at ``folder``.
 
-    cache: folder for what a source writes and can make again. Raises ManifestError where ``open_source`` does, and for
-    a setting of the prompt's format inside ``config``.
+    cache: folder for what a source writes and can make again. Raises ManifestError where ``open_source`` does, for a
+    setting of the prompt's format inside ``config``, and for options of a chat template where none is applied.
     """
-    for name in PromptFormat.__struct_fields__:
+    return _prompter(
+        data.train, "train", encoder, data.train.chat_options, where="data.train", folder=folder, cache=cache
+    )
+
+
+def open_held_out(
+    data: DataSpec, encoder: Encoder, *, train: PromptSource, folder: Path, cache: Path
+) -> dict[str, Prompter]:
+    """Open all sets of held-out prompts of a manifest, by name, the main one first.
+
+    train: the training prompts. Raises ManifestError as ``open_training`` does, and where a question is in both.
+    """
+    prompters: dict[str, Prompter] = {}
+    for name, each in data.held_out.items():
+        where = f"data.evalSets[{name}]" if name else "data.eval"
+        options = data.train.chat_options if each.chat_options is None else each.chat_options
+        opened = _prompter(each, "eval", encoder, options, where=where, folder=folder, cache=cache)
+        check_disjoint(train, opened.source, where=where)
+        prompters[name] = opened
+    return prompters
+
+
+def _prompter(
+    data: TrainDataSpec,
+    purpose: Purpose,
+    encoder: Encoder,
+    options: Mapping[str, Any] | None,
+    *,
+    where: str,
+    folder: Path,
+    cache: Path,
+) -> Prompter:
+    for name in PromptFormat.__struct_encode_fields__:
         if name in data.config:
-            hint = f"Set data.{purpose}.{name}"
-            raise ManifestError(f"{name} is no setting of the source", where=f"data.{purpose}.config", hint=hint)
-    said = {"template": data.template, "system": data.system, "chat": data.chat or None}
+            raise ManifestError(
+                f"{name} is no setting of the source", where=f"{where}.config", hint=f"Set {where}.{name}"
+            )
+    said = {"template": data.template, "system": data.system, "chat": data.chat or None, "chatOptions": options}
     config: dict[str, Any] = data.config | {name: value for name, value in said.items() if value is not None}
     size = data.size if isinstance(data, EvalDataSpec) else None
-    opened = open_source(
-        SourceSpec(source=data.source, config=config, seed=data.seed, size=size), purpose, workdir=folder, cache=cache
-    )
+    spec = SourceSpec(source=data.source, config=config, seed=data.seed, size=size)
+    opened = open_source(spec, purpose, workdir=folder, cache=cache, where=where)
+    if data.chat_options and not data.chat and not opened.prompts.prompt(0).messages:
+        raise ManifestError(
+            "no chat template is applied to these prompts", where=f"{where}.chatOptions", hint=f"Set {where}.chat: true"
+        )
     return Prompter(opened.prompts, encoder, opened.form)
 
 
-def check_disjoint(train: PromptSource, evaluation: PromptSource) -> None:
+def check_disjoint(train: PromptSource, evaluation: PromptSource, *, where: str = "data.eval") -> None:
     """Refuse two finite sources that share a question, as one file used whole for both does.
 
-    Endless sources are disjoint by construction, as long as both hold out the same share. Raises ManifestError.
+    Endless sources are disjoint by construction, as long as both hold out the same share. where: the field with the
+    held-out prompts. Raises ManifestError.
     """
     shares = [source.share for source in (train, evaluation) if isinstance(source, GeneratedSource)]
     if len(set(shares)) > 1:
         raise ManifestError(
             f"training holds out {shares[0]} of all questions, evaluation takes {shares[1]}",
-            where="data.eval.config.held_out",
+            where=f"{where}.config.held_out",
             hint="Give both the same share.",
         )
     if not isinstance(train, FileSource) or evaluation.size is None:
@@ -147,6 +186,6 @@ def check_disjoint(train: PromptSource, evaluation: PromptSource) -> None:
     if shared:
         raise ManifestError(
             f"{len(shared)} held-out prompts are also trained on, such as {shared[0]!r}",
-            where="data.eval",
-            hint="Set data.*.config.split: hash for both, or take them out of the training file",
+            where=where,
+            hint="Set config.split: hash for both, or take them out of the training file",
         )

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from asyncflow import clock
@@ -71,7 +71,7 @@ class Driver:
         directory: Directory,
         queue: QueueClient,
         train_prompts: Prompter,
-        eval_prompts: Prompter | None,
+        eval_prompts: Mapping[str, Prompter],
         metrics: DriverMetrics,
     ) -> None:
         spec = job.spec
@@ -137,13 +137,13 @@ class Driver:
             schedule=self.schedule,
             book=self.book,
             progress=self.progress,
-            evaluates=spec.evaluation is not None and eval_prompts is not None,
+            evaluates=spec.evaluation is not None,
         )
         self._evaluation = Evaluation.of(
             spec,
             queue=queue,
             rewards=self.rewards,
-            prompter=eval_prompts,
+            prompters=eval_prompts,
             steps=self.schedule.evaluations(),
             due=self.versions.due,
             changed=self.wake.changed,
@@ -328,7 +328,7 @@ class Driver:
 
     def _evaluated(self, result: EvaluationResult) -> None:
         self.progress.evaluated(result, at=clock.now())
-        log.info("evaluated: %s", result)
+        log.info("evaluated θ_%d: %s", result.step, result.words)
         self.wake.tell()
 
     def _finished(self, serial: int) -> None:

@@ -18,9 +18,11 @@ from asyncflow.api.status import (
     RecentFigures,
     RewardState,
     RolloutState,
+    SetState,
     Staleness,
     StepProgress,
 )
+from asyncflow.driver.evaluation import SetResult
 from asyncflow.driver.progress import Progress
 from asyncflow.identity import Version
 from asyncflow.net.roster import Member, Status
@@ -92,6 +94,8 @@ def build_status(
         eval=evaluation.accuracy if evaluation else None,
         eval_greedy=evaluation.greedy if evaluation else None,
         eval_reward=evaluation.reward if evaluation else None,
+        eval_pass_at=evaluation.pass_at if evaluation else {},
+        eval_sets={name: _set_state(result) for name, result in evaluation.sets.items()} if evaluation else {},
         tokens_per_second=progress.tokens_per_second(),
         eta_seconds=progress.eta_seconds(),
         last_step_at=timestamp(last["at"] + clock_ahead_s) if last else None,
@@ -156,6 +160,10 @@ def waiting_for(
             f"{stats.ready.get('train/train', 0)} ready to train"
         )
     return ""
+
+
+def _set_state(result: SetResult) -> SetState:
+    return SetState(accuracy=result.accuracy, greedy=result.greedy, reward=result.reward, pass_at=result.pass_at)
 
 
 def _staleness(line: Mapping[str, Any]) -> Staleness:
