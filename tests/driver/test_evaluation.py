@@ -17,11 +17,12 @@ from asyncflow.api.job import RLJobSpec
 from asyncflow.api.load import load_job
 from asyncflow.data.prompter import Prompter
 from asyncflow.data.sources import open_held_out, open_training
-from asyncflow.driver.evaluation import Evaluation, EvaluationResult, SetResult, pass_at
+from asyncflow.driver.evaluation import Evaluation, EvaluationResult, SetResult, best_of, pass_at
 from asyncflow.driver.rewards import RewardTally
 from asyncflow.driver.tasks import EVAL
 from asyncflow.driver.wake import Wake
 from asyncflow.errors import ManifestError
+from asyncflow.net.roster import Best
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.protocol.messages import LeasedRow
@@ -288,3 +289,16 @@ def test_pass_at_k_is_the_chance_over_all_choices_of_k_samples(data: st.DataObje
 
 def test_pass_at_k_of_a_thousand_samples_is_a_number() -> None:
     assert pass_at(512, passed=[0, 1, 1024], samples=1024) == pytest.approx(1.5 / 3)
+
+
+def test_the_best_is_the_earliest_of_the_highest() -> None:
+    greedy = {0: 0.5, 2: None, 4: 0.75, 6: 0.75}
+    results = {
+        step: EvaluationResult(step=step, prompts=1, accuracy=step / 10, greedy=value, reward=-step)
+        for step, value in greedy.items()
+    }
+    assert best_of(results, by="accuracy") == Best(step=6, by="accuracy", value=0.6)
+    assert best_of(results, by="greedy") == Best(step=4, by="greedy", value=0.75)
+    assert best_of(results, by="reward") == Best(step=0, by="reward", value=0.0)
+    assert best_of({}, by="accuracy") is None
+    assert best_of({2: results[2]}, by="greedy") is None

@@ -94,6 +94,7 @@ async def take_seat(
     model: Path = Path(),
     slot_tokens: int = 64,
     checkpoint_every: int = 2,
+    checkpoint_evaluated: bool = False,
     whole: bool = False,
     announced: Callable[[float], None] = lambda _: None,
 ) -> Seat:
@@ -127,6 +128,7 @@ async def take_seat(
             whole=whole,
             slot_tokens=slot_tokens,
             checkpoint_every=checkpoint_every,
+            checkpoint_evaluated=checkpoint_evaluated,
             patience_s=20,
         ),
         folder=model,

@@ -127,6 +127,20 @@ class RLJobSpec(Spec):
             fix="Give data.eval or data.evalSets, or leave evaluation out",
         ),
         Rule(
+            reads=("storage.checkpoints.keep_best", "evaluation"),
+            ok=lambda job: (
+                job.storage.checkpoints.keep_best is None
+                or (
+                    job.evaluation is not None
+                    and (job.storage.checkpoints.keep_best != "greedy" or job.evaluation.greedy)
+                )
+            ),
+            cel="!has(self.storage.checkpoints.keepBest) || (has(self.evaluation)"
+            " && (self.storage.checkpoints.keepBest != 'greedy' || self.evaluation.greedy))",
+            why="nothing measures which checkpoint is the best",
+            fix="Give evaluation (for keepBest: greedy with greedy: true), or leave keepBest out",
+        ),
+        Rule(
             reads=("reward.function", "data.train.source", "data.eval", "data.eval_sets"),
             ok=lambda job: (
                 job.reward.function != "gym"

@@ -98,6 +98,17 @@ class CheckpointState(Wire):
     """When it was complete."""
 
 
+class BestState(Wire):
+    """The checkpoint with the best evaluation."""
+
+    step: Count
+    """Its optimizer step; 0 is the model that the run began with."""
+    by: ShortWord
+    """The figure that is compared."""
+    value: float
+    """What it was."""
+
+
 class StepProgress(Wire):
     """How far the step is that is being made."""
 
@@ -213,6 +224,8 @@ class DriverStatus(Wire):
     """Samples judged so far, and why some have no reward."""
     checkpoint: CheckpointState | None = None
     """The newest checkpoint."""
+    best: BestState | None = None
+    """The one with the best evaluation, where ``storage.checkpoints.keepBest`` asks for it."""
     waiting_for: Line = ""
     """What the job waits for, in one sentence; empty while it makes progress."""
     desired_rollouts: Count | None = None

@@ -25,7 +25,7 @@ from asyncflow.data.prompter import Prompter
 from asyncflow.driver.book import PromptBook
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S, Dispatcher
 from asyncflow.driver.ending import Ending
-from asyncflow.driver.evaluation import Evaluation, EvaluationResult
+from asyncflow.driver.evaluation import Evaluation, EvaluationResult, best_of
 from asyncflow.driver.gauges import count_step, show
 from asyncflow.driver.groups import GroupPolicy, Groups
 from asyncflow.driver.inside import StepWatch, tell
@@ -210,6 +210,7 @@ class Driver:
             rollouts=self.members.rollouts(newest=newest, lag=self.schedule.lag),
             stats=self._stats,
             checkpoint=self._ending.checkpoint,
+            best=self.members.kept_best,
             idle_share=self.lives.idle_shares(clock.now()),
             recent=self._laps.recent(),
             rewards=self.rewards.state,
@@ -289,6 +290,9 @@ class Driver:
                 self.progress.write()
                 self.rewards.flush()
             self.weights.require(self.versions.required())
+            if by := self.job.spec.storage.checkpoints.keep_best:
+                self.members.judged = self.versions.judged()
+                self.members.best = best_of(self.progress.evaluations, by=by)
             stats = self._stats = await self.queue.stats(timeout=CALL_TIMEOUT_S)
             if stats.committed != committed:
                 await self._ending.committed()

@@ -42,6 +42,7 @@ from asyncflow.driver.prompts import PROMPTS_PER_PUT, EncodedPrompt, Overlong, P
 from asyncflow.driver.rewards import RewardTally, failure_of
 from asyncflow.driver.tasks import EVAL
 from asyncflow.net.batches import batches
+from asyncflow.net.roster import Best
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta
 
@@ -110,6 +111,14 @@ def pass_at(k: int, *, passed: Sequence[int], samples: int) -> float:
     C(n, k) (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1).
     """
     return fmean(1 - comb(samples - right, k) / comb(samples, k) for right in passed)
+
+
+def best_of(evaluations: Mapping[int, EvaluationResult], *, by: str) -> Best | None:
+    """Return the evaluation that was the best by a figure of the main set, the earliest of equals."""
+    values = {step: getattr(evaluations[step], by) for step in sorted(evaluations)}
+    known = {step: float(value) for step, value in values.items() if value is not None}
+    step = max(known, key=lambda step: known[step], default=None)
+    return None if step is None else Best(step=step, by=by, value=known[step])
 
 
 @dataclass(kw_only=True)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.status import (
+    BestState,
     CheckpointState,
     DriverStatus,
     Phase,
@@ -25,7 +26,7 @@ from asyncflow.api.status import (
 from asyncflow.driver.evaluation import SetResult
 from asyncflow.driver.progress import Progress
 from asyncflow.identity import Version
-from asyncflow.net.roster import Member, Status
+from asyncflow.net.roster import Best, Member, Status
 from asyncflow.plan.holding import holders
 from asyncflow.queue.protocol.messages import QueueStats
 
@@ -68,6 +69,7 @@ def build_status(
     rollouts: Sequence[RolloutState],
     stats: QueueStats | None,
     checkpoint: tuple[int, float] | None,
+    best: Best | None,
     idle_share: Mapping[str, float],
     recent: RecentFigures | None,
     rewards: RewardState,
@@ -79,8 +81,9 @@ def build_status(
     """Put together what is known now.
 
     newest: step of the newest version; version_bytes: its size; transfer_seconds: what its transfers take; checkpoint:
-    step and when, by ``clock.now``; recent: what the elastic policy goes by; prompts_skipped: those that were too long;
-    inside: how far the next step is; clock_ahead_s: by how much the system clock is ahead of ``clock.now``.
+    step and when, by ``clock.now``; best: what the trainer keeps as the best; recent: what the elastic policy goes by;
+    prompts_skipped: those that were too long; inside: how far the next step is; clock_ahead_s: by how much the system
+    clock is ahead of ``clock.now``.
     """
     last: dict[str, Any] = progress.lines[-1] if progress.lines else {}
     evaluation = progress.evaluations[max(progress.evaluations)] if progress.evaluations else None
@@ -114,6 +117,7 @@ def build_status(
         checkpoint=(
             CheckpointState(step=checkpoint[0], at=timestamp(checkpoint[1] + clock_ahead_s)) if checkpoint else None
         ),
+        best=BestState(step=best.step, by=best.by, value=best.value) if best else None,
         waiting_for=waiting_for,
     )
 

@@ -82,11 +82,15 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 class Checkpoints:
-    """The checkpoints of one job in ``folder``; the newest ``keep`` stay."""
+    """The checkpoints of one job in ``folder``.
 
-    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+    The newest ``keep`` stay, and those that ``also`` names out of the steps of all.
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 2, also: Callable[[list[int]], set[int]] | None = None) -> None:
         self.folder = folder
         self._keep = max(1, keep)
+        self._also = also
         self._handled = 0
         self._draft: Path | None = None
 
@@ -144,7 +148,7 @@ class Checkpoints:
         finally:
             self._draft = None
             shutil.rmtree(draft, ignore_errors=True)
-        self._prune(manifest.attempt)
+        self.prune(manifest.attempt)
         log.info("checkpoint of step %d in %s", manifest.step, final)
         return Checkpoint(final, manifest)
 
@@ -193,12 +197,23 @@ class Checkpoints:
             (final / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(final)
 
-    def _prune(self, attempt: int) -> None:
+    def steps(self) -> list[int]:
+        """Return the steps of the complete checkpoints, in order."""
+        return [each.manifest.step for each in self._complete()]
+
+    def at(self, step: int) -> Checkpoint | None:
+        """Return the complete checkpoint of θ_step, or None."""
+        return next((each for each in self._complete() if each.manifest.step == step), None)
+
+    def prune(self, attempt: int) -> None:
         """Remove what is not kept, and what is none; what cannot be removed now is when the next one is written."""
         try:
             self._check(attempt)
-            for old in self._complete()[: -self._keep]:
-                (old.folder / MANIFEST).unlink()
+            complete = self._complete()
+            also = self._also([each.manifest.step for each in complete]) if self._also is not None else ()
+            for old in complete[: -self._keep]:
+                if old.manifest.step not in also:
+                    (old.folder / MANIFEST).unlink()
             for folder in (*self.folder.glob("step-*"), *self.folder.glob(".step-*")):
                 if not (folder / MANIFEST).exists():
                     shutil.rmtree(folder)

@@ -70,7 +70,8 @@ def _evaluation(status: DriverStatus) -> str:
 
 
 def _checkpoint(status: DriverStatus) -> str:
-    return f"step {status.checkpoint.step}" if status.checkpoint else ABSENT
+    best = f", best step {status.best.step}" if status.best else ""
+    return f"step {status.checkpoint.step}{best}" if status.checkpoint else ABSENT
 
 
 def _roles(frame: Frame) -> Table:

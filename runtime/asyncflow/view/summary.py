@@ -46,6 +46,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     first, last = _evaluated(summary, "first"), _evaluated(summary, "last")
     for title, value in last.items():
         table.add_row(f"{title}, first → last", f"{score(first.get(title))} → {score(value)}")
+    if isinstance(best := summary.get("best"), Mapping):
+        table.add_row("best checkpoint", f"step {best['step']}, {best['by']} {score(best['value'])}")
     idle = summary.get("idle_share")
     if isinstance(idle, Mapping):
         table.add_row("idle share", "  ".join(f"{role} {share(part)}" for role, part in sorted(idle.items())))
