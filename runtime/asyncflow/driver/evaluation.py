@@ -30,10 +30,11 @@ from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from math import comb
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from asyncflow.api.base import NAME
 from asyncflow.api.job import RLJobSpec
 from asyncflow.data.prompter import Prompter
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
@@ -50,6 +51,8 @@ log = logging.getLogger(__name__)
 
 SCORED = "evaluated"
 ROUND = "round"
+PassedAt = Annotated[str, Meta(pattern="^[0-9]{1,4}$")]
+SetName = Annotated[str, Meta(pattern=NAME, max_length=63)]
 
 
 @dataclass(kw_only=True)
@@ -80,7 +83,7 @@ class SetResult:
     greedy: Share | None
     reward: Finite | None = None
     greedy_reward: Finite | None = None
-    pass_at: Annotated[dict[str, Share], Meta(max_length=64)] = field(default_factory=dict)
+    pass_at: Annotated[dict[PassedAt, Share], Meta(max_length=8)] = field(default_factory=dict)
 
     @property
     def words(self) -> str:
@@ -96,7 +99,7 @@ class EvaluationResult(SetResult):
     """Results of θ_step: those of the main set, and by name those of the sets that have one."""
 
     step: Count
-    sets: Annotated[dict[str, SetResult], Meta(max_length=64)] = field(default_factory=dict)
+    sets: Annotated[dict[SetName, SetResult], Meta(max_length=16)] = field(default_factory=dict)
 
     @property
     def words(self) -> str:
@@ -113,7 +116,7 @@ def pass_at(k: int, *, passed: Sequence[int], samples: int) -> float:
     return fmean(1 - comb(samples - right, k) / comb(samples, k) for right in passed)
 
 
-def best_of(evaluations: Mapping[int, EvaluationResult], *, by: str) -> Best | None:
+def best_of(evaluations: Mapping[int, EvaluationResult], *, by: Literal["accuracy", "greedy", "reward"]) -> Best | None:
     """Return the evaluation that was the best by a figure of the main set, the earliest of equals."""
     values = {step: getattr(evaluations[step], by) for step in sorted(evaluations)}
     known = {step: float(value) for step, value in values.items() if value is not None}

@@ -195,16 +195,16 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates of a model by name."""
+    """Return those of a model's chat templates that are used, by name."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        more = (folder / "additional_chat_templates").glob("*.jinja")
-        named = {each.stem: each.read_text(encoding="utf-8") for each in more}
-        return {**named, _DEFAULT: file.read_text(encoding="utf-8")}
-    stated = settings.get("chat_template") or {}
+        files = {_DEFAULT: file, _TOOL_USE: folder / "additional_chat_templates" / f"{_TOOL_USE}.jinja"}
+        return {name: each.read_text(encoding="utf-8") for name, each in files.items() if each.is_file()}
+    stated = settings.get("chat_template") or []
     if isinstance(stated, str):
         return {_DEFAULT: stated}
-    return {entry["name"]: entry["template"] for entry in stated}
+    named = {entry.get("name"): entry.get("template") for entry in stated}
+    return {name: named[name] for name in (_DEFAULT, _TOOL_USE) if named.get(name)}
 
 
 def _token_text(token: object) -> str:

@@ -6,7 +6,7 @@ everywhere.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
@@ -49,7 +49,7 @@ class Best(Struct, frozen=True, kw_only=True):
     """The version with the best evaluation. by: name of the figure that is compared; value: what it was."""
 
     step: Annotated[int, Meta(ge=0)]
-    by: _Name
+    by: Literal["accuracy", "greedy", "reward"]
     value: float
 
 
