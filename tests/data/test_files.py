@@ -168,7 +168,7 @@ def test_a_split_is_a_folder_of_what_was_saved(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_when_it_is_opened(
-    tmp_path: Path, source: str, config: dict, said: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], source: str, config: dict, said: str
 ) -> None:
     dataset_dict(tmp_path)
     for folder in ("empty", "mixed", "broken"):
@@ -182,8 +182,10 @@ def test_what_is_wrong_with_a_file_is_said_when_it_is_opened(
     pa.parquet.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "none.parquet")
     Dataset.from_dict({"prompt": ["p"], "day": [date(2024, 1, 1)]}).to_parquet(tmp_path / "dated.parquet")
     (tmp_path / "good.jsonl").write_text('{"prompt": "p", "a": "1"}')
+    capfd.readouterr()
     with pytest.raises(ManifestError, match=said):
         opened(tmp_path, source, **config)
+    assert capfd.readouterr() == ("", ""), "nothing beside the error"
 
 
 def test_a_date_that_config_leaves_out_is_no_obstacle(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ leaves it out.
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,6 +106,7 @@ def _library(scheme: str, *, where: str) -> Any:
             f"`{scheme}://` needs the package datasets: {error}", where=where, hint="pip install 'asyncflow[data]'"
         ) from error
     library.disable_progress_bars()
+    library.utils.logging.set_verbosity(logging.CRITICAL)
     return library
 
 
