@@ -30,7 +30,7 @@ _JOBS: Final = f"/apis/asyncflow.dev/v1alpha1/namespaces/{NAMESPACE}/rljobs"
 _PODS: Final = f"/api/v1/namespaces/{NAMESPACE}/pods"
 _HELM_DEADLINE_S: Final = 180.0
 _SOON_S: Final = 300.0
-_EVALUATED: Final = re.compile(r"EvaluationResult\(step=(\d+), prompts=(\d+), accuracy=([\d.]+), greedy=([\d.]+)")
+_EVALUATED: Final = re.compile(r"evaluated θ_(\d+): (\d+) prompts, accuracy ([\d.]+), greedy ([\d.]+)")
 
 Json = dict[str, Any]
 

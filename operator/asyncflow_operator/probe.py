@@ -34,7 +34,7 @@ ANSWER_S: Final = 3.0
 MATTERS_S: Final = 15.0
 """A driver's progress is news after this time; its phase and its rollouts are at once."""
 ROLLOUT_BYTES: Final = 256
-STATUS_BYTES: Final = 3 * HEAD_BYTES
+STATUS_BYTES: Final = 4 * HEAD_BYTES
 """Bytes of an answer: for each rollout in it, and for all the rest; 2.5 MiB at ``MOST_ROLLOUTS``."""
 SPARE_ROLLOUTS: Final = 64
 _ORDER_BYTES: Final = 2 * HEAD_BYTES

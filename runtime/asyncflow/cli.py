@@ -182,6 +182,18 @@ def merge(adapters: Path, directory: Path) -> None:
     inspect.merge_model(adapters, directory)
 
 
+@model.command()
+@click.argument("run", metavar="RUN", type=_DIRECTORY)
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@click.option("--step", default="newest", show_default=True, help="newest, best, or the number of a step.")
+@click.option("--job", type=_DIRECTORY, help="The job's manifest; RUN/job.yaml by default.")
+def export(run: Path, directory: Path, step: str, job: Path | None) -> None:
+    """Turn a checkpoint of a run into a Hugging Face folder."""
+    from asyncflow.commands import inspect
+
+    inspect.export_model(run, directory, step=step, job=job)
+
+
 @app.group()
 def queue() -> None:
     """A queue of its own: serve one, look into a live one."""

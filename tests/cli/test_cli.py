@@ -208,3 +208,20 @@ def test_the_module_is_the_command_line():
         [sys.executable, "-m", "asyncflow", "--version"], check=True, capture_output=True, text=True, env=os.environ
     )
     assert run.stdout.startswith("asyncflow ")
+
+
+def test_what_cannot_be_exported_is_said(tmp_path, capsys):
+    manifest = Path(__file__).parents[2] / "examples" / "counting.yaml"
+    (tmp_path / "job.yaml").write_bytes(manifest.read_bytes())
+    (tmp_path / "there").mkdir()
+    export, target = ("model", "export", tmp_path), tmp_path / "exported"
+    assert "is there already" in refused(capsys, *export, tmp_path / "there")
+    assert "--step last is none. Give newest, best" in refused(capsys, *export, target, "--step", "last")
+    for words, said in (
+        ((), "there is no checkpoint. There are checkpoints of the steps none"),
+        (("--step", "best"), "nothing says which checkpoint is the best"),
+        (("--step", "0"), "the back end counting trains no model"),
+    ):
+        assert cli.invoke([*map(str, (*export, target, *words))]) != 0
+        assert said in capsys.readouterr().err
+    assert not target.exists()

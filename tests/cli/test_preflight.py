@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from datasets import Dataset
 from safetensors.numpy import save_file
 
 from asyncflow import cli
@@ -207,7 +208,7 @@ def test_prompts_that_will_be_skipped_are_counted_and_no_error_unless_all_are(ma
 
 def test_a_column_that_rows_lack_is_named_with_their_number(manifest, capsys):
     train = rows(manifest, "tasks.jsonl", {"prompt": "a"}, {"question": "b"}, {"question": "c"})
-    assert "tasks.jsonl:2: has no field 'prompt', as 2 of 3 lines" in refused(capsys, manifest, train)
+    assert "tasks.jsonl:2: has no field 'prompt', as 2 of 3 rows" in refused(capsys, manifest, train)
 
 
 def test_an_empty_file_is_called_empty(manifest, capsys):
@@ -262,3 +263,27 @@ def test_a_run_without_rollouts_waits_on_a_cluster_and_is_refused_here(manifest,
     assert cli.invoke(["run", str(manifest), "--output", str(tmp_path / "out"), "--set", setting]) == 2
     assert "spec.rollout.replicas is 0. Nobody does on one machine: give at least 1" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_every_set_of_held_out_prompts_is_looked_at(manifest, capsys):
+    def table(name: str, *asked: str) -> None:
+        Dataset.from_dict({"ask": list(asked), "truth": ["1"] * len(asked)}).to_parquet(manifest.parent / name)
+
+    table("train.parquet", "a", "b")
+    table("apart.parquet", "c", "x" * 40)
+    table("shared.parquet", "d", "b")
+    config = "config: {prompt: ask, answer: truth}"
+    train = f"data.train={{source: 'parquet://train.parquet', {config}}}"
+    evaluation = "evaluation={every: 1}"
+
+    def sets(*names: str) -> str:
+        each = (f"{{name: {name}, source: 'parquet://{name}.parquet', size: 2, {config}}}" for name in names)
+        return f"data.evalSets=[{', '.join(each)}]"
+
+    status, said = validated(capsys, manifest, train, sets("apart"), evaluation)
+    assert status == 0
+    assert "spec.data.evalSets[apart]: 1 of 2 prompts of parquet://" in said
+    said = refused(capsys, manifest, train, sets("apart", "shared"), evaluation)
+    assert "data.evalSets[shared]: 1 held-out prompts are also trained on, such as 'b'" in said
+    assert "there is no file" in refused(capsys, manifest, train, sets("absent"), evaluation)
+    assert not list(manifest.parent.rglob("*.arrow")), "nothing is left"

@@ -5,7 +5,15 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from asyncflow.api.status import CheckpointState, DriverStatus, QueueDepth, RolloutState, Staleness, StepProgress
+from asyncflow.api.status import (
+    CheckpointState,
+    DriverStatus,
+    QueueDepth,
+    RolloutState,
+    SetState,
+    Staleness,
+    StepProgress,
+)
 from asyncflow.substrates.local.crew import Restart, Seat
 from asyncflow.substrates.local.events import Ended, Restarting, Started, Stopping
 from asyncflow.substrates.local.exits import ExitStatus
@@ -61,7 +69,7 @@ def test_the_screen_shows_every_figure():
         "step 12/60",
         "ETA 2m13s",
         "0.412",
-        "0.500 (greedy 0.625)",
+        "accuracy 0.500  greedy 0.625",
         "15.3k",
         "staleness",
         "start 1 end 0",
@@ -98,6 +106,14 @@ def test_plain_lines_say_what_is_new_and_only_that():
     assert lines[2] == "eval  accuracy 0.500  greedy 0.625"
     rewarded = RUNNING.model_copy(update={"eval_reward": 0.75})
     assert news(RUNNING, rewarded) == ["eval  accuracy 0.500  greedy 0.625  reward 0.750"]
+    sets = {"aime": SetState(accuracy=0.25, greedy=None, reward=0.3, pass_at={"4": 0.5})}
+    detailed = RUNNING.model_copy(update={"eval_pass_at": {"4": 0.75}, "eval_sets": sets})
+    assert news(RUNNING, detailed) == [
+        "eval  accuracy 0.500  greedy 0.625  pass@4 0.750",
+        "eval  aime: accuracy 0.250  greedy –  reward 0.300  pass@4 0.500",
+    ]
+    assert news(detailed, detailed) == []
+    assert "aime: accuracy 0.250" in rendered(screen(frame(detailed)))
     skipping = RUNNING.model_copy(update={"prompts_skipped": 1})
     assert [line.partition(":")[0] for line in news(RUNNING, skipping)] == ["prompts are skipped"]
     assert news(skipping, skipping.model_copy(update={"prompts_skipped": 9})) == []
@@ -187,6 +203,15 @@ def test_the_summary_shows_what_was_measured_and_dashes_for_the_rest():
     assert "0.310 → 0.900" in text
     assert "2m22s" in text
     assert "– / –" in text
+    evaluated = {
+        "eval_pass_at_last": {"4": 0.5},
+        "eval_sets_first": {"aime": {"accuracy": 0.1, "pass_at": {}}},
+        "eval_sets_last": {"aime": {"accuracy": 0.2, "pass_at": {"4": 0.25}}},
+    }
+    lines = [" ".join(line.split()) for line in rendered(summary_table(evaluated)).splitlines()]
+    assert "pass@4, first → last – → 0.500" in lines
+    assert "aime: accuracy, first → last 0.100 → 0.200" in lines
+    assert "aime: pass@4, first → last – → 0.250" in lines
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.api.learning import DataSpec
 from asyncflow.data.prompter import Prompter
-from asyncflow.data.sources import SourceSpec, open_source
+from asyncflow.data.sources import SourceSpec, open_held_out, open_source, open_training
 from asyncflow.errors import ManifestError
 from asyncflow.models.source import materialize_config
 from asyncflow.models.tokenizer import Tokenizer
@@ -31,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 def asked(folder: Path, line: int, **config: object) -> str:
     spec = SourceSpec(source="chats.jsonl", config={"split": "whole", **config})
-    opened = open_source(spec, "train", workdir=folder.parent.parent)
+    opened = open_source(spec, "train", workdir=folder.parent.parent, cache=folder.parent.parent)
     tokenizer = Tokenizer.load(folder)
     prompter = Prompter(opened.prompts, tokenizer, opened.form)
     serial = next(n for n in range(2) if opened.prompts.prompt(n).answer == (3, 5)[line])
@@ -49,6 +50,44 @@ def test_chats(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     assert asked(folder, 1, chat=True) == "<user>5 {x}<say>"
     assert asked(folder, 1, chat=True, system="Be kind.", template="{question}!") == "<system>Be kind.<user>5 {x}!<say>"
+
+
+THINKING = "{{ messages[-1].content }}{% if enable_thinking is defined and not enable_thinking %}<no>{% endif %}"
+
+
+def both(folder: Path, **data: object) -> list[str]:
+    """The first training prompt and the first held-out one of a manifest, as texts."""
+    base = folder.parent.parent
+    for name in ("train", "eval"):
+        (base / f"{name}.jsonl").write_text(json.dumps({"prompt": name, "answer": 1}))
+    spec = DataSpec(
+        train={"source": "train.jsonl", **data.pop("train", {})},
+        eval={"source": "eval.jsonl", "size": 1, **data.pop("eval", {})},
+    )
+    tokenizer = Tokenizer.load(folder)
+    train = open_training(spec, tokenizer, folder=base, cache=base)
+    held_out = open_held_out(spec, tokenizer, train=train.source, folder=base, cache=base)
+    return [tokenizer.decode(prompter.ids(0)) for prompter in (train, *held_out.values())]
+
+
+def test_an_evaluation_has_the_options_of_training_unless_it_says_otherwise(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(THINKING)
+    off, chat = {"chatOptions": {"enable_thinking": False}}, {"chat": True}
+    assert both(folder, train=chat, eval=chat) == ["train", "eval"]
+    assert both(folder, train=chat | off, eval=chat) == ["train<no>", "eval<no>"]
+    assert both(folder, train=chat | off, eval=chat | {"chatOptions": {}}) == ["train<no>", "eval"]
+    assert both(folder, train=chat, eval=chat | off) == ["train", "eval<no>"]
+    assert both(folder, train=chat | off, eval={}) == ["train<no>", "eval"], "no template, so nothing reads them"
+
+
+def test_options_that_nothing_reads_are_refused(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(THINKING)
+    with pytest.raises(ManifestError, match=r"data\.eval\.chatOptions: no chat template .* Set data\.eval\.chat: true"):
+        both(folder, eval={"chatOptions": {"enable_thinking": False}})
+    with pytest.raises(ManifestError, match=r"does not read enable_thinkin\. It reads: enable_thinking"):
+        both(folder, train={"chat": True, "chatOptions": {"enable_thinkin": False}})
+    with pytest.raises(ManifestError, match=r"chatOptions is no setting of the source\. Set data\.train\.chatOptions"):
+        both(folder, train={"config": {"chatOptions": {}}})
 
 
 def test_a_conversation_is_sent_as_it_is(folder: Path) -> None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,21 +18,28 @@ TINY = {"source": "tiny://reverse-digits", "seed": 7}
 
 
 def opened(purpose: str, workdir: Path = Path(), **spec: object) -> PromptSource:
-    return open_source(SourceSpec(**spec), purpose, workdir=workdir).prompts
+    cache = Path(str(spec["source"]).partition("://")[2]).parent
+    return open_source(SourceSpec(**spec), purpose, workdir=workdir, cache=cache).prompts
+
+
+ROWS = [{"question": f"What is {n} + 1?", "answer": str(n + 1), "level": n % 3} for n in range(400)]
 
 
 @pytest.fixture
 def jsonl(tmp_path: Path) -> Path:
-    lines = [{"question": f"What is {n} + 1?", "answer": str(n + 1), "level": n % 3} for n in range(400)]
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, ROWS)) + "\n\n")
     return tmp_path
 
 
-@pytest.fixture(params=["gym", "tiny", "jsonl"])
+@pytest.fixture(params=["gym", "tiny", "jsonl", "parquet", "dataset"])
 def spec(request: pytest.FixtureRequest, jsonl: Path) -> dict[str, object]:
-    path = f"jsonl://{jsonl / 'data.jsonl'}?prompt=question&answer=answer"
-    file = {"source": path, "seed": 7, "config": {"split": "hash"}}
-    return {"gym": GYM, "tiny": TINY, "jsonl": file}[request.param]
+    if request.param in ("gym", "tiny"):
+        return {"gym": GYM, "tiny": TINY}[request.param]
+    path = jsonl / f"data.{request.param}"
+    if request.param != "jsonl":
+        rows = Dataset.from_list(ROWS)
+        rows.to_parquet(path) if request.param == "parquet" else rows.save_to_disk(path)
+    return {"source": f"{request.param}://{path}?prompt=question", "seed": 7, "config": {"split": "hash"}}
 
 
 def test_a_prompt_is_a_pure_function_of_its_serial(spec: dict[str, object]) -> None:
@@ -164,7 +172,7 @@ def test_the_share_held_out_may_be_another_but_must_be_the_same_for_both() -> No
 
     def opened(purpose: Purpose, **more: float) -> PromptSource:
         spec = SourceSpec(source="gym://chain_sum", config={**config, **more}, size=400)
-        return open_source(spec, purpose, workdir=Path()).prompts
+        return open_source(spec, purpose, workdir=Path(), cache=Path()).prompts
 
     train, evaluation = opened("train", held_out=0.6), opened("eval", held_out=0.6)
     check_disjoint(train, evaluation)

@@ -76,6 +76,7 @@ def started(folder: Path) -> tuple[Progress, DriverStatus, dict[str, Any]]:
         rollouts=(),
         stats=None,
         checkpoint=None,
+        best=None,
         idle_share=lives.idle_shares(clock.now()),
         recent=None,
         rewards=rewards.state,
@@ -93,6 +94,7 @@ def started(folder: Path) -> tuple[Progress, DriverStatus, dict[str, Any]]:
         rewards=rewards.state,
         devices=1,
         prompts_skipped=0,
+        best=None,
     )
     return progress, status, summary
 

@@ -1,21 +1,28 @@
 """Evaluations on a real queue: counted once, and begun anew when their weights are of another history."""
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from statistics import fmean
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from queue_world import answer_all, claim_all, queue_of
 
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.load import load_job
 from asyncflow.data.prompter import Prompter
-from asyncflow.data.sources import SourceSpec, open_source
-from asyncflow.driver.evaluation import Evaluation, EvaluationResult
+from asyncflow.data.sources import open_held_out, open_training
+from asyncflow.driver.evaluation import Evaluation, EvaluationResult, SetResult, best_of, pass_at
 from asyncflow.driver.rewards import RewardTally
 from asyncflow.driver.tasks import EVAL
 from asyncflow.driver.wake import Wake
+from asyncflow.errors import ManifestError
+from asyncflow.net.roster import Best
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.protocol.messages import LeasedRow
@@ -30,18 +37,23 @@ class Letters:
         return [ord(letter) for letter in text]
 
 
-def prompter(wanted: RLJobSpec, folder: Path) -> Prompter:
-    data = wanted.data.eval
-    assert data is not None
-    source = SourceSpec(source=data.source, config=data.config, seed=data.seed, size=data.size)
-    opened = open_source(source, "eval", workdir=folder)
-    return Prompter(opened.prompts, Letters(), opened.form)  # type: ignore[arg-type]
+def prompters(wanted: RLJobSpec, folder: Path) -> dict[str, Prompter]:
+    train = open_training(wanted.data, Letters(), folder=folder, cache=folder)  # type: ignore[arg-type]
+    return open_held_out(
+        wanted.data,
+        Letters(),  # type: ignore[arg-type]
+        train=train.source,
+        folder=folder,
+        cache=folder,
+    )
 
 
 class Bench:
     """An evaluation at work on a queue; the test plays the rollouts."""
 
-    def __init__(self, queue: QueueClient, wanted: RLJobSpec, prompts: Prompter, controller: Controller) -> None:
+    def __init__(
+        self, queue: QueueClient, wanted: RLJobSpec, prompts: dict[str, Prompter], controller: Controller
+    ) -> None:
         self.queue = queue
         self.controller = controller
         self.wake = Wake()
@@ -56,7 +68,7 @@ class Bench:
             self._wanted,
             queue=self.queue,
             rewards=self.rewards,
-            prompter=self._prompts,
+            prompters=self._prompts,
             steps=[0, 2],
             due=lambda: [step for step in self.dues if step not in [result.step for result in self.results]],
             changed=self.wake.changed,
@@ -87,10 +99,11 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(folder: Path, *settings: str) -> AsyncIterator[Bench]:
-    wanted = load_job(EXAMPLE, ["data.eval.size=3", *settings]).spec
+async def bench(folder: Path, *settings: str, size: int | None = 3) -> AsyncIterator[Bench]:
+    words = [f"data.eval.size={size}"] if size else []
+    wanted = load_job(EXAMPLE, [*words, *settings]).spec
     async with queue_of(wanted, folder) as (queue, controller):
-        made = Bench(queue, wanted, prompter(wanted, folder), controller)
+        made = Bench(queue, wanted, prompters(wanted, folder), controller)
         work = (made.evaluation.put_due, made.evaluation.count, made.evaluation.replace_lost)
         loops = [asyncio.create_task(loop()) for loop in work]
         try:
@@ -212,3 +225,80 @@ async def test_a_held_out_prompt_that_is_too_long_is_left_out(tmp_path: Path) ->
         assert all(await at.answer(rows, right=True))
         (result,) = await at.recorded(1)
         assert (result.prompts, result.accuracy) == (2, 1)
+
+
+async def test_sets_are_evaluated_together_and_have_results_of_their_own(tmp_path: Path) -> None:
+    lines = [{"prompt": f"{n}?", "answer": str(n)} for n in range(2)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    sets = f"data.evalSets=[{{name: sums, source: 'jsonl://{tmp_path}/sums.jsonl', size: 2}}]"
+    async with bench(tmp_path, "evaluation={samples: 4, passAt: [1, 2, 4], passReward: 0.5}", sets) as at:
+        at.due(2)
+        rows = await at.claim(25)
+        assert {row.meta.serial for row in rows} == set(range(5, 10)), "the second evaluation of five prompts"
+        for row in rows:
+            prompt, sample = row.meta.serial - 5, row.meta.sample
+            reward = 0.5 if (prompt, sample) in [(0, 0), (1, 1), (1, 2), (3, 0), (4, 4)] else 0.25
+            assert await at.answer([row], right=reward) == [True]
+        (result,) = await at.recorded(1)
+    assert (result.prompts, result.accuracy, result.greedy) == (3, 3 / 12, 0)
+    assert result.pass_at == pytest.approx({"1": 3 / 12, "2": (1 / 2 + 5 / 6) / 3, "4": 2 / 3})
+    assert result.sets == {
+        "sums": SetResult(
+            prompts=2,
+            accuracy=1 / 8,
+            greedy=0.5,
+            reward=0.28125,
+            greedy_reward=0.375,
+            pass_at={"1": 1 / 8, "2": 1 / 4, "4": 1 / 2},
+        )
+    }
+    assert result.words.startswith("3 prompts, accuracy 0.25, greedy 0, reward 0.3125, pass@1 0.25, pass@2 0.4444")
+    assert "; sums: 2 prompts, accuracy 0.125, greedy 0.5" in result.words
+
+
+async def test_the_first_named_set_is_the_main_one_where_none_is_unnamed(tmp_path: Path) -> None:
+    one = '{name: one, source: "tiny://reverse-digits", size: 2}'
+    settings = ["data.eval=null", f"data.evalSets=[{one}]", "evaluation={samples: 1, greedy: false}"]
+    async with bench(tmp_path, *settings, size=None) as at:
+        at.due(2)
+        assert all(await at.answer(await at.claim(2), right=True))
+        (result,) = await at.recorded(1)
+    assert (result.prompts, result.accuracy, result.greedy) == (2, 1.0, None)
+    assert result.sets["one"].accuracy == 1.0
+
+
+async def test_a_set_of_which_all_prompts_are_too_long_ends_the_job(tmp_path: Path) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "q" * 17, "answer": ""}))
+    sets = f"data.evalSets=[{{name: long, source: 'jsonl://{tmp_path}/long.jsonl', size: 1}}]"
+    async with bench(tmp_path, sets) as at:
+        with pytest.raises(ManifestError, match="held-out prompt of long 0 has 17 tokens"):
+            await at.of_the_first_round().put_due()
+
+
+@given(st.data(), st.integers(1, 6))
+def test_pass_at_k_is_the_chance_over_all_choices_of_k_samples(data: st.DataObject, samples: int) -> None:
+    k = data.draw(st.integers(1, samples))
+    passed = data.draw(st.lists(st.integers(0, samples), min_size=1, max_size=4))
+
+    def chance(right: int) -> float:
+        chosen = itertools.combinations([True] * right + [False] * (samples - right), k)
+        return fmean(any(some) for some in chosen)
+
+    assert pass_at(k, passed=passed, samples=samples) == pytest.approx(fmean(map(chance, passed)), abs=1e-12)
+
+
+def test_pass_at_k_of_a_thousand_samples_is_a_number() -> None:
+    assert pass_at(512, passed=[0, 1, 1024], samples=1024) == pytest.approx(1.5 / 3)
+
+
+def test_the_best_is_the_earliest_of_the_highest() -> None:
+    greedy = {0: 0.5, 2: None, 4: 0.75, 6: 0.75}
+    results = {
+        step: EvaluationResult(step=step, prompts=1, accuracy=step / 10, greedy=value, reward=-step)
+        for step, value in greedy.items()
+    }
+    assert best_of(results, by="accuracy") == Best(step=6, by="accuracy", value=0.6)
+    assert best_of(results, by="greedy") == Best(step=4, by="greedy", value=0.75)
+    assert best_of(results, by="reward") == Best(step=0, by="reward", value=0.0)
+    assert best_of({}, by="accuracy") is None
+    assert best_of({2: results[2]}, by="greedy") is None

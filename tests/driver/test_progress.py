@@ -1,12 +1,13 @@
 """Progress is what the files of lines say, also after the driver was killed in the middle of a line."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncflow.api.status import RewardState
-from asyncflow.driver.evaluation import EvaluationResult
+from asyncflow.driver.evaluation import EvaluationResult, SetResult
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.progress import Progress
 from asyncflow.driver.summary import summarize
@@ -136,7 +137,10 @@ def test_the_summary_counts_what_was_measured(tmp_path: Path) -> None:
         step_line(1, at=115.0, reward=0.3, staleness_start_max=0, staleness_start_mean=0.0, logprob_gap_p99=1e-6)
     )
     progress.step(step_line(2, at=120.0, reward=0.9))
-    progress.evaluated(EvaluationResult(step=2, prompts=8, accuracy=0.75, greedy=1.0), at=125.0)
+    named = SetResult(prompts=4, accuracy=0.5, greedy=None, reward=0.25, pass_at={"2": 0.625})
+    last = EvaluationResult(step=2, prompts=8, accuracy=0.75, greedy=1.0, pass_at={"2": 0.875}, sets={"aime": named})
+    progress.evaluated(last, at=125.0)
+    assert Progress(tmp_path, steps=2, now=126.0).evaluations == progress.evaluations
     lives = Lives(opened=110.0, closed=120.0)
     lives.observe("driver", role="driver", started=100.0, now=104.0)
     lives.observe("a", role="rollout", started=101.0, now=114.0, busy_s=2.0, tokens=60)
@@ -150,6 +154,7 @@ def test_the_summary_counts_what_was_measured(tmp_path: Path) -> None:
         rewards=RewardState(scored=8, failed={"raised": 1}, first_failure="raised: KeyError"),
         devices=2,
         prompts_skipped=0,
+        best=None,
     )
     assert summary["steps"] == 2
     assert summary["wall_s"] == 26.0, "nobody was there from 114 to 118"
@@ -157,6 +162,8 @@ def test_the_summary_counts_what_was_measured(tmp_path: Path) -> None:
     assert summary["tokens_generated"] == 90
     assert (summary["eval_accuracy_first"], summary["eval_accuracy_last"]) == (0.25, 0.75)
     assert (summary["eval_greedy_first"], summary["eval_greedy_last"]) == (0.5, 1.0)
+    assert (summary["eval_pass_at_first"], summary["eval_pass_at_last"]) == ({}, {"2": 0.875})
+    assert (summary["eval_sets_first"], summary["eval_sets_last"]) == ({}, {"aime": asdict(named)})
     assert (summary["reward_first"], summary["reward_last"]) == (0.3, 0.9)
     assert summary["tpspd"] == pytest.approx(200 / 6 / 2)
     assert (summary["staleness_start_max"], summary["staleness_start_mean"]) == (1, 0.5)

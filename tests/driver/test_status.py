@@ -5,11 +5,14 @@ from pathlib import Path
 
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.load import load_job
+from asyncflow.api.status import DriverStatus, SetState
+from asyncflow.driver.gauges import show
 from asyncflow.driver.progress import Progress
 from asyncflow.driver.status import rollout_state, waiting_for
 from asyncflow.identity import Version
 from asyncflow.net.roster import Member
 from asyncflow.queue.protocol.messages import QueueStats
+from asyncflow.telemetry.metrics import DriverMetrics
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 SPEC = load_job(EXAMPLE).spec
@@ -97,3 +100,17 @@ def test_a_rollout_lags_when_it_is_further_behind_than_the_schedule_allows() -> 
     assert states == ["ready", "ready", "lagging"]
     assert rollout_state(member, {"version": -1}, newest=5, lag=1).state == "starting"
     assert rollout_state(member, {"version": 5, "draining": True}, newest=5, lag=1).state == "draining"
+
+
+def test_what_prometheus_scrapes_of_an_evaluation_is_what_the_status_says() -> None:
+    metrics = DriverMetrics()
+    sets = {"aime": SetState(accuracy=0.25, reward=0.5, pass_at={"4": 0.75})}
+    status = DriverStatus(eval=0.5, eval_pass_at={"4": 1.0}, eval_sets=sets)
+    show(metrics, status, stats=STATS, members={})
+    named = {"set": "aime"}
+    value = metrics.registry.get_sample_value
+    assert value("asyncflow_driver_eval_accuracy_ratio") == 0.5
+    assert value("asyncflow_driver_eval_pass_ratio", {"k": "4"}) == 1.0
+    assert value("asyncflow_driver_eval_set_accuracy_ratio", named) == 0.25
+    assert value("asyncflow_driver_eval_set_reward", named) == 0.5
+    assert value("asyncflow_driver_eval_set_pass_ratio", {**named, "k": "4"}) == 0.75

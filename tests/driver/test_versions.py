@@ -29,8 +29,12 @@ def test_required_are_those_of_unfinished_steps_and_unfinished_evaluations(tmp_p
     for _ in range(4):
         book.issue()
     assert versions.required() == {0, 1, 2} | {5, 10}
+    assert versions.judged() == 4
     progress.evaluated(EvaluationResult(step=5, prompts=1, accuracy=1.0, greedy=None), at=1.0)
     assert versions.required() == {0, 1, 2} | {10}
+    assert versions.judged() == 9
+    progress.evaluated(EvaluationResult(step=10, prompts=1, accuracy=1.0, greedy=None), at=2.0)
+    assert versions.judged() == 10
 
 
 def test_weights_are_evaluated_only_after_their_step_is_recorded(tmp_path: Path) -> None:

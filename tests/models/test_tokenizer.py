@@ -58,6 +58,57 @@ def test_chats_are_those_of_transformers(folder: Path, generation: bool) -> None
     assert ours.chat(messages, add_generation_prompt=generation) == expected
 
 
+TOOLS = [{"type": "function", "function": {"name": "sum", "description": "Adds <a> & b", "parameters": {"n": [1]}}}]
+OPTIONS_TEMPLATE = """
+{%- if tools is not none %}{% for tool in tools %}{{ tool | tojson(indent=1) }}{{ "\n" }}{% endfor %}{% endif -%}
+{%- if not date_string is defined %}{% set date_string = strftime_now("%d %b %Y") %}{% endif -%}
+{{ date_string }}
+{%- for message in messages -%}
+    {{ "<" + message["role"] + ">" }}
+    {%- if message.role == "assistant" %}{% generation %}{{ message["content"] }}{% endgeneration %}
+    {%- else %}{{ message["content"] }}{% endif %}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ "<assistant>" }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{ "<think></think>" }}{% endif %}
+{%- endif %}"""
+TURNS = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "+1"}]
+
+
+def with_template(folder: Path, made: Path, template: str) -> Path:
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (made / file).write_bytes((folder / file).read_bytes())
+    (made / "chat_template.jinja").write_text(template)
+    return made
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_thinking": False}, {"enable_thinking": True}, {"tools": TOOLS}])
+def test_options_are_read_as_transformers_hands_them(folder: Path, tmp_path: Path, options: dict) -> None:
+    made = with_template(folder, tmp_path, OPTIONS_TEMPLATE)
+    ours, theirs = Tokenizer.load(made), AutoTokenizer.from_pretrained(made)
+    options = {**options, "date_string": "1 May 2025"}
+    expected = theirs.apply_chat_template(TURNS, add_generation_prompt=True, **options)["input_ids"]
+    assert ours.chat(TURNS, options=options) == expected
+
+
+def test_the_template_for_tools_is_taken_where_there_are_tools(folder: Path, tmp_path: Path) -> None:
+    made = with_template(folder, tmp_path, "{{ messages[0].content }}")
+    (made / "additional_chat_templates").mkdir()
+    (made / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].function.name }}")
+    ours, theirs = Tokenizer.load(made), AutoTokenizer.from_pretrained(made)
+    for tools in (None, TOOLS):
+        expected = theirs.apply_chat_template(TURNS, tools=tools, add_generation_prompt=True)["input_ids"]
+        assert ours.chat(TURNS, options={"tools": tools} if tools else {}) == expected
+    assert ours.decode(ours.chat(TURNS, options={"tools": TOOLS})) == "sum"
+
+
+def test_an_option_that_the_template_does_not_read_is_refused(folder: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(with_template(folder, tmp_path, OPTIONS_TEMPLATE))
+    with pytest.raises(ManifestError, match=r"does not read thinking\. It reads: date_string, enable_thinking, tools"):
+        tokenizer.chat(TURNS, options={"thinking": False})
+    with pytest.raises(ManifestError, match=r"does not read messages"):
+        tokenizer.chat(TURNS, options={"messages": []})
+
+
 def test_what_the_template_refuses_is_a_manifest_error(folder: Path) -> None:
     with pytest.raises(ManifestError, match="who is pope"):
         Tokenizer.load(folder).chat([{"role": "pope", "content": ""}])

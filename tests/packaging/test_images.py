@@ -19,7 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 KNOWN = {"ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "RUN", "USER", "WORKDIR"}
 DEPENDENCIES = {"libnl-3-200", "libnl-route-3-200"}
 """Packages that apt brings with libibverbs1."""
-OURS = {"torch", "lora", "gym", "math", "mooncake", "redis"}
+OURS = {"torch", "lora", "gym", "math", "data", "mooncake", "redis"}
 EXTRAS = {image: OURS if image in RUNTIMES else {"operator"} for image in IMAGES}
 
 

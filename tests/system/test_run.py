@@ -6,9 +6,12 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from one_run import counted_once, finish, kill, start, wait_for_step
+from safetensors.numpy import load_file
 
+from asyncflow import cli
 from asyncflow.api.names import LAST_WORD_ENV
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.models.source import materialize_config
@@ -23,6 +26,7 @@ COUNTING = [
     "rollout.engine.options={token_s: 0.01}",
 ]
 SMALL = ["algorithm.steps=3", "algorithm.promptsPerStep=4", "data.eval.size=16", "storage.checkpoints.every=2"]
+BEST = ["storage.checkpoints={every: 2, keep: 1, keepBest: reward}", "evaluation.every=2", "evaluation.passAt=[1]"]
 FIELDS = {
     "steps",
     "wall_s",
@@ -69,8 +73,9 @@ def test_every_sample_counts_once_although_each_role_is_killed(tmp_path: Path) -
 
 def test_a_model_is_trained_and_the_run_goes_on_after_its_end(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    finish(start("quickstart.yaml", folder, SMALL), within_s=200)
+    finish(start("quickstart.yaml", folder, [*SMALL, *BEST]), within_s=200)
     first = summary(folder)
+    the_best_is_kept(folder, first)
     assert set(first) >= FIELDS
     assert (first["steps"], first["samples_trained"], first["samples_lost"]) == (3, 3 * 4 * 8, 0)
     assert first["staleness_start_max"] == 1
@@ -100,6 +105,22 @@ def test_adapters_are_trained_in_several_updates_a_step(tmp_path: Path) -> None:
     assert adapted.peft_config["default"].base_model_name_or_path == str(model)
     assert all(tensor.any() for name, tensor in adapted.named_parameters() if "lora_B" in name)
     assert [file.name for file in (folder / "export").glob("*.safetensors")] == ["adapter_model.safetensors"]
+
+
+def the_best_is_kept(folder: Path, said: dict[str, Any]) -> None:
+    """The checkpoint with the best evaluation is named, and kept beside the newest; each can be exported."""
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    rewards = {event["step"]: event["reward"] for event in events if event["event"] == "evaluation"}
+    assert rewards.keys() == {0, 2, 3}
+    best = max(rewards, key=lambda step: (rewards[step], -step))
+    assert said["best"] == {"step": best, "by": "reward", "value": rewards[best]}
+    assert said["eval_pass_at_last"] == {"1": said["eval_accuracy_last"]}
+    kept = {int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoints/*/manifest.json")}
+    assert kept == {best, 3} - {0}
+    assert cli.invoke(["model", "export", str(folder), str(folder / "exported"), "--step", "3"]) == 0
+    exported, last = (load_file(folder / name / "model.safetensors") for name in ("exported", "export"))
+    assert exported.keys() == last.keys()
+    assert all(np.array_equal(exported[name], last[name]) for name in last)
 
 
 def test_a_suspended_job_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,8 @@ from asyncflow.telemetry.metrics import (
 from asyncflow.train.report import TrainReport
 
 ROLES: list[type[RoleMetrics]] = [DriverMetrics, ControllerMetrics, StorageMetrics, RolloutMetrics, TrainerMetrics]
-SHARES = {"asyncflow_driver_eval_accuracy_ratio", "asyncflow_driver_idle_share_ratio"}
+SHARES = {f"asyncflow_driver_{name}_ratio" for name in ("eval_accuracy", "eval_pass", "idle_share")}
+SHARES |= {f"asyncflow_driver_eval_set_{name}_ratio" for name in ("accuracy", "pass")}
 """What is between 0 and 1."""
 GROWING = re.compile(
     "tokens_|samples|lease_expiries|redeliveries|fenced_writes|moved_rows|put_bytes|fetched_bytes|budget_wait|swaps|"

@@ -66,6 +66,27 @@ async def test_every_sample_is_trained_once_and_every_step_is_told(tmp_path: Pat
     assert sum(said.seconds.checkpoint for said in seat.talk.reports) > 0
 
 
+async def test_versions_that_are_evaluated_have_a_checkpoint_where_asked_for(tmp_path: Path) -> None:
+    schedule = Schedule(steps=STEPS, lag=1, exact=True, eval_every=2)
+    async with World(tmp_path) as world:
+        seat = await take_seat(
+            world.places,
+            counting(steps=STEPS),
+            attempt=0,
+            schedule=schedule,
+            checkpoint_every=100,
+            checkpoint_evaluated=True,
+        )
+        written: list[int] = []
+        seat.trainer._checkpoints = Checkpoints(
+            tmp_path / "checkpoints", also=lambda steps: set(written.extend(steps[-1:]) or steps)
+        )
+        running = asyncio.create_task(seat.run())
+        await world.dispatch(1, STEPS)
+        assert await running == STEPS
+    assert written == [2, 4, 5]
+
+
 async def test_a_resumed_trainer_goes_on_at_its_checkpoint(tmp_path: Path) -> None:
     async with World(tmp_path) as world:
         await world.dispatch(1, STEPS)

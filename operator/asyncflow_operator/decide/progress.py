@@ -18,6 +18,7 @@ FIGURES: Final = frozenset(
     (
         *("step", "steps", "progress", "reward", "eval", "tokens_per_second", "staleness", "version", "queue_depth"),
         *("eta", "last_step_at", "checkpoint_step", "failed_rewards", "waiting_for", "ready_rollouts", "elasticity"),
+        *("eval_sets", "best_step"),
     )
 )
 """Fields of a job's status that may wait; all others are transitions."""
@@ -39,6 +40,7 @@ def figures(seen: DriverStatus | None, rollouts: Collection[PodView]) -> dict[st
         "progress": f"{seen.step}/{seen.steps}",
         "reward": seen.reward,
         "eval": seen.eval,
+        "eval_sets": {name: each.accuracy for name, each in seen.eval_sets.items()},
         "tokens_per_second": seen.tokens_per_second,
         "staleness": seen.staleness.start,
         "version": seen.version,
@@ -46,6 +48,7 @@ def figures(seen: DriverStatus | None, rollouts: Collection[PodView]) -> dict[st
         "eta": "" if seen.eta_seconds is None else spoken(seen.eta_seconds),
         "last_step_at": seen.last_step_at,
         "checkpoint_step": seen.checkpoint.step if seen.checkpoint is not None else None,
+        "best_step": seen.best.step if seen.best is not None else None,
         "failed_rewards": min(sum(seen.rewards.failed.values()), MOST_COUNTED),
         "waiting_for": _shown(seen.waiting_for),
         "ready_rollouts": sum(each.state == "ready" for each in seen.rollouts),

@@ -57,6 +57,9 @@ class CheckpointsSpec(Spec):
     """Optimizer steps between checkpoints."""
     keep: Annotated[int, Field(ge=1, le=1000)] = 2
     """Checkpoints that are kept."""
+    keep_best: Literal["accuracy", "greedy", "reward"] | None = None
+    """Keep the checkpoint with the best evaluation too, by this figure of the main set, the earliest of equals. Every
+    version that is evaluated has a checkpoint then, which stays at least until the evaluation is there. Absent: off."""
     claim: ClaimSpec | None = None
     """Where they lie on Kubernetes."""
     access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] = "ReadWriteOnce"

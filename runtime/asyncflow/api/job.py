@@ -120,19 +120,35 @@ class RLJobSpec(Spec):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             reads=("evaluation", "data.eval"),
-            ok=lambda job: job.evaluation is None or job.data.eval is not None,
-            cel="!has(self.evaluation) || has(self.data.eval)",
+            ok=lambda job: job.evaluation is None or bool(job.data.held_out),
+            cel="!has(self.evaluation) || has(self.data.eval)"
+            " || (has(self.data.evalSets) && size(self.data.evalSets) > 0)",
             why="there are no prompts to evaluate on",
-            fix="Give data.eval, or leave evaluation out",
+            fix="Give data.eval or data.evalSets, or leave evaluation out",
         ),
         Rule(
-            reads=("reward.function", "data.train.source", "data.eval"),
+            reads=("storage.checkpoints.keep_best", "evaluation"),
+            ok=lambda job: (
+                job.storage.checkpoints.keep_best is None
+                or (
+                    job.evaluation is not None
+                    and (job.storage.checkpoints.keep_best != "greedy" or job.evaluation.greedy)
+                )
+            ),
+            cel="!has(self.storage.checkpoints.keepBest) || (has(self.evaluation)"
+            " && (self.storage.checkpoints.keepBest != 'greedy' || self.evaluation.greedy))",
+            why="nothing measures which checkpoint is the best",
+            fix="Give evaluation (for keepBest: greedy with greedy: true), or leave keepBest out",
+        ),
+        Rule(
+            reads=("reward.function", "data.train.source", "data.eval", "data.eval_sets"),
             ok=lambda job: (
                 job.reward.function != "gym"
-                or all(data.source.startswith("gym://") for data in (job.data.train, job.data.eval) if data is not None)
+                or all(data.source.startswith("gym://") for data in (job.data.train, *job.data.held_out.values()))
             ),
             cel="self.reward.function != 'gym' || (self.data.train.source.startsWith('gym://')"
-            " && (!has(self.data.eval) || self.data.eval.source.startsWith('gym://')))",
+            " && (!has(self.data.eval) || self.data.eval.source.startsWith('gym://'))"
+            " && (!has(self.data.evalSets) || self.data.evalSets.all(d, d.source.startsWith('gym://'))))",
             why="it scores prompts of gym:// only, and every other response would get 0",
             fix="Take gym:// sources, or task, math_verify or module:function",
         ),

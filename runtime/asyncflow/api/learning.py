@@ -10,11 +10,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from asyncflow.api.base import Frozen, Options, PluginName, Rule, Seed, Source, Spec, Steps, Text
+from asyncflow.api.base import Frozen, Name, Options, PluginName, Rule, Seed, Source, Spec, Steps, Text, keyed_by
 from asyncflow.api.placement import ResourcesSpec
 from asyncflow.api.quantity import Quantity
 
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+FILE_SCHEMES = ("jsonl", "parquet", "dataset")
+"""Schemes of data sources that are files or folders: JSON lines, Parquet, and what Hugging Face ``datasets`` saves."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 MODULE_FUNCTION = r"^([a-z][a-z0-9_]*|[A-Za-z_][A-Za-z0-9_]*([.][A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*)$"
 
@@ -32,10 +34,12 @@ class TrainDataSpec(Spec):
     """Where training prompts come from."""
 
     source: Source
-    """``gym://DATASET`` (reasoning-gym), ``tiny://TASK``, or ``jsonl://PATH``."""
+    """``gym://DATASET`` (reasoning-gym), ``tiny://TASK``, or a file: ``jsonl://PATH``, ``parquet://PATH`` (a file or a
+    folder of them), ``dataset://PATH`` (as ``save_to_disk`` of Hugging Face ``datasets`` wrote it)."""
     config: Options = Field(default_factory=dict)
-    """Settings of the source: the difficulty of a generated task; of a JSONL file ``split``, ``whole`` (all of it, as
-    where it is absent) or ``hash`` (three quarters of its questions for training, the others for evaluation)."""
+    """Settings of the source: the difficulty of a generated task; of a file the names of its fields, ``prompt``,
+    ``answer`` and ``meta`` (a list; absent: all others), and ``split``, ``whole`` (all of it, as where it is absent) or
+    ``hash`` (three quarters of its questions for training, the others for evaluation)."""
     seed: Seed = 0
     """Seed of the order, and of generated prompts."""
     template: Text | None = None
@@ -44,6 +48,9 @@ class TrainDataSpec(Spec):
     """Whether to apply the tokenizer's chat template."""
     system: Text | None = None
     """System message; needs ``chat``."""
+    chat_options: Options | None = None
+    """Variables that the chat template reads, such as ``enable_thinking: false`` or ``tools``. Absent in training:
+    none; in an evaluation: those of ``data.train``."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -70,18 +77,44 @@ class EvalDataSpec(TrainDataSpec):
     """Number of held-out prompts in one evaluation."""
 
 
+class EvalSetSpec(EvalDataSpec):
+    """A named set of held-out prompts."""
+
+    name: Name
+    """Its name in results."""
+
+
 class DataSpec(Spec):
     """Prompts for training and for evaluation."""
 
     train: TrainDataSpec
     """Training prompts."""
     eval: EvalDataSpec | None = None
-    """Held-out prompts; needed where ``evaluation`` is set."""
+    """Held-out prompts."""
+    eval_sets: Annotated[tuple[EvalSetSpec, ...], Field(max_length=16, json_schema_extra=keyed_by("name"))] = ()
+    """More sets of held-out prompts, each with results of its own. Where ``eval`` is absent, the first is the main one:
+    its results are those without a name. ``evaluation`` needs one of ``eval`` and ``evalSets``."""
     max_task_bytes: Annotated[int, Field(ge=256, le=1 << 30)] = 16384
     """Most bytes of one task: question, answer and what its checker needs; for a larger one see ``overlong``."""
     overlong: Literal["skip", "refuse"] = "skip"
     """What becomes of a prompt of more than ``sampling.maxPromptTokens`` or ``maxTaskBytes``: it is left out and
     counted, and in training the next one takes its place, or the job ends with an error."""
+
+    @property
+    def held_out(self) -> dict[str, EvalDataSpec]:
+        """The sets of held-out prompts by name, the main one first; ``eval`` has the name ""."""
+        unnamed = {"": self.eval} if self.eval is not None else {}
+        return {**unnamed, **{each.name: each for each in self.eval_sets}}
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            reads=("eval_sets",),
+            ok=lambda data: len({each.name for each in data.eval_sets}) == len(data.eval_sets),
+            cel="!has(self.evalSets) || self.evalSets.all(a, self.evalSets.exists_one(b, b.name == a.name))",
+            why="two sets of held-out prompts have the same name",
+            fix="Give each its own",
+        ),
+    )
 
 
 class WorkersSpec(Spec):
@@ -318,7 +351,11 @@ class EvaluationSpec(Spec):
     every: Steps = 10
     """Optimizer steps between evaluations; 0 leaves only the first and the last."""
     samples: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Samples of each prompt; accuracy is the mean over all of them (an estimate of pass@1)."""
+    """Samples of each prompt; accuracy is the share of all of them that pass (an estimate of pass@1)."""
+    pass_at: Annotated[tuple[Annotated[int, Field(ge=1, le=1024)], ...], Field(max_length=8)] = ()
+    """Numbers k for which pass@k is estimated: the chance that at least one of k samples of a prompt passes."""
+    pass_reward: Annotated[float, Field(ge=-1e9, le=1e9)] = 1.0
+    """The least reward of a sample that passes."""
     greedy: bool = True
     """Whether to evaluate greedy decoding too."""
     temperature: Annotated[float, Field(gt=0, le=10)] | None = None
@@ -328,3 +365,13 @@ class EvaluationSpec(Spec):
     def group_size(self) -> int:
         """Samples of one held-out prompt, the greedy one included."""
         return self.samples + int(self.greedy)
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            reads=("pass_at", "samples"),
+            ok=lambda evaluation: all(k <= evaluation.samples for k in evaluation.pass_at),
+            cel="!has(self.passAt) || self.passAt.all(k, k <= self.samples)",
+            why="pass@k cannot be estimated from fewer than k samples of a prompt",
+            fix="Give samples >= each k of passAt",
+        ),
+    )

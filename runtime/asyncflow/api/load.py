@@ -17,7 +17,7 @@ from asyncflow.api.check import inspect
 from asyncflow.api.document import MAX_BYTES, Document, dump, parse
 from asyncflow.api.job import RLJob
 from asyncflow.api.later import planned
-from asyncflow.api.learning import RewardSpec
+from asyncflow.api.learning import FILE_SCHEMES, RewardSpec
 from asyncflow.api.overrides import apply
 from asyncflow.api.problems import MISSING, Place, Problem, refusal
 from asyncflow.api.queue import TransferQueue
@@ -88,7 +88,7 @@ def to_yaml(manifest: Manifest) -> str:
 def check_files(job: RLJob, base: Path) -> None:
     """Refuse a job that names files which are not there; relative paths start at ``base``, the manifest's folder.
 
-    Only what lies on this machine is looked at: model folders and JSONL files. Raises ManifestError.
+    Only what lies on this machine is looked at: model folders and files of data. Raises ManifestError.
     """
     found = [_lacks(place, source, base, folder) for place, source, folder in _named(job)]
     if problems := [problem for problem in found if problem is not None]:
@@ -100,15 +100,17 @@ def _named(job: RLJob) -> Iterable[tuple[Place, str, bool]]:
     yield ("spec", "data", "train", "source"), job.spec.data.train.source, False
     if job.spec.data.eval is not None:
         yield ("spec", "data", "eval", "source"), job.spec.data.eval.source, False
+    for index, each in enumerate(job.spec.data.eval_sets):
+        yield ("spec", "data", "evalSets", index, "source"), each.source, False
 
 
 def _lacks(place: Place, source: str, base: Path, folder: bool) -> Problem | None:
     scheme, separator, rest = source.partition("://")
-    if separator and scheme != "jsonl":
+    if separator and scheme not in FILE_SCHEMES:
         return None
     file = base / urlsplit(f"file:{rest if separator else source}").path
     needed = file / "config.json" if folder else file
-    if needed.is_file():
+    if needed.is_file() or (scheme in ("parquet", "dataset") and needed.is_dir()):
         return None
     reason = f"there is no file {needed}"
     return Problem(place=place, value=source, reason=reason, fix="Give a path that starts at the manifest's folder")

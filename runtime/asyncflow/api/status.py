@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, FailFast, Field, StringConstraints
 
-from asyncflow.api.base import Spec
+from asyncflow.api.base import Name, Spec
 from asyncflow.api.conditions import Conditions, Time
 
 Phase = Literal["Pending", "Starting", "Running", "Paused", "Suspending", "Suspended", "Succeeded", "Failed"]
@@ -27,6 +27,7 @@ Line = Annotated[str, StringConstraints(max_length=1024)]
 WorkerId = Annotated[str, StringConstraints(pattern=r"^[-.:_A-Za-z0-9]+$", max_length=128)]
 RoleKey = Annotated[str, StringConstraints(max_length=64)]
 ShortWord = Annotated[str, StringConstraints(max_length=32)]
+PassAt = Annotated[dict[Annotated[str, StringConstraints(pattern="^[0-9]{1,4}$")], Share], Field(max_length=8)]
 Uid = Annotated[str, StringConstraints(max_length=64)]
 
 
@@ -97,6 +98,17 @@ class CheckpointState(Wire):
     """When it was complete."""
 
 
+class BestState(Wire):
+    """The checkpoint with the best evaluation."""
+
+    step: Count
+    """Its optimizer step; 0 is the model that the run began with."""
+    by: Literal["accuracy", "greedy", "reward"]
+    """The figure that is compared."""
+    value: float
+    """What it was."""
+
+
 class StepProgress(Wire):
     """How far the step is that is being made."""
 
@@ -146,6 +158,19 @@ class RecentFigures(Wire):
     """Share of their time in which the rollouts had work, in the lap in which they had most."""
 
 
+class SetState(Wire):
+    """Results of the last evaluation on one set of held-out prompts."""
+
+    accuracy: Share
+    """Share of the samples that pass, of all at the evaluation's temperature."""
+    greedy: Share | None = None
+    """The same of the greedy ones."""
+    reward: float | None = None
+    """Mean reward of the samples, the greedy ones apart."""
+    pass_at: PassAt = Field(default_factory=dict)
+    """By k: pass@k."""
+
+
 class DriverStatus(Wire):
     """Answer of ``GET /v1/status``."""
 
@@ -167,6 +192,10 @@ class DriverStatus(Wire):
     """Greedy accuracy of the last evaluation."""
     eval_reward: float | None = None
     """Mean reward of the last evaluation's samples, the greedy ones apart."""
+    eval_pass_at: PassAt = Field(default_factory=dict)
+    """By k: pass@k of the last evaluation."""
+    eval_sets: Annotated[dict[Name, SetState], Field(max_length=16)] = Field(default_factory=dict)
+    """Results of the last evaluation on the sets of held-out prompts that have a name."""
     tokens_per_second: Annotated[float, Field(ge=0)] = 0.0
     """Tokens trained in a second, prompts and responses, over the last steps."""
     eta_seconds: Span | None = None
@@ -195,6 +224,8 @@ class DriverStatus(Wire):
     """Samples judged so far, and why some have no reward."""
     checkpoint: CheckpointState | None = None
     """The newest checkpoint."""
+    best: BestState | None = None
+    """The one with the best evaluation, where ``storage.checkpoints.keepBest`` asks for it."""
     waiting_for: Line = ""
     """What the job waits for, in one sentence; empty while it makes progress."""
     desired_rollouts: Count | None = None
@@ -289,6 +320,8 @@ class JobStatus(Spec):
     """Mean reward of the last step's samples."""
     eval: float | None = None
     """Accuracy of the last evaluation, over all samples at its temperature."""
+    eval_sets: Annotated[dict[Name, Share], Field(max_length=16)] = Field(default_factory=dict)
+    """The same on each set of held-out prompts that has a name."""
     tokens_per_second: Annotated[float, Field(ge=0)] | None = None
     """Tokens trained in a second."""
     staleness: float | None = None
@@ -303,6 +336,8 @@ class JobStatus(Spec):
     """When the last step was done."""
     checkpoint_step: Count | None = None
     """Step of the newest checkpoint."""
+    best_step: Count | None = None
+    """Step of the checkpoint with the best evaluation, where ``storage.checkpoints.keepBest`` asks for it."""
     failed_rewards: Count | None = None
     """Samples that got no reward."""
     waiting_for: Line = ""

@@ -1,7 +1,7 @@
-"""The commands that look and tell: validate, plan, audit, crds, and the import of a model.
+"""The commands that look and tell: validate, plan, audit, crds, and models as files.
 
-Invariant: none of them starts a process, but that ``validate`` has one load the reward function; only ``crds`` and
-``model import`` write, and only where they are told to.
+Invariant: none of them starts a process, but that ``validate`` has one load the reward function; only ``crds``, ``model
+import`` and ``model export`` write, and only where they are told to.
 """
 
 from __future__ import annotations
@@ -100,6 +100,19 @@ def crds(directory: Path, *, check: bool) -> int:
     if problems:
         click.echo("Run asyncflow crds", err=True)
     return 1 if problems else 0
+
+
+def export_model(run: Path, directory: Path, *, step: str, job: Path | None) -> None:
+    """Make a Hugging Face folder of a checkpoint of a run. Raises ManifestError, CheckpointError."""
+    from asyncflow.api.load import load_job
+    from asyncflow.roles.trainer import export_checkpoint
+    from asyncflow.substrates.local.folder import JOB
+
+    if step not in ("newest", "best") and not step.isdecimal():
+        raise ManifestError(f"--step {step} is none", where=str(run), hint="Give newest, best, or the number of a step")
+    spec = load_job(job or run / JOB).spec
+    chosen = export_checkpoint(spec, run=run.absolute(), step=step, target=directory)
+    click.echo(f"{directory}: the weights of step {chosen}")
 
 
 def import_model(package: str, directory: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.api.job import RLJob
+from asyncflow.api.learning import FILE_SCHEMES
 from asyncflow.api.load import Manifest, check_files, load
 from asyncflow.api.names import FOLDER
 from asyncflow.api.problems import Problem, refusal
@@ -63,8 +64,8 @@ def anchored(job: RLJob, base: Path) -> RLJob:
     """Return ``job`` with the paths of its model and files made absolute; relative ones start at ``base``."""
     data = job.model_dump(mode="json", by_alias=True, exclude_none=True)
     spec = data["spec"]
-    sources = (spec["data"][name] for name in ("train", "eval") if name in spec["data"])
-    for holder in (spec["model"], *sources):
+    named = (spec["data"][name] for name in ("train", "eval") if name in spec["data"])
+    for holder in (spec["model"], *named, *spec["data"].get("evalSets", ())):
         holder["source"] = _absolute(holder["source"], base)
     data["metadata"].setdefault("annotations", {})[FOLDER] = str(base)
     return RLJob.model_validate(data)
@@ -74,7 +75,7 @@ def _absolute(source: str, base: Path) -> str:
     scheme, separator, rest = source.partition("://")
     if not separator:
         return str(base / source)
-    return f"jsonl://{base / rest}" if scheme == "jsonl" else source
+    return f"{scheme}://{base / rest}" if scheme in FILE_SCHEMES else source
 
 
 def _absent_plugins(job: RLJob) -> Iterator[Problem]:

@@ -20,9 +20,8 @@ import msgspec
 
 from asyncflow.api.job import RLJob, RLJobSpec
 from asyncflow.api.learning import TrainDataSpec
-from asyncflow.data.base import Purpose
 from asyncflow.data.prompter import Encoder, Prompter, survey
-from asyncflow.data.sources import check_disjoint, open_prompter
+from asyncflow.data.sources import open_held_out, open_training
 from asyncflow.errors import AsyncFlowError, ManifestError
 from asyncflow.models.supported import check_dtype, check_length, check_model, positions
 from asyncflow.plan.job import plan
@@ -91,8 +90,9 @@ def preflight(job: RLJob, folder: Path, *, source: str, elsewhere: bool = False)
             hint = "Nobody does on one machine: give at least 1"
             raise ManifestError(waits, where=source, hint=hint)
         findings.notes.append(f"{waits} (kubectl scale)")
-    if spec.data.eval is not None and spec.evaluation is None:
-        findings.notes.append("data.eval is not used: there is no `evaluation`. Add e.g. evaluation: {every: 10}")
+    if spec.data.held_out and spec.evaluation is None:
+        unused = "data.eval is" if spec.data.eval is not None else "data.evalSets are"
+        findings.notes.append(unused + " not used: there is no `evaluation`. Add e.g. evaluation: {every: 10}")
     _check_options(spec, findings)
     with findings.gather():
         _check_store(spec, findings, elsewhere=elsewhere)
@@ -102,8 +102,8 @@ def preflight(job: RLJob, folder: Path, *, source: str, elsewhere: bool = False)
         _check_packages(spec, findings, elsewhere=elsewhere)
         with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
             tokenizer = _check_model(spec, Path(scratch), findings, elsewhere=elsewhere)
-        if tokenizer is not None:
-            _check_data(spec, tokenizer, folder, findings)
+            if tokenizer is not None:
+                _check_data(spec, tokenizer, folder, Path(scratch), findings)
     with findings.gather():
         asyncio.run(_check_reward(spec, folder))
     findings.refuse(source)
@@ -199,24 +199,26 @@ def _config(file: Path) -> dict[str, Any]:
     return config
 
 
-def _check_data(spec: RLJobSpec, tokenizer: Encoder, folder: Path, findings: _Findings) -> None:
+def _check_data(spec: RLJobSpec, tokenizer: Encoder, folder: Path, scratch: Path, findings: _Findings) -> None:
     """Look at the prompts; raises ManifestError for the first source that cannot be used."""
-    train = open_prompter(spec.data.train, "train", tokenizer, folder=folder)
+    train = open_training(spec.data, tokenizer, folder=folder, cache=scratch)
     size = train.source.size
-    _survey(spec, spec.data.train, "train", train, GENERATED if size is None else min(size, ROWS), findings)
-    if spec.data.eval is not None and spec.evaluation is not None:
-        held_out = open_prompter(spec.data.eval, "eval", tokenizer, folder=folder)
-        _survey(spec, spec.data.eval, "eval", held_out, min(spec.data.eval.size, ROWS), findings)
-        check_disjoint(train.source, held_out.source)
+    most = GENERATED if size is None else min(size, ROWS)
+    _survey(spec, spec.data.train, train, findings, most=most, where="spec.data.train")
+    if spec.evaluation is not None:
+        held_out = open_held_out(spec.data, tokenizer, train=train.source, folder=folder, cache=scratch)
+        for name, data in spec.data.held_out.items():
+            where = f"spec.data.evalSets[{name}]" if name else "spec.data.eval"
+            _survey(spec, data, held_out[name], findings, most=min(data.size, ROWS), where=where)
 
 
 def _survey(
-    spec: RLJobSpec, data: TrainDataSpec, purpose: Purpose, prompter: Prompter, most: int, findings: _Findings
+    spec: RLJobSpec, data: TrainDataSpec, prompter: Prompter, findings: _Findings, *, most: int, where: str
 ) -> None:
-    """Say of how many prompts of a source something is wrong."""
+    """Say of how many prompts of a source something is wrong; where: the field that names it."""
     tokens, size = spec.sampling.max_prompt_tokens, spec.data.max_task_bytes
     seen = survey(prompter, most=most, within_s=LOOK_S, max_tokens=tokens, max_bytes=size)
-    where, looked = f"spec.data.{purpose}", f"of {seen.prompts} prompts of {data.source}"
+    looked = f"of {seen.prompts} prompts of {data.source}"
     skipped = spec.data.overlong == "skip"
 
     def overlong(found: list[str], what: str, field: str) -> None:
@@ -235,7 +237,7 @@ def _survey(
     if found := seen.unanswered:
         words, judge = f"{len(found)} {looked} have no answer", spec.reward.function
         if judge in _JUDGED_BY_ANSWER:
-            hint = f"Name the field, jsonl://PATH?answer=FIELD, or take them out, such as {_quoted(found)}"
+            hint = f"Name the field in config.answer, or take them out, such as {_quoted(found)}"
             reason = f"{words}, and the reward function {judge} compares with it"
             findings.errors.append(ManifestError(reason, where=where, hint=hint))
         else:

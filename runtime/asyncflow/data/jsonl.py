@@ -1,117 +1,72 @@
-"""Prompts of a JSONL file: ``jsonl://PATH?prompt=FIELD&answer=FIELD``, one task a line.
+"""The rows of a JSONL file: one JSON object a line, found again by the byte at which its line begins.
 
-Invariants: a file is used whole, unless its config says ``split: hash``: then training and evaluation each take their
-part by ``held_out``, as of every source; a training source goes through the file in a new keyed order each epoch, so
-that any serial can be had without those before it.
+Invariant: a row is read from the file that was opened, also where another has taken its name; one that was written
+into meanwhile is refused.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from asyncflow.data.base import Message, Prompt, Purpose, digest, held_out
+from asyncflow.data.files import Row
 from asyncflow.errors import ManifestError
 
-
-class JsonlSource:
-    """The tasks of one file, held in memory."""
-
-    def __init__(self, prompts: list[Prompt], *, name: str, seed: int, purpose: Purpose, size: int | None) -> None:
-        self._prompts = prompts[:size]
-        self._name = name
-        self._seed = seed
-        self._cycles = purpose == "train"
-        self._orders: dict[int, list[int]] = {}
-        self.size = len(self._prompts)
-
-    def prompt(self, serial: int) -> Prompt:
-        """Give task ``serial``."""
-        epoch, place = divmod(serial, self.size)
-        if epoch and not self._cycles:
-            raise IndexError(f"{self._name} has {self.size} held-out prompts, not {serial + 1}")
-        return self._prompts[self._order(epoch)[place]]
-
-    def _order(self, epoch: int) -> list[int]:
-        if epoch not in self._orders:
-            keyed = sorted(range(len(self._prompts)), key=lambda line: digest(self._seed, epoch, line))
-            self._orders = {epoch: keyed}
-        return self._orders[epoch]
+_PIECE = 1 << 16
 
 
-def open_jsonl(
-    path: Path,
-    *,
-    prompt_field: str,
-    answer_field: str,
-    config: Mapping[str, Any],
-    seed: int,
-    purpose: Purpose,
-    size: int | None,
-    where: str,
-) -> JsonlSource:
-    """Read the file. Raises ManifestError with path and line where it cannot be used.
+class JsonLines:
+    """The rows of the file at ``path``. Raises ManifestError where it cannot be read; where: names it there."""
 
-    prompt_field: a text, or a list of {role, content}; answer_field: any JSON. The other fields of a line are the
-    task's ``meta``. config: ``split``: ``whole`` (the default) or ``hash``; of equal questions the first is kept.
-    """
-    split = config.get("split", "whole")
-    unknown = sorted(set(config) - {"split"})
-    if unknown or split not in ("hash", "whole"):
-        raise ManifestError(
-            f"config {dict(config)} is not understood", where=where, hint="it may hold `split: whole` or `split: hash`"
-        )
+    def __init__(self, path: Path, *, where: str) -> None:
+        self.name = str(path)
+        self.fields: set[str] = set()
+        try:
+            self._file = path.open("rb", buffering=_PIECE)
+            self._state = self._stat()
+        except OSError as error:
+            raise ManifestError(f"cannot be read: {error}", where=self.name, hint=f"{where} names it") from error
+
+    def scan(self) -> Iterator[Row]:
+        """Yield the rows in order. Raises ManifestError with the line's number for one that is no JSON object."""
+        position = 0
+        try:
+            for number, line in enumerate(self._file, 1):
+                if line.strip():
+                    place = f"{self.name}:{number}"
+                    fields = _fields(line, place=place)
+                    self.fields.update(fields)
+                    yield Row(position, place, fields)
+                position += len(line)
+        except OSError as error:
+            raise ManifestError(f"cannot be read: {error}", where=self.name) from error
+
+    def row(self, position: int) -> dict[str, Any]:
+        """Return the row whose line begins at ``position``."""
+        if self._stat() != self._state:
+            raise ManifestError(
+                "was written into while the job reads it",
+                where=self.name,
+                hint="Put the new one into its place with a rename, and resume the run; or give it another name",
+            )
+        line = b""
+        while b"\n" not in line and (more := os.pread(self._file.fileno(), _PIECE, position + len(line))):
+            line += more
+        return _fields(line.partition(b"\n")[0], place=self.name)
+
+    def _stat(self) -> tuple[int, int]:
+        status = os.fstat(self._file.fileno())
+        return status.st_size, status.st_mtime_ns
+
+
+def _fields(line: bytes, *, place: str) -> dict[str, Any]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ManifestError(f"cannot be read: {error}", where=str(path), hint=f"{where} names it") from error
-    rows = {number: _fields(line, where=f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()}
-    if not rows:
-        raise ManifestError("is empty", where=str(path), hint="Write one JSON object a line, a task each")
-    if lacking := [number for number, fields in rows.items() if prompt_field not in fields]:
-        raise ManifestError(
-            f"has no field {prompt_field!r}, as {len(lacking)} of {len(rows)} lines",
-            where=f"{path}:{lacking[0]}",
-            hint="name it: jsonl://PATH?prompt=FIELD&answer=FIELD",
-        )
-    read: dict[str, Prompt] = {}
-    for number, fields in rows.items():
-        prompt = _prompt(fields, prompt_field, answer_field, where=f"{path}:{number}")
-        read.setdefault(prompt.question, prompt)
-    prompts = [p for p in read.values() if split == "whole" or held_out(p.question) == (purpose == "eval")]
-    if len(prompts) < (size or 1):
-        taken = "all of them" if split == "whole" else "its part of them"
-        raise ManifestError(
-            f"has {len(prompts)} {'training' if purpose == 'train' else 'held-out'} prompts, not {size or 1}",
-            where=str(path),
-            hint=f"The file has {len(read)} different questions, and config.split: {split} takes {taken}",
-        )
-    return JsonlSource(prompts, name=str(path), seed=seed, purpose=purpose, size=size)
-
-
-def _fields(line: str, *, where: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(line)
+        fields = json.loads(line.decode("utf-8-sig"))
     except ValueError as error:
-        raise ManifestError(f"is not JSON: {error}", where=where) from error
+        raise ManifestError(f"is not JSON: {error}", where=place) from error
     if not isinstance(fields, dict):
-        raise ManifestError("is not a JSON object", where=where, hint="Write one JSON object a line, a task each")
+        raise ManifestError("is not a JSON object", where=place, hint="Write one JSON object a line, a task each")
     return fields
-
-
-def _prompt(fields: dict[str, Any], prompt_field: str, answer_field: str, *, where: str) -> Prompt:
-    asked = fields.pop(prompt_field)
-    answer = fields.pop(answer_field, None)
-    if isinstance(asked, str):
-        return Prompt(question=asked, answer=answer, task="jsonl", meta=fields)
-    try:
-        messages = msgspec.convert(asked, tuple[Message, ...])
-    except msgspec.ValidationError as error:
-        raise ManifestError(
-            f"{prompt_field!r} is neither a text nor a list of messages: {error}", where=where
-        ) from error
-    return Prompt(question=json.dumps(asked), answer=answer, task="jsonl", meta=fields, messages=messages)

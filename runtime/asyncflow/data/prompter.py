@@ -17,16 +17,18 @@ from asyncflow.errors import ManifestError
 QUESTION = "{question}"
 
 
-class PromptFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PromptFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
     """How a question is put.
 
     template: the text around ``{question}``, the only placeholder; system: a system message, for chat only;
-    chat: whether the model's chat template is applied (instruct models) or the text is given as it is (base models).
+    chat: whether the model's chat template is applied (instruct models) or the text is given as it is (base models);
+    chat_options: variables for the chat template.
     """
 
     template: str = QUESTION
     system: str = ""
     chat: bool = False
+    chat_options: dict[str, Any] = {}
 
     def messages(self, prompt: Prompt) -> tuple[Message, ...]:
         """Give the conversation that asks ``prompt``."""
@@ -45,11 +47,15 @@ def split_config(config: Mapping[str, Any], *, where: str) -> tuple[PromptFormat
 
     Raises ManifestError where a format key has the wrong type, or the template has no ``{question}``.
     """
-    keys = set(PromptFormat.__struct_fields__)
+    keys = set(PromptFormat.__struct_encode_fields__)
     try:
         form = msgspec.convert({key: value for key, value in config.items() if key in keys}, PromptFormat)
     except msgspec.ValidationError as error:
-        raise ManifestError(str(error), where=where, hint="template and system are texts, chat is a boolean") from error
+        raise ManifestError(
+            str(error),
+            where=where,
+            hint="Give texts for template and system, a boolean for chat, a mapping for chatOptions",
+        ) from error
     if QUESTION not in form.template:
         raise ManifestError(
             f"{form.template!r} has no {QUESTION}", where=f"{where}.template", hint=f"write {QUESTION} in it"
@@ -65,8 +71,8 @@ class Encoder(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Give the ids of a text."""
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Give the ids of a conversation. Raises ManifestError where the model has no chat template."""
+    def chat(self, messages: Sequence[Mapping[str, str]], *, options: Mapping[str, Any]) -> list[int]:
+        """Return the ids of a conversation. Raises ManifestError where the model's chat template cannot make them."""
 
 
 class Prompter:
@@ -85,7 +91,8 @@ class Prompter:
         """Give the token ids of ``prompt``. Raises ManifestError where the model cannot be asked so."""
         if self.form.chat or prompt.messages:
             messages = self.form.messages(prompt)
-            return self._tokenizer.chat([{"role": turn.role, "content": turn.content} for turn in messages])
+            turns = [{"role": turn.role, "content": turn.content} for turn in messages]
+            return self._tokenizer.chat(turns, options=self.form.chat_options)
         return self._tokenizer.encode(self.form.text(prompt), add_special_tokens=True)
 
 

@@ -1,4 +1,4 @@
-"""Which source a manifest means: ``gym://``, ``jsonl://`` or a path, ``tiny://``.
+"""Which source a manifest means: ``gym://``, ``tiny://``, or a file: ``jsonl://``, ``parquet://``, ``dataset://``.
 
 Invariant: whatever is wrong with a source is known when it is opened: the first task has been made.
 """
@@ -12,23 +12,28 @@ from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 
-from asyncflow.api.learning import EvalDataSpec, TrainDataSpec
+from asyncflow.api.learning import FILE_SCHEMES, DataSpec, EvalDataSpec, TrainDataSpec
+from asyncflow.data.arrow import open_parquet, open_saved
 from asyncflow.data.base import GeneratedSource, PromptSource, Purpose
+from asyncflow.data.files import FileConfig, FileSource, Rows, read_config
 from asyncflow.data.gym import open_gym
-from asyncflow.data.jsonl import open_jsonl
+from asyncflow.data.jsonl import JsonLines
 from asyncflow.data.prompter import Encoder, Prompter, PromptFormat, split_config
 from asyncflow.data.tiny import open_tiny
 from asyncflow.errors import ManifestError
 
 DEFAULT_EVAL_SIZE = 512
+CACHE = "data-cache"
+"""Folder for what sources write and can make again."""
 
 
 class SourceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a manifest says of one source.
 
-    source: ``gym://DATASET``, ``jsonl://PATH?prompt=FIELD&answer=FIELD``, a path of a JSONL file, or ``tiny://TASK``;
-    config: the source's own fields and those of PromptFormat; seed: another seed gives other prompts of the same class;
-    size: how many held-out prompts (DEFAULT_EVAL_SIZE where None and the source has no size of its own).
+    source: ``gym://DATASET``, ``tiny://TASK``, a path of a JSONL file, or one of FILE_SCHEMES with
+    ``PATH?prompt=FIELD&answer=FIELD``; config: the source's own fields and those of PromptFormat; seed: another seed
+    gives other prompts of the same class; size: how many held-out prompts (DEFAULT_EVAL_SIZE where None and the source
+    has no size of its own).
     """
 
     source: str
@@ -44,95 +49,143 @@ class OpenSource(msgspec.Struct, frozen=True):
     form: PromptFormat
 
 
-def open_source(spec: SourceSpec, purpose: Purpose, *, workdir: Path) -> OpenSource:
+def open_source(
+    spec: SourceSpec, purpose: Purpose, *, workdir: Path, cache: Path, where: str | None = None
+) -> OpenSource:
     """Open a source; relative paths start at ``workdir``, the job's folder.
 
-    Raises ManifestError where the source, its config or its first task is wrong.
+    cache: folder for what a source writes and can make again; where: the field of the manifest, ``data.PURPOSE`` where
+    None. Raises ManifestError where the source, its config or its first task is wrong.
     """
-    where = f"data.{purpose}"
+    where = where or f"data.{purpose}"
     form, config = split_config(spec.config, where=f"{where}.config")
-    prompts = _open(spec, config, purpose, workdir, where=where)
+    prompts = _open(spec, config, purpose, workdir, cache, where=where)
     prompts.prompt(0)
     return OpenSource(prompts, form)
 
 
-def _open(spec: SourceSpec, config: Mapping[str, Any], purpose: Purpose, workdir: Path, *, where: str) -> PromptSource:
+def _open(
+    spec: SourceSpec, config: Mapping[str, Any], purpose: Purpose, workdir: Path, cache: Path, *, where: str
+) -> PromptSource:
     scheme, separator, rest = spec.source.partition("://")
-    size = spec.size
-    if scheme == "gym" and separator:
-        size = size or DEFAULT_EVAL_SIZE
+    scheme, rest = (scheme, rest) if separator else ("jsonl", spec.source)
+    if scheme == "gym":
+        size = spec.size or DEFAULT_EVAL_SIZE
         return open_gym(rest, config=config, seed=spec.seed, purpose=purpose, size=size, where=where)
-    if scheme == "tiny" and separator:
+    if scheme == "tiny":
         if config:
             raise ManifestError(f"unknown fields {sorted(config)}", where=f"{where}.config", hint="a task has none")
-        return open_tiny(rest, seed=spec.seed, purpose=purpose, size=size or DEFAULT_EVAL_SIZE, where=where)
-    if scheme == "jsonl" or not separator:
-        path, fields = _file(rest if separator else spec.source, where=where)
-        return open_jsonl(
-            workdir / path,
-            prompt_field=fields.get("prompt", "prompt"),
-            answer_field=fields.get("answer", "answer"),
-            config=config,
-            seed=spec.seed,
-            purpose=purpose,
-            size=size,
-            where=where,
+        return open_tiny(rest, seed=spec.seed, purpose=purpose, size=spec.size or DEFAULT_EVAL_SIZE, where=where)
+    if scheme in FILE_SCHEMES:
+        path, named = _file(rest, scheme=scheme, where=where)
+        if twice := sorted(named.keys() & config.keys()):
+            hint = "Name a field in the source or in config, not in both"
+            raise ManifestError(f"{', '.join(twice)} is given twice", where=f"{where}.config", hint=hint)
+        settings = read_config({**named, **config}, where=f"{where}.config")
+        rows = _rows(scheme, workdir / path, settings, cache, where=f"{where}.source")
+        return FileSource(
+            rows, settings, task=scheme, seed=spec.seed, purpose=purpose, size=spec.size, where=f"{where}.config"
         )
     raise ManifestError(
         f"{spec.source!r} is no source",
         where=f"{where}.source",
-        hint="gym://DATASET, jsonl://PATH, a path, tiny://TASK",
+        hint=f"gym://DATASET, tiny://TASK, a path, {', '.join(f'{name}://PATH' for name in FILE_SCHEMES)}",
     )
 
 
-def _file(text: str, *, where: str) -> tuple[Path, dict[str, str]]:
+def _rows(scheme: str, path: Path, config: FileConfig, cache: Path, *, where: str) -> Rows:
+    if scheme == "parquet":
+        return open_parquet(path, config, cache=cache, where=where)
+    return open_saved(path, config, where=where) if scheme == "dataset" else JsonLines(path, where=where)
+
+
+def _file(text: str, *, scheme: str, where: str) -> tuple[Path, dict[str, str]]:
+    """Return path and field names of ``PATH?prompt=FIELD&answer=FIELD``."""
     parts = urlsplit(f"file:{text}")
     fields = dict(parse_qsl(parts.query))
     unknown = sorted(set(fields) - {"prompt", "answer"})
     if unknown or not parts.path:
         raise ManifestError(
-            f"{text!r} is not understood", where=f"{where}.source", hint="jsonl://PATH?prompt=FIELD&answer=FIELD"
+            f"{text!r} is not understood", where=f"{where}.source", hint=f"{scheme}://PATH?prompt=FIELD&answer=FIELD"
         )
     return Path(parts.path), fields
 
 
-def open_prompter(data: TrainDataSpec, purpose: Purpose, encoder: Encoder, *, folder: Path) -> Prompter:
-    """Open a source as a manifest states it; relative paths start at ``folder``.
+def open_training(data: DataSpec, encoder: Encoder, *, folder: Path, cache: Path) -> Prompter:
+    """Open the training prompts of a manifest; relative paths start at ``folder``.
 
-    Raises ManifestError where ``open_source`` does, and for a setting of the prompt's format inside ``config``.
+    cache: folder for what a source writes and can make again. Raises ManifestError where ``open_source`` does, for a
+    setting of the prompt's format inside ``config``, and for options of a chat template where none is applied.
     """
-    for name in PromptFormat.__struct_fields__:
+    return _prompter(
+        data.train, "train", encoder, data.train.chat_options, where="data.train", folder=folder, cache=cache
+    )
+
+
+def open_held_out(
+    data: DataSpec, encoder: Encoder, *, train: PromptSource, folder: Path, cache: Path
+) -> dict[str, Prompter]:
+    """Open all sets of held-out prompts of a manifest, by name, the main one first.
+
+    train: the training prompts. Raises ManifestError as ``open_training`` does, and where a question is in both.
+    """
+    prompters: dict[str, Prompter] = {}
+    for name, each in data.held_out.items():
+        where = f"data.evalSets[{name}]" if name else "data.eval"
+        options = data.train.chat_options if each.chat_options is None else each.chat_options
+        opened = _prompter(each, "eval", encoder, options, where=where, folder=folder, cache=cache)
+        check_disjoint(train, opened.source, where=where)
+        prompters[name] = opened
+    return prompters
+
+
+def _prompter(
+    data: TrainDataSpec,
+    purpose: Purpose,
+    encoder: Encoder,
+    options: Mapping[str, Any] | None,
+    *,
+    where: str,
+    folder: Path,
+    cache: Path,
+) -> Prompter:
+    for name in PromptFormat.__struct_encode_fields__:
         if name in data.config:
-            hint = f"Set data.{purpose}.{name}"
-            raise ManifestError(f"{name} is no setting of the source", where=f"data.{purpose}.config", hint=hint)
-    said = {"template": data.template, "system": data.system, "chat": data.chat or None}
+            raise ManifestError(
+                f"{name} is no setting of the source", where=f"{where}.config", hint=f"Set {where}.{name}"
+            )
+    said = {"template": data.template, "system": data.system, "chat": data.chat or None, "chatOptions": options}
     config: dict[str, Any] = data.config | {name: value for name, value in said.items() if value is not None}
     size = data.size if isinstance(data, EvalDataSpec) else None
-    opened = open_source(
-        SourceSpec(source=data.source, config=config, seed=data.seed, size=size), purpose, workdir=folder
-    )
+    spec = SourceSpec(source=data.source, config=config, seed=data.seed, size=size)
+    opened = open_source(spec, purpose, workdir=folder, cache=cache, where=where)
+    if data.chat_options and not data.chat and not opened.prompts.prompt(0).messages:
+        raise ManifestError(
+            "no chat template is applied to these prompts", where=f"{where}.chatOptions", hint=f"Set {where}.chat: true"
+        )
     return Prompter(opened.prompts, encoder, opened.form)
 
 
-def check_disjoint(train: PromptSource, evaluation: PromptSource) -> None:
+def check_disjoint(train: PromptSource, evaluation: PromptSource, *, where: str = "data.eval") -> None:
     """Refuse two finite sources that share a question, as one file used whole for both does.
 
-    Endless sources are disjoint by construction, as long as both hold out the same share. Raises ManifestError.
+    Endless sources are disjoint by construction, as long as both hold out the same share. where: the field with the
+    held-out prompts. Raises ManifestError.
     """
     shares = [source.share for source in (train, evaluation) if isinstance(source, GeneratedSource)]
     if len(set(shares)) > 1:
         raise ManifestError(
             f"training holds out {shares[0]} of all questions, evaluation takes {shares[1]}",
-            where="data.eval.config.held_out",
+            where=f"{where}.config.held_out",
             hint="Give both the same share.",
         )
-    if train.size is None or evaluation.size is None:
+    if not isinstance(train, FileSource) or evaluation.size is None:
         return
-    asked = {train.prompt(serial).question for serial in range(train.size)}
-    shared = [q for serial in range(evaluation.size) if (q := evaluation.prompt(serial).question) in asked]
+    questions = (evaluation.prompt(serial).question for serial in range(evaluation.size))
+    shared = [question for question in questions if train.asks(question)]
     if shared:
         raise ManifestError(
             f"{len(shared)} held-out prompts are also trained on, such as {shared[0]!r}",
-            where="data.eval",
-            hint="Set data.*.config.split: hash for both, or take them out of the training file",
+            where=where,
+            hint="Set config.split: hash for both, or take them out of the training file",
         )

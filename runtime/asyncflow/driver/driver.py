@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from asyncflow import clock
@@ -25,7 +25,7 @@ from asyncflow.data.prompter import Prompter
 from asyncflow.driver.book import PromptBook
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S, Dispatcher
 from asyncflow.driver.ending import Ending
-from asyncflow.driver.evaluation import Evaluation, EvaluationResult
+from asyncflow.driver.evaluation import Evaluation, EvaluationResult, best_of
 from asyncflow.driver.gauges import count_step, show
 from asyncflow.driver.groups import GroupPolicy, Groups
 from asyncflow.driver.inside import StepWatch, tell
@@ -71,7 +71,7 @@ class Driver:
         directory: Directory,
         queue: QueueClient,
         train_prompts: Prompter,
-        eval_prompts: Prompter | None,
+        eval_prompts: Mapping[str, Prompter],
         metrics: DriverMetrics,
     ) -> None:
         spec = job.spec
@@ -137,13 +137,13 @@ class Driver:
             schedule=self.schedule,
             book=self.book,
             progress=self.progress,
-            evaluates=spec.evaluation is not None and eval_prompts is not None,
+            evaluates=spec.evaluation is not None,
         )
         self._evaluation = Evaluation.of(
             spec,
             queue=queue,
             rewards=self.rewards,
-            prompter=eval_prompts,
+            prompters=eval_prompts,
             steps=self.schedule.evaluations(),
             due=self.versions.due,
             changed=self.wake.changed,
@@ -210,6 +210,7 @@ class Driver:
             rollouts=self.members.rollouts(newest=newest, lag=self.schedule.lag),
             stats=self._stats,
             checkpoint=self._ending.checkpoint,
+            best=self.members.kept_best,
             idle_share=self.lives.idle_shares(clock.now()),
             recent=self._laps.recent(),
             rewards=self.rewards.state,
@@ -289,6 +290,9 @@ class Driver:
                 self.progress.write()
                 self.rewards.flush()
             self.weights.require(self.versions.required())
+            if by := self.job.spec.storage.checkpoints.keep_best:
+                self.members.judged = self.versions.judged()
+                self.members.best = best_of(self.progress.evaluations, by=by)
             stats = self._stats = await self.queue.stats(timeout=CALL_TIMEOUT_S)
             if stats.committed != committed:
                 await self._ending.committed()
@@ -328,7 +332,7 @@ class Driver:
 
     def _evaluated(self, result: EvaluationResult) -> None:
         self.progress.evaluated(result, at=clock.now())
-        log.info("evaluated: %s", result)
+        log.info("evaluated θ_%d: %s", result.step, result.words)
         self.wake.tell()
 
     def _finished(self, serial: int) -> None:

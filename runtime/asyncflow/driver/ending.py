@@ -106,6 +106,7 @@ class Ending:
             rewards=self.rewards.state,
             devices=self.devices,
             prompts_skipped=self.prompts_skipped(),
+            best=self.members.kept_best,
         )
         write_whole(self.folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
         await self.members.dismiss(within_s=self.stop_s)

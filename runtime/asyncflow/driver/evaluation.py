@@ -1,8 +1,9 @@
-"""Accuracy and mean reward on held-out prompts, at versions that the schedule names, without stopping anything.
+"""Accuracy, pass@k and mean reward on held-out prompts, at versions that the schedule names, without stopping anything.
 
 An evaluation is a partition's worth of rows pinned to one version; instances that are at that version generate them
 between training prompts. Each held-out prompt is sampled ``samples`` times at the evaluation's temperature and, where
-asked for, once greedily.
+asked for, once greedily. The prompts of all sets are evaluated together; an index counts through one set after the
+other.
 
 When a step is made again, weights that were being evaluated may be those of another history; then everything that is
 not recorded begins anew, in another *round*, whose number travels with the rows. It does so too when rows of an
@@ -22,19 +23,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
+from math import comb
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from msgspec import Meta
+
+from asyncflow.api.base import NAME
 from asyncflow.api.job import RLJobSpec
 from asyncflow.data.prompter import Prompter
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
 from asyncflow.driver.journal import Count, Finite, Share
-from asyncflow.driver.prompts import PROMPTS_PER_PUT, Overlong, PromptColumns
+from asyncflow.driver.prompts import PROMPTS_PER_PUT, EncodedPrompt, Overlong, PromptColumns
 from asyncflow.driver.rewards import RewardTally, failure_of
 from asyncflow.driver.tasks import EVAL
 from asyncflow.net.batches import batches
+from asyncflow.net.roster import Best
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta
 
@@ -42,8 +51,8 @@ log = logging.getLogger(__name__)
 
 SCORED = "evaluated"
 ROUND = "round"
-RIGHT = 1.0
-"""The least reward of a right answer. A sample that got no reward is not right, and counted with ``RewardTally``."""
+PassedAt = Annotated[str, Meta(pattern="^[0-9]{1,4}$")]
+SetName = Annotated[str, Meta(pattern=NAME, max_length=63)]
 
 
 @dataclass(kw_only=True)
@@ -60,37 +69,80 @@ class Tally:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationResult:
-    """Means over the held-out prompts.
+class SetResult:
+    """Means over the prompts of one set.
 
-    accuracy, greedy: share of right answers over all samples at the evaluation's temperature, and greedily; reward,
-    greedy_reward: mean rewards of those of the same that have one (None in lines of older versions).
+    accuracy, greedy: share of the samples that pass, of all at the evaluation's temperature, and of the greedy ones;
+    reward, greedy_reward: mean rewards of those of the same that have one (None in lines of older versions); pass_at:
+    by k, the estimated chance that at least one of k samples of a prompt passes. A sample that got no reward does not
+    pass, and is counted with ``RewardTally``.
     """
 
-    step: Count
     prompts: Count
     accuracy: Share
     greedy: Share | None
     reward: Finite | None = None
     greedy_reward: Finite | None = None
+    pass_at: Annotated[dict[PassedAt, Share], Meta(max_length=8)] = field(default_factory=dict)
+
+    @property
+    def words(self) -> str:
+        """The result in one sentence."""
+        figures = {"accuracy": self.accuracy, "greedy": self.greedy, "reward": self.reward}
+        figures |= {f"pass@{k}": share for k, share in self.pass_at.items()}
+        said = (f"{name} {value:.4g}" for name, value in figures.items() if value is not None)
+        return ", ".join([f"{self.prompts} prompts", *said])
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult(SetResult):
+    """Results of θ_step: those of the main set, and by name those of the sets that have one."""
+
+    step: Count
+    sets: Annotated[dict[SetName, SetResult], Meta(max_length=16)] = field(default_factory=dict)
+
+    @property
+    def words(self) -> str:
+        """The result in one sentence."""
+        return "; ".join([super().words, *(f"{name}: {each.words}" for name, each in self.sets.items())])
+
+
+def pass_at(k: int, *, passed: Sequence[int], samples: int) -> float:
+    """Return pass@k, the chance that at least one of k samples of a prompt passes, as a mean over prompts.
+
+    passed: by prompt, how many of its ``samples`` >= k samples passed. The estimate is without bias: 1 - C(n-c, k) /
+    C(n, k) (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1).
+    """
+    return fmean(1 - comb(samples - right, k) / comb(samples, k) for right in passed)
+
+
+def best_of(evaluations: Mapping[int, EvaluationResult], *, by: Literal["accuracy", "greedy", "reward"]) -> Best | None:
+    """Return the evaluation that was the best by a figure of the main set, the earliest of equals."""
+    values = {step: getattr(evaluations[step], by) for step in sorted(evaluations)}
+    known = {step: float(value) for step, value in values.items() if value is not None}
+    step = max(known, key=lambda step: known[step], default=None)
+    return None if step is None else Best(step=step, by=by, value=known[step])
 
 
 @dataclass(kw_only=True)
 class Evaluation:
     """Puts the evaluations that are due and counts what comes back.
 
-    steps: all that are evaluated, in order: the n-th evaluation has the serials from n * prompts on. due: gives the
+    sets: by name, the main one first. steps: all that are evaluated, in order: the n-th evaluation has the serials from
+    n * prompts on, where prompts are those of all sets. pass_at, pass_reward: of ``EvaluationSpec``. due: gives the
     steps whose weights are published and are to be evaluated. changed: waits until that may have changed. finished:
     told each result.
     """
 
     queue: QueueClient
     rewards: RewardTally
-    columns: PromptColumns
+    sets: Mapping[str, PromptColumns]
+    sizes: Mapping[str, int]
     steps: Sequence[int]
-    prompts: int
     group_size: int
     greedy: bool
+    pass_at: Sequence[int]
+    pass_reward: float
     temperature: float
     due: Callable[[], list[int]]
     changed: Callable[[], Awaitable[None]]
@@ -100,18 +152,37 @@ class Evaluation:
     _put: set[int] = field(default_factory=set)
     _round: int = 0
     _cleared: int = 0
+    _names: list[str] = field(init=False)
+    _begins: list[int] = field(init=False)
+    prompts: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Lay the sets one after another."""
+        self._names = list(self.sets)
+        *self._begins, self.prompts = accumulate((self.sizes[name] for name in self._names), initial=0)
 
     @classmethod
-    def of(cls, spec: RLJobSpec, *, prompter: Prompter | None, **others: Any) -> Evaluation | None:
-        """Give the evaluation that a manifest asks for, None where it asks for none; ``others``: fields as above."""
-        wanted, data = spec.evaluation, spec.data.eval
-        if wanted is None or data is None or prompter is None:
+    def of(cls, spec: RLJobSpec, *, prompters: Mapping[str, Prompter], **others: Any) -> Evaluation | None:
+        """Return the evaluation that a manifest asks for, None where it asks for none.
+
+        prompters: of the sets of held-out prompts, by name; others: fields as above.
+        """
+        wanted = spec.evaluation
+        if wanted is None:
             return None
+        held_out = spec.data.held_out
         return cls(
-            columns=PromptColumns.of(spec, prompter=prompter, what="held-out prompt"),
-            prompts=data.size,
+            sets={
+                name: PromptColumns.of(
+                    spec, prompter=prompters[name], what=f"held-out prompt{f' of {name}' if name else ''}"
+                )
+                for name in held_out
+            },
+            sizes={name: each.size for name, each in held_out.items()},
             group_size=wanted.group_size,
             greedy=wanted.greedy,
+            pass_at=wanted.pass_at,
+            pass_reward=wanted.pass_reward,
             temperature=wanted.temperature or spec.sampling.temperature,
             **others,
         )
@@ -145,23 +216,34 @@ class Evaluation:
 
     async def _put_prompts(self, step: int, indices: Sequence[int]) -> None:
         metas = [self._meta(step, index, sample) for index in indices for sample in range(self.group_size)]
-        columns = self.columns.columns([self.columns.encode(index) for index in indices], copies=self.group_size)
+        main = self.sets[self._names[0]]
+        columns = main.columns([self._encode(index) for index in indices], copies=self.group_size)
         await self.queue.create(
-            metas, columns, group_size=self.group_size, outputs=self.columns.outputs, timeout=CALL_TIMEOUT_S
+            metas, columns, group_size=self.group_size, outputs=main.outputs, timeout=CALL_TIMEOUT_S
         )
+
+    def _encode(self, index: int) -> EncodedPrompt:
+        name = self._set_of(index)
+        return self.sets[name].encode(index - self._begins[self._names.index(name)])
+
+    def _set_of(self, index: int) -> str:
+        """Return the name of the set that has the prompt ``index``."""
+        return self._names[bisect_right(self._begins, index) - 1]
 
     def _fit(self) -> list[int]:
         """Return the indices of the prompts that are not too long."""
         fitting: list[int] = []
-        for index in range(self.prompts):
-            try:
-                self.columns.encode(index)
-            except Overlong as error:
-                if not self.columns.skips or (index == self.prompts - 1 and not fitting):
-                    raise
-                log.warning("left out of all evaluations: %s", error.what)
-            else:
-                fitting.append(index)
+        for name, begin in zip(self._names, self._begins, strict=True):
+            before, end = len(fitting), begin + self.sizes[name]
+            for index in range(begin, end):
+                try:
+                    self._encode(index)
+                except Overlong as error:
+                    if not self.sets[name].skips or (index == end - 1 and len(fitting) == before):
+                        raise
+                    log.warning("left out of all evaluations: %s", error.what)
+                else:
+                    fitting.append(index)
         return fitting
 
     async def replace_lost(self) -> None:
@@ -203,14 +285,35 @@ class Evaluation:
         kind[row.meta.serial, row.meta.sample] = reward
 
     def _result(self, step: int, tally: Tally) -> EvaluationResult:
+        parts = {name: Tally() for name in self._names}
+        for (serial, sample), reward in tally.sampled.items():
+            parts[self._set_of(serial % self.prompts)].sampled[serial, sample] = reward
+        for (serial, sample), reward in tally.greedy.items():
+            parts[self._set_of(serial % self.prompts)].greedy[serial, sample] = reward
+        results = {name: self._set_result(part) for name, part in parts.items()}
+        main = results[self._names[0]]
         return EvaluationResult(
             step=step,
-            prompts=len(self._fitting),
-            accuracy=_share_right(tally.sampled.values()),
-            greedy=_share_right(tally.greedy.values()) if tally.greedy else None,
+            **{each.name: getattr(main, each.name) for each in fields(main)},
+            sets={name: result for name, result in results.items() if name},
+        )
+
+    def _set_result(self, tally: Tally) -> SetResult:
+        passed: Counter[int] = Counter()
+        for (serial, _), reward in tally.sampled.items():
+            passed[serial] += self._passes(reward)
+        samples = self.group_size - int(self.greedy)
+        return SetResult(
+            prompts=len(passed),
+            accuracy=fmean(map(self._passes, tally.sampled.values())),
+            greedy=fmean(map(self._passes, tally.greedy.values())) if tally.greedy else None,
             reward=_mean(tally.sampled.values()),
             greedy_reward=_mean(tally.greedy.values()),
+            pass_at={str(k): pass_at(k, passed=list(passed.values()), samples=samples) for k in self.pass_at},
         )
+
+    def _passes(self, reward: float | None) -> bool:
+        return reward is not None and reward >= self.pass_reward
 
     def _meta(self, step: int, index: int, sample: int) -> RowMeta:
         temperature = 0.0 if self._is_greedy(sample) else self.temperature
@@ -227,10 +330,6 @@ class Evaluation:
 
     def _is_greedy(self, sample: int) -> bool:
         return self.greedy and sample == self.group_size - 1
-
-
-def _share_right(rewards: Collection[float | None]) -> float:
-    return fmean(reward is not None and reward >= RIGHT for reward in rewards)
 
 
 def _mean(rewards: Iterable[float | None]) -> float | None:

@@ -23,6 +23,14 @@ def show(metrics: DriverMetrics, status: DriverStatus, *, stats: QueueStats, mem
         metrics.eval_accuracy.set(status.eval)
     if status.eval_reward is not None:
         metrics.eval_reward.set(status.eval_reward)
+    for k, passing in status.eval_pass_at.items():
+        metrics.eval_pass.labels(k).set(passing)
+    for name, each in status.eval_sets.items():
+        metrics.set_accuracy.labels(name).set(each.accuracy)
+        if each.reward is not None:
+            metrics.set_reward.labels(name).set(each.reward)
+        for k, passing in each.pass_at.items():
+            metrics.set_pass.labels(name, k).set(passing)
     for task, count in stats.ready.items():
         metrics.queue_rows.labels(f"ready {task}").set(count)
     for state, count in (("staged", stats.staged), ("live", stats.live), ("wanted", stats.wanted)):

@@ -15,13 +15,15 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
+
 from asyncflow.api.status import RolloutState
 from asyncflow.driver.journal import StateFile
 from asyncflow.driver.lives import Life, Lives
 from asyncflow.driver.status import rollout_state
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, StaleHandle
 from asyncflow.net.directory import Directives, Directory, Member
-from asyncflow.net.roster import AGE, Status
+from asyncflow.net.roster import AGE, Best, Status
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.weights.service import CatalogueService
 
@@ -62,12 +64,21 @@ class Members:
         self._changed = changed
         self._drained: set[str] = set()
         self._checkpoints_asked = 0
+        self.judged = -1
+        self.best: Best | None = None
         self._stopping = False
         self._departure = asyncio.Event()
         self._goodbyes: set[asyncio.Task[None]] = set()
         directory.on_join.append(self._joined)
         directory.on_leave.append(self._left)
         directory.directives = self._directives
+
+    @property
+    def kept_best(self) -> Best | None:
+        """The version whose checkpoint the trainer keeps as the best."""
+        leaders = (member for member in self._directory.members("trainer") if member.index == 0)
+        told = next((self._directory.status(member.incarnation).get("best") for member in leaders), None)
+        return None if told is None else msgspec.convert(told, Best)
 
     @property
     def exported(self) -> bool:
@@ -167,6 +178,8 @@ class Members:
             stop=self._stopping and self._may_go(member),
             drain=member.incarnation in self._drained,
             checkpoint=self._checkpoints_asked,
+            judged=self.judged,
+            best=self.best,
         )
 
     def _may_go(self, member: Member) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.status import (
+    BestState,
     CheckpointState,
     DriverStatus,
     Phase,
@@ -18,12 +19,14 @@ from asyncflow.api.status import (
     RecentFigures,
     RewardState,
     RolloutState,
+    SetState,
     Staleness,
     StepProgress,
 )
+from asyncflow.driver.evaluation import SetResult
 from asyncflow.driver.progress import Progress
 from asyncflow.identity import Version
-from asyncflow.net.roster import Member, Status
+from asyncflow.net.roster import Best, Member, Status
 from asyncflow.plan.holding import holders
 from asyncflow.queue.protocol.messages import QueueStats
 
@@ -66,6 +69,7 @@ def build_status(
     rollouts: Sequence[RolloutState],
     stats: QueueStats | None,
     checkpoint: tuple[int, float] | None,
+    best: Best | None,
     idle_share: Mapping[str, float],
     recent: RecentFigures | None,
     rewards: RewardState,
@@ -77,8 +81,9 @@ def build_status(
     """Put together what is known now.
 
     newest: step of the newest version; version_bytes: its size; transfer_seconds: what its transfers take; checkpoint:
-    step and when, by ``clock.now``; recent: what the elastic policy goes by; prompts_skipped: those that were too long;
-    inside: how far the next step is; clock_ahead_s: by how much the system clock is ahead of ``clock.now``.
+    step and when, by ``clock.now``; best: what the trainer keeps as the best; recent: what the elastic policy goes by;
+    prompts_skipped: those that were too long; inside: how far the next step is; clock_ahead_s: by how much the system
+    clock is ahead of ``clock.now``.
     """
     last: dict[str, Any] = progress.lines[-1] if progress.lines else {}
     evaluation = progress.evaluations[max(progress.evaluations)] if progress.evaluations else None
@@ -92,6 +97,8 @@ def build_status(
         eval=evaluation.accuracy if evaluation else None,
         eval_greedy=evaluation.greedy if evaluation else None,
         eval_reward=evaluation.reward if evaluation else None,
+        eval_pass_at=evaluation.pass_at if evaluation else {},
+        eval_sets={name: _set_state(result) for name, result in evaluation.sets.items()} if evaluation else {},
         tokens_per_second=progress.tokens_per_second(),
         eta_seconds=progress.eta_seconds(),
         last_step_at=timestamp(last["at"] + clock_ahead_s) if last else None,
@@ -110,6 +117,7 @@ def build_status(
         checkpoint=(
             CheckpointState(step=checkpoint[0], at=timestamp(checkpoint[1] + clock_ahead_s)) if checkpoint else None
         ),
+        best=BestState(step=best.step, by=best.by, value=best.value) if best else None,
         waiting_for=waiting_for,
     )
 
@@ -156,6 +164,10 @@ def waiting_for(
             f"{stats.ready.get('train/train', 0)} ready to train"
         )
     return ""
+
+
+def _set_state(result: SetResult) -> SetState:
+    return SetState(accuracy=result.accuracy, greedy=result.greedy, reward=result.reward, pass_at=result.pass_at)
 
 
 def _staleness(line: Mapping[str, Any]) -> Staleness:

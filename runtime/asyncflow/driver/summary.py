@@ -7,11 +7,16 @@ suspended, or that lay dead until it was resumed, does not grow older meanwhile.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
 from asyncflow.api.status import RewardState
+from asyncflow.driver.evaluation import EvaluationResult
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.progress import Progress
+from asyncflow.net.roster import Best
 from asyncflow.queue.protocol.messages import AuditReport
 
 
@@ -25,11 +30,12 @@ def summarize(
     rewards: RewardState,
     devices: int,
     prompts_skipped: int,
+    best: Best | None,
 ) -> dict[str, Any]:
     """Return the summary.
 
     finished: unix seconds; devices: as ``RLJobSpec.devices`` counts them; prompts_skipped: those
-    that were too long.
+    that were too long; best: what the trainer keeps as the best.
     """
     lines = progress.lines
     evaluations = [progress.evaluations[step] for step in sorted(progress.evaluations)]
@@ -52,6 +58,11 @@ def summarize(
         "eval_greedy_last": last_eval.greedy if last_eval else None,
         "eval_reward_first": first_eval.reward if first_eval else None,
         "eval_reward_last": last_eval.reward if last_eval else None,
+        "eval_pass_at_first": first_eval.pass_at if first_eval else {},
+        "eval_pass_at_last": last_eval.pass_at if last_eval else {},
+        "eval_sets_first": _sets(first_eval),
+        "eval_sets_last": _sets(last_eval),
+        "best": msgspec.to_builtins(best) if best else None,
         "reward_first": lines[0]["reward"] if lines else None,
         "reward_last": lines[-1]["reward"] if lines else None,
         "tokens_generated": lives.tokens_generated,
@@ -85,3 +96,8 @@ def summarize(
         "trainer_attempts": audit.attempts,
         "redeliveries": audit.redeliveries,
     }
+
+
+def _sets(evaluation: EvaluationResult | None) -> dict[str, dict[str, Any]]:
+    """Return the results of the sets that have a name."""
+    return {name: asdict(result) for name, result in evaluation.sets.items()} if evaluation else {}

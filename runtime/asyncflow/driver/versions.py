@@ -53,6 +53,11 @@ class Versions:
             if step not in self.progress.evaluations and (step > newest or self.catalogue.find(step) is not None)
         ]
 
+    def judged(self) -> int:
+        """Return the step up to which every evaluation is recorded, or can not be any more."""
+        unevaluated = self.unevaluated()
+        return unevaluated[0] - 1 if unevaluated else self.progress.steps
+
     def due(self) -> list[int]:
         """Give the versions that can be evaluated now: of the history that survives, after the line of their step."""
         done = self.progress.done

@@ -10,11 +10,14 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import tokenizers
 from jinja2 import Template, TemplateError
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from asyncflow.errors import ManifestError
@@ -22,6 +25,18 @@ from asyncflow.errors import ManifestError
 TODAY = date(2024, 7, 26)
 """The day that chat templates are told, so that a run does not depend on when it runs: the one that Llama's templates
 take where they are told none."""
+
+_DEFAULT, _TOOL_USE = "default", "tool_use"
+"""Names of a model's chat templates: the one that is taken, and the one for chats with tools where a model has it."""
+_OURS = ("messages", "add_generation_prompt")
+"""Variables of a chat template that are no options."""
+
+
+class ChatTemplate(NamedTuple):
+    """A compiled template, and the variables that it reads."""
+
+    template: Template
+    reads: frozenset[str]
 
 
 class Tokenizer:
@@ -37,11 +52,11 @@ class Tokenizer:
         *,
         eos_ids: Sequence[int],
         pad_id: int,
-        chat_template: str = "",
+        chat_templates: Mapping[str, str] | None = None,
         special_tokens: Mapping[str, str] | None = None,
     ) -> None:
         self._core = core
-        self._chat = _compile(chat_template) if chat_template else None
+        self._chats = {name: _compile(text) for name, text in (chat_templates or {}).items()}
         self._special_tokens = dict(special_tokens or {})
         self.eos_ids = tuple(sorted(eos_ids))
         self.pad_id = pad_id
@@ -81,7 +96,7 @@ class Tokenizer:
             core,
             eos_ids=sorted(eos),
             pad_id=min(eos) if pad is None else pad,
-            chat_template=_chat_template(folder, settings),
+            chat_templates=_chat_templates(folder, settings),
             special_tokens=special,
         )
 
@@ -101,55 +116,95 @@ class Tokenizer:
             (id_ for id_, token in self._core.get_added_tokens_decoder().items() if token.content == text), None
         )
 
-    def chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
-        """Give the ids of a conversation, rendered by the model's own chat template.
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        options: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Return the ids of a conversation, rendered by the model's own chat template.
 
-        messages: {"role", "content"} each. Raises ManifestError where there is no template or it refuses the messages.
+        messages: {"role", "content"} each; options: variables for the template. Raises ManifestError where there is no
+        template, it does not read one of the options, or it refuses the messages.
         """
-        if self._chat is None:
+        options = dict(options or {})
+        chat = self._chats.get(_TOOL_USE) if options.get("tools") is not None else None
+        chat = chat or self._chats.get(_DEFAULT)
+        if chat is None:
             raise ManifestError(
                 "the model has no chat template, and its prompts are chats",
                 where="model.source",
                 hint="Leave out data.train.chat and data.eval.chat, and give prompts as texts; or give a chat model",
             )
+        known = chat.reads - {*_OURS, *self._special_tokens}
+        if unknown := sorted(options.keys() - known):
+            raise ManifestError(
+                f"the model's chat template does not read {', '.join(unknown)}",
+                where="chatOptions",
+                hint=f"It reads: {', '.join(sorted(known)) or 'no options'}",
+            )
         try:
-            text = self._chat.render(
+            text = chat.template.render(
+                **{"tools": None, "documents": None, **self._special_tokens, **options},
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
             )
         except TemplateError as error:
             raise ManifestError(f"the model's chat template refuses the messages: {error}") from error
         return self.encode(text)
 
 
-def _compile(template: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+class _Generation(Extension):
+    """The block ``{% generation %}``, by which templates mark what the model says: its body, as it is."""
+
+    tags = {"generation"}  # noqa: RUF012  the base class says so
+
+    def parse(self, parser: Parser) -> Node | list[Node]:
+        """Return the block's body."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile(template: str) -> ChatTemplate:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = TODAY.strftime
     try:
-        return environment.from_string(template)
+        reads = find_undeclared_variables(environment.parse(template)) - environment.globals.keys()
+        return ChatTemplate(environment.from_string(template), frozenset(reads))
     except TemplateError as error:
         raise ManifestError(f"the model's chat template cannot be read: {error}") from error
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str:
+def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return those of a model's chat templates that are used, by name."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = settings.get("chat_template", "")
-    if isinstance(template, list):
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), "")
-    return str(template or "")
+        files = {_DEFAULT: file, _TOOL_USE: folder / "additional_chat_templates" / f"{_TOOL_USE}.jinja"}
+        return {name: each.read_text(encoding="utf-8") for name, each in files.items() if each.is_file()}
+    stated = settings.get("chat_template") or []
+    if isinstance(stated, str):
+        return {_DEFAULT: stated}
+    named = {entry.get("name"): entry.get("template") for entry in stated}
+    return {name: named[name] for name in (_DEFAULT, _TOOL_USE) if named.get(name)}
 
 
 def _token_text(token: object) -> str:

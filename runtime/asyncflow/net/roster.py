@@ -6,7 +6,7 @@ everywhere.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
@@ -45,16 +45,27 @@ class Member(Struct, frozen=True, kw_only=True):
         return f"{self.role}-{self.index}"
 
 
+class Best(Struct, frozen=True, kw_only=True):
+    """The version with the best evaluation. by: name of the figure that is compared; value: what it was."""
+
+    step: Annotated[int, Meta(ge=0)]
+    by: Literal["accuracy", "greedy", "reward"]
+    value: float
+
+
 class Directives(Struct, frozen=True, kw_only=True):
     """What the driver wants of a member, as a level: repeated in every heartbeat until it changes.
 
     stop: leave now; drain: take nothing new, hand back, then leave; checkpoint: number of checkpoints asked for so far
-    (a larger number than before means: write one).
+    (a larger number than before means: write one); judged: the step up to which every evaluation is recorded, or can
+    not be any more; best: the version whose evaluation was the best of those.
     """
 
     stop: bool = False
     drain: bool = False
     checkpoint: int = 0
+    judged: int = -1
+    best: Best | None = None
 
 
 class Registered(Struct, frozen=True, kw_only=True):

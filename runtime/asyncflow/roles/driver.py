@@ -9,7 +9,7 @@ from pathlib import Path
 
 from asyncflow.api.names import LAST_WORD_ENV
 from asyncflow.api.status import Phase
-from asyncflow.data.sources import check_disjoint, open_prompter
+from asyncflow.data.sources import CACHE, open_held_out, open_training
 from asyncflow.driver.driver import Driver
 from asyncflow.driver.service import add_routes
 from asyncflow.models.source import materialize_config
@@ -37,11 +37,11 @@ async def serve(post: JobPost) -> None:
     spec, options, metrics = post.job.spec, post.options, DriverMetrics()
     tokenizer = Tokenizer.load(materialize_config(spec.model.source, options.workdir))
     folder = job_folder(post.job, options)
-    train = open_prompter(spec.data.train, "train", tokenizer, folder=folder)
-    held_out = None
-    if spec.data.eval and spec.evaluation:
-        held_out = open_prompter(spec.data.eval, "eval", tokenizer, folder=folder)
-        check_disjoint(train.source, held_out.source)
+    cache = options.workdir / CACHE
+    train = open_training(spec.data, tokenizer, folder=folder, cache=cache)
+    held_out = {}
+    if spec.evaluation is not None:
+        held_out = open_held_out(spec.data, tokenizer, train=train.source, folder=folder, cache=cache)
     server = RpcServer(name="driver", bind=options.driver, keys=post.keys, advertise=post.host)
     directory = Directory()
     directory.attach(server)

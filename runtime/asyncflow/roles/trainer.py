@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+
+import msgspec
 
 from asyncflow.algorithms.aggregation import Aggregation
 from asyncflow.algorithms.grpo import GrpoLoss
@@ -17,11 +20,13 @@ from asyncflow.algorithms.losses import Clip
 from asyncflow.api.accelerators import PROFILES
 from asyncflow.api.job import RLJobSpec
 from asyncflow.driver.tasks import TRAIN
+from asyncflow.errors import ManifestError
 from asyncflow.flow.schedule import Schedule
 from asyncflow.models.export import export_folder
 from asyncflow.models.lora import export_adapters
 from asyncflow.models.source import ModelSource, materialize_config, materialize_weights
 from asyncflow.net.membership import Membership
+from asyncflow.net.roster import Directives
 from asyncflow.net.rpc import RpcServer
 from asyncflow.plugins import load_plugin
 from asyncflow.queue.client.client import QueueClient
@@ -30,6 +35,7 @@ from asyncflow.roles.post import JobPost, RoleOptions
 from asyncflow.roles.ranks import serve_ranks
 from asyncflow.telemetry.metrics import TrainerMetrics
 from asyncflow.train.backends.base import TrainerBackend
+from asyncflow.train.best import BestKeeper, find_checkpoint
 from asyncflow.train.checkpoint import Checkpoints
 from asyncflow.train.ranks import Alone, GatherService, Group, HostGroup
 from asyncflow.train.report import Reported, TrainReport
@@ -60,7 +66,12 @@ async def serve(post: JobPost) -> None:
     spec, options = post.job.spec, post.options
     kind, metrics = _kind_of_backend(spec), TrainerMetrics()
     server = RpcServer(name=f"trainer-{options.index}", bind=post.bind, keys=post.keys)
-    checkpoints = Checkpoints(options.workdir / "checkpoints", keep=spec.storage.checkpoints.keep)
+    where, kept = options.workdir / "checkpoints", spec.storage.checkpoints
+    keeper: BestKeeper | None = None
+    if kept.keep_best is not None:
+        evaluates = Schedule.of(spec).evaluates
+        keeper = BestKeeper(where, by=kept.keep_best, evaluates=evaluates, directives=lambda: membership.directives)
+    checkpoints = Checkpoints(where, keep=kept.keep, also=keeper.keeps if keeper is not None else None)
     if options.index == 0:
         gathering = GatherService(attempt=options.attempt, world=spec.trainer.ranks, progress=checkpoints.progress)
         gathering.attach(server)
@@ -71,7 +82,8 @@ async def serve(post: JobPost) -> None:
     def status() -> dict[str, object]:
         if trainer is None:
             return {"step": 0, "busy_s": 0.0}
-        return {**trainer.status(), "exported": exported.is_set()}
+        best = {"best": msgspec.to_builtins(keeper.best)} if keeper is not None and keeper.best is not None else {}
+        return {**trainer.status(), **best, "exported": exported.is_set()}
 
     def ready() -> tuple[bool, str]:
         begun = trainer is not None and trainer.begun
@@ -113,7 +125,11 @@ async def serve(post: JobPost) -> None:
     step = await trainer.run()
     if step >= spec.algorithm.steps:
         if backend.of_model:
-            await asyncio.to_thread(_export, spec, backend, folder, options.workdir)
+            await asyncio.to_thread(
+                _export, spec, backend, folder, run=options.workdir, target=options.workdir / "export"
+            )
+        if keeper is not None and options.index == 0 and await _judged(post, membership, step):
+            await asyncio.to_thread(checkpoints.prune, options.attempt)
         exported.set()
         membership.nudge()
     await post.stopping.wait()
@@ -123,6 +139,23 @@ async def serve(post: JobPost) -> None:
     await sender.close()
     await membership.close()
     await server.close()
+
+
+async def _judged(post: JobPost, membership: Membership, step: int) -> bool:
+    """Wait until the evaluation of θ_step is decided; False where this process is told to end before."""
+    judged = asyncio.Event()
+
+    def look(directives: Directives) -> None:
+        if directives.judged >= step:
+            judged.set()
+
+    membership.on_directives.append(look)
+    look(membership.directives)
+    waits = [asyncio.create_task(event.wait()) for event in (judged, post.stopping)]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    return judged.is_set()
 
 
 async def _leave_when_told(post: JobPost, trainer: Trainer) -> None:
@@ -176,6 +209,7 @@ def _settings(post: JobPost) -> TrainerSettings:
         mini_batches=spec.algorithm.mini_batches,
         published=spec.published_dtype if spec.trainer.lora is None else "float32",
         checkpoint_every=spec.storage.checkpoints.every,
+        checkpoint_evaluated=spec.storage.checkpoints.keep_best is not None,
         leave_s=spec.limits.stop_seconds / 4,
     )
 
@@ -232,15 +266,44 @@ def backend_settings(spec: RLJobSpec, *, host: str, local_rank: int = 0) -> Back
     )
 
 
-def _export(spec: RLJobSpec, backend: TrainerBackend, model: Path, workdir: Path) -> None:
+def export_checkpoint(spec: RLJobSpec, *, run: Path, step: str, target: Path) -> int:
+    """Write the weights of a checkpoint in the folder ``run`` as a Hugging Face folder; return its step.
+
+    step: ``newest``, ``best``, or a number; 0 is the model that the run began with. All is done on the CPU, by one
+    rank. Raises CheckpointError where there is no such checkpoint or it is damaged, ManifestError where ``target``
+    exists or the back end trains no model.
+    """
+    if target.exists():
+        raise ManifestError("is there already", where=str(target), hint="Give a folder that does not exist")
+    kind = _kind_of_backend(spec)
+    checkpoints = Checkpoints(run / "checkpoints")
+    chosen, checkpoint = find_checkpoint(checkpoints, step)
+    if checkpoint is not None:
+        checkpoint.verify()
+    settings = backend_settings(spec, host="127.0.0.1")
+    without_reference = replace(settings.loss, kl=0.0)
+    backend = kind(replace(settings, loss=without_reference, device="cpu", share=1.0), group=Alone())
+    if not backend.of_model:
+        name = spec.trainer.backend.name
+        raise ManifestError(f"the back end {name} trains no model", where=str(run), hint="There is nothing to export")
+    model = materialize_config(spec.model.source, run)
+    if checkpoint is None or backend.settings.needs_initial_weights:
+        materialize_weights(spec.model.source, model)
+    backend.load(model, checkpoint=checkpoint.folder if checkpoint is not None else None)
+    _export(spec, backend, model, run=run, target=target)
+    backend.close()
+    return chosen
+
+
+def _export(spec: RLJobSpec, backend: TrainerBackend, model: Path, *, run: Path, target: Path) -> None:
     """Have rank 0 write what all ranks hold: a whole model, or the adapters beside the name of theirs."""
     first, whole = backend.group.rank == 0, backend.whole(dict(backend.tensors()))
-    weights, target = {name: array for name, array in whole if first}, workdir / "export"
+    weights = {name: array for name, array in whole if first}
     if not first:
         return
     if spec.trainer.lora is None:
         export_folder(weights, model, target)
         return
-    source = ModelSource.resolve(spec.model.source, workdir)
+    source = ModelSource.resolve(spec.model.source, run)
     base = source.name if source.kind == "hf" else str(model.absolute())
     export_adapters(weights, spec.trainer.lora, base=base, target=target)

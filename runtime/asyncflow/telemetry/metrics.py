@@ -99,6 +99,10 @@ class DriverMetrics(RoleMetrics):
         self.reward_mean = self.gauge("reward_mean", "mean reward of the last step's samples")
         self.eval_accuracy = self.gauge("eval_accuracy_ratio", "accuracy of the last evaluation")
         self.eval_reward = self.gauge("eval_reward", "mean reward of the last evaluation's samples")
+        self.eval_pass = self.gauge("eval_pass_ratio", "pass@k of the last evaluation", "k")
+        self.set_accuracy = self.gauge("eval_set_accuracy_ratio", "accuracy on a named set of held-out prompts", "set")
+        self.set_reward = self.gauge("eval_set_reward", "mean reward on a named set of held-out prompts", "set")
+        self.set_pass = self.gauge("eval_set_pass_ratio", "pass@k on a named set of held-out prompts", "set", "k")
         self.staleness = self.histogram(
             "staleness_steps", "staleness of the trained samples in optimizer steps", "token", buckets=_STEPS
         )

@@ -88,17 +88,20 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 class Checkpoints:
-    """The checkpoints of one job in ``folder``; the newest ``keep`` stay.
+    """The checkpoints of one job in ``folder``.
 
     group: the ranks that write together: each calls ``claim`` and ``write`` at the same point; this process alone until
     it is set. shared: whether all of them see the folder of rank 0, known once it is claimed.
+
+    The newest ``keep`` stay, and those that ``also`` names out of the steps of all.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+    def __init__(self, folder: Path, *, keep: int = 2, also: Callable[[list[int]], set[int]] | None = None) -> None:
         self.folder = folder
         self.shared = True
         self.group: Group = Alone()
         self._keep = max(1, keep)
+        self._also = also
         self._handled = 0
         self._draft: Path | None = None
 
@@ -178,7 +181,7 @@ class Checkpoints:
             if group.rank == 0:
                 shutil.rmtree(draft, ignore_errors=True)
         if group.rank == 0:
-            self._prune(manifest.attempt)
+            self.prune(manifest.attempt)
             log.info("checkpoint of step %d in %s", manifest.step, final)
         return Checkpoint(final, manifest)
 
@@ -234,12 +237,19 @@ class Checkpoints:
             (final / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(final)
 
-    def _prune(self, attempt: int) -> None:
+    def steps(self) -> list[int]:
+        """Return the steps of the complete checkpoints, in order."""
+        return [each.manifest.step for each in self._complete()]
+
+    def prune(self, attempt: int) -> None:
         """Remove what is not kept, and what is none; what cannot be removed now is when the next one is written."""
         try:
             self._check(attempt)
-            for old in self._complete()[: -self._keep]:
-                (old.folder / MANIFEST).unlink()
+            complete = self._complete()
+            also = self._also([each.manifest.step for each in complete]) if self._also is not None else ()
+            for old in complete[: -self._keep]:
+                if old.manifest.step not in also:
+                    (old.folder / MANIFEST).unlink()
             for folder in (*self.folder.glob("step-*"), *self.folder.glob(".step-*")):
                 if not (folder / MANIFEST).exists():
                     shutil.rmtree(folder)

@@ -112,10 +112,10 @@ class TrainerSettings:
     schedule: how many steps, which of them are published, and which versions later steps need; partition: the job's
     rows; attempt: of this gang, which fences older ones; whole: collect all of D_k before the first gradient (the
     synchronous loop); epochs, mini_batches: passes over D_k, and optimizer updates of each; published: what weights are
-    rounded to when they are published; checkpoint_every: steps between
-    checkpoints, 0 = the last one only; extra_columns: fetched beside the usual ones (``loss_mask``); patience_s: how
-    long the queue or the driver may be away; leave_s: how long the ledger may take to be on disk once the trainer is
-    leaving.
+    rounded to when they are published; checkpoint_every: steps between checkpoints, 0 = the last one only;
+    checkpoint_evaluated: whether versions that are evaluated have one too; extra_columns: fetched beside the usual ones
+    (``loss_mask``); patience_s: how long the queue or the driver may be away; leave_s: how long the ledger may take to
+    be on disk once the trainer is leaving.
     """
 
     schedule: Schedule
@@ -126,6 +126,7 @@ class TrainerSettings:
     mini_batches: int = 1
     published: WeightsDtype = "float32"
     checkpoint_every: int = 10
+    checkpoint_evaluated: bool = False
     extra_columns: tuple[str, ...] = ()
     patience_s: float = 120.0
     leave_s: float = 2.0

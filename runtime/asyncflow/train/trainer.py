@@ -248,7 +248,8 @@ class Trainer:
             report = self._describe(tally, metrics, published=published)
             await self._persist(lambda: self._report(report), what=f"reporting step {step}")
         every, last = self._settings.checkpoint_every, step == self._settings.schedule.steps
-        await self._checkpoint_if(last or (every > 0 and step % every == 0) or self._asked())
+        evaluated = self._settings.checkpoint_evaluated and self._settings.schedule.evaluates(step)
+        await self._checkpoint_if(last or evaluated or (every > 0 and step % every == 0) or self._asked())
         while last and self._failing_since is not None:
             await asyncio.sleep(self._again_at - time.monotonic())
             await self._attend()

@@ -13,7 +13,7 @@ from asyncflow.api.status import DriverStatus
 from asyncflow.substrates.local.events import Ended, Event, Restarting, Started, Stopping
 from asyncflow.substrates.local.exits import ExitStatus
 from asyncflow.substrates.local.record import Placed
-from asyncflow.view.words import amount, duration, failures, score
+from asyncflow.view.words import amount, duration, evaluated, failures, score
 
 _OVER = ("Succeeded", "Suspended", "Failed")
 _FIGURE = re.compile(r"[0-9]+(\.[0-9]+)?")
@@ -31,8 +31,7 @@ def news(before: DriverStatus, now: DriverStatus, *, ending: bool = False) -> li
     if now.step != before.step:
         lines.append(step_line(now))
     if now.eval is not None and _evaluation(now) != _evaluation(before):
-        reward = "" if now.eval_reward in (None, now.eval) else f"  reward {score(now.eval_reward)}"
-        lines.append(f"eval  accuracy {score(now.eval)}  greedy {score(now.eval_greedy)}{reward}")
+        lines.extend(f"eval  {line}" for line in evaluated(now))
     if now.prompts_skipped and not before.prompts_skipped:
         lines.append("prompts are skipped: they are too long (promptsSkipped of /v1/status counts them)")
     if now.rewards.failed and not before.rewards.failed:
@@ -50,7 +49,8 @@ def still(status: DriverStatus | None) -> str:
 
 
 def _evaluation(status: DriverStatus) -> tuple[float | None, ...]:
-    return status.eval, status.eval_greedy, status.eval_reward
+    figures = [*status.eval_pass_at.values(), *(each.accuracy for each in status.eval_sets.values())]
+    return status.eval, status.eval_greedy, status.eval_reward, *figures
 
 
 def metrics_line(placed: Sequence[Placed]) -> str:

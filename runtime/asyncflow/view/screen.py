@@ -12,7 +12,7 @@ from rich.text import Text
 
 from asyncflow.api.status import DriverStatus
 from asyncflow.view.frame import Frame
-from asyncflow.view.words import ABSENT, amount, duration, failures, score, share
+from asyncflow.view.words import ABSENT, amount, duration, evaluated, failures, score, share
 
 _STATES = {"running": "green", "waiting": "yellow", "ending": "yellow", "down": "red", "done": "dim", "ended": "dim"}
 _MOST_ROWS = 24
@@ -66,12 +66,12 @@ def _figures(status: DriverStatus) -> Table:
 
 
 def _evaluation(status: DriverStatus) -> str:
-    reward = "" if status.eval_reward in (None, status.eval) else f", reward {score(status.eval_reward)}"
-    return f"{score(status.eval)} (greedy {score(status.eval_greedy)}{reward})"
+    return ABSENT if status.eval is None else "\n".join(evaluated(status))
 
 
 def _checkpoint(status: DriverStatus) -> str:
-    return f"step {status.checkpoint.step}" if status.checkpoint else ABSENT
+    best = f", best step {status.best.step}" if status.best else ""
+    return f"step {status.checkpoint.step}{best}" if status.checkpoint else ABSENT
 
 
 def _roles(frame: Frame) -> Table:

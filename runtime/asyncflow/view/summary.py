@@ -43,10 +43,24 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         arrow = " → " if "→" in title else " / "
         values = [summary.get(key) for key in keys]
         table.add_row(title, arrow.join(ABSENT if value is None else written(value) for value in values))
+    first, last = _evaluated(summary, "first"), _evaluated(summary, "last")
+    for title, value in last.items():
+        table.add_row(f"{title}, first → last", f"{score(first.get(title))} → {score(value)}")
+    if isinstance(best := summary.get("best"), Mapping):
+        table.add_row("best checkpoint", f"step {best['step']}, {best['by']} {score(best['value'])}")
     idle = summary.get("idle_share")
     if isinstance(idle, Mapping):
         table.add_row("idle share", "  ".join(f"{role} {share(part)}" for role, part in sorted(idle.items())))
     return table
+
+
+def _evaluated(summary: Mapping[str, Any], which: str) -> dict[str, float]:
+    """Return pass@k and the results of named sets, of the first or the last evaluation, by what they are."""
+    figures = {f"pass@{k}": value for k, value in summary.get(f"eval_pass_at_{which}", {}).items()}
+    for name, result in summary.get(f"eval_sets_{which}", {}).items():
+        figures[f"{name}: accuracy"] = result["accuracy"]
+        figures |= {f"{name}: pass@{k}": value for k, value in result["pass_at"].items()}
+    return figures
 
 
 def files_line(folder: str, names: list[str]) -> str:

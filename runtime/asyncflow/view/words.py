@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from asyncflow.api.status import DriverStatus, SetState
+
 ABSENT = "–"
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
@@ -42,6 +44,23 @@ def failures(counts: Mapping[str, int]) -> str:
 def share(part: float | None) -> str:
     """Give a share of one in percent."""
     return ABSENT if part is None else f"{100 * part:.0f}%"
+
+
+def evaluated(status: DriverStatus) -> list[str]:
+    """Return the results of the last evaluation: a line for the main set, and one for each set that has a name."""
+    main = SetState(
+        accuracy=status.eval or 0.0,
+        greedy=status.eval_greedy,
+        reward=status.eval_reward,
+        pass_at=status.eval_pass_at,
+    )
+    return [_set_result(main), *(f"{name}: {_set_result(each)}" for name, each in status.eval_sets.items())]
+
+
+def _set_result(result: SetState) -> str:
+    reward = "" if result.reward in (None, result.accuracy) else f"  reward {score(result.reward)}"
+    chances = "".join(f"  pass@{k} {score(passing)}" for k, passing in result.pass_at.items())
+    return f"accuracy {score(result.accuracy)}  greedy {score(result.greedy)}{reward}{chances}"
 
 
 def score(value: float | None) -> str:

@@ -8,12 +8,14 @@ from aiohttp import web
 
 from asyncflow.api.status import (
     MOST_ROLLOUTS,
+    BestState,
     CheckpointState,
     DriverStatus,
     QueueDepth,
     RecentFigures,
     RewardState,
     RolloutState,
+    SetState,
     Staleness,
     StepProgress,
 )
@@ -224,6 +226,9 @@ def largest(rollouts: int) -> DriverStatus:
     rewards = RewardState(scored=LARGEST, failed=failed, first_failure="\x00" * 2048)
     counts = dict.fromkeys(("step", "samples", "generated", "filtered", "trained", "running", "publishing"), LARGEST)
     progress = StepProgress(**counts, tokens_per_second=-longest, saving=False)
+    small = 1.2345678901234567e-300
+    passed = {str(k): small for k in range(1017, 1025)}
+    of_a_set = {"accuracy": small, "greedy": small, "reward": longest, "pass_at": passed}
     return DriverStatus(
         attempt=1_000_000_000,
         phase="Suspending",
@@ -233,6 +238,9 @@ def largest(rollouts: int) -> DriverStatus:
         eval=longest,
         eval_greedy=longest,
         eval_reward=longest,
+        eval_pass_at=passed,
+        eval_sets={f"{number:02}" + "n" * 61: SetState(**of_a_set) for number in range(16)},
+        best=BestState(step=LARGEST, by="accuracy", value=longest),
         tokens_per_second=-longest,
         eta_seconds=-longest,
         last_step_at="\x00" * 35,

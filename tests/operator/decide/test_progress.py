@@ -4,7 +4,16 @@ import pytest
 from model_samples import START, pod_view
 
 from asyncflow.api.durability import LimitsSpec
-from asyncflow.api.status import CheckpointState, DriverStatus, JobStatus, QueueDepth, RolloutState, Staleness
+from asyncflow.api.status import (
+    BestState,
+    CheckpointState,
+    DriverStatus,
+    JobStatus,
+    QueueDepth,
+    RolloutState,
+    SetState,
+    Staleness,
+)
 from asyncflow_operator.decide.conditions import Board
 from asyncflow_operator.decide.moments import Alarm, written
 from asyncflow_operator.decide.progress import figures, judge
@@ -34,9 +43,12 @@ def test_figures_are_the_drivers():
         queue=QueueDepth(ready=32),
         rollouts=(RolloutState(id="a", state="ready"), RolloutState(id="b", state="lagging")),
         checkpoint=CheckpointState(step=10),
+        best=BestState(step=5, by="accuracy", value=0.5),
+        eval_sets={"aime": SetState(accuracy=0.25)},
         waiting_for="1 rollout",
     )
     shown = figures(seen, ())
+    assert (shown["best_step"], shown["eval_sets"]) == (5, {"aime": 0.25})
     assert (shown["progress"], shown["eta"], shown["staleness"], shown["queue_depth"]) == ("12/60", "2h13m", 1.0, 32)
     assert (shown["checkpoint_step"], shown["ready_rollouts"], shown["waiting_for"]) == (10, 1, "1 rollout")
 
