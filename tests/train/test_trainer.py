@@ -422,7 +422,15 @@ async def test_the_number_of_ranks_changes_between_attempts_and_each_sample_coun
         await world.dispatch(1, steps)
         for attempt, ranks in enumerate(worlds):
             gang = [
-                Process(world.places, attempt=attempt, steps=steps, rank=rank, world=ranks, sleep_s=0.03)
+                Process(
+                    world.places,
+                    attempt=attempt,
+                    steps=steps,
+                    rank=rank,
+                    world=ranks,
+                    sleep_s=0.03,
+                    private=attempt % 2 == 1,
+                )
                 for rank in range(ranks)
             ]
             last = attempt == len(worlds) - 1

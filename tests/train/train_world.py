@@ -96,6 +96,7 @@ async def take_seat(
     checkpoint_every: int = 2,
     whole: bool = False,
     announced: Callable[[float], None] = lambda _: None,
+    checkpoints: str = "checkpoints",
 ) -> Seat:
     group = group or Alone()
     worker = f"trainer-{group.rank}-{attempt}"
@@ -119,7 +120,7 @@ async def take_seat(
         sender=sender,
         backend=backend(group),
         group=group,
-        checkpoints=Checkpoints(Path(places.folder) / "checkpoints"),
+        checkpoints=Checkpoints(Path(places.folder) / checkpoints),
         report=report,
         directives=lambda: talk.directives,
         settings=TrainerSettings(
@@ -230,7 +231,7 @@ def counting(*, steps: int, sleep_s: float = 0.0) -> Callable[[Group], TrainerBa
 class Process:
     """A trainer rank in a process of its own; it counts, or trains the model in the folder ``model``.
 
-    ``FOLDER/ended-ATTEMPT-RANK`` says which step was its last.
+    ``FOLDER/ended-ATTEMPT-RANK`` says which step was its last. private: ranks other than 0 do not see its checkpoints.
     """
 
     def __init__(
@@ -244,6 +245,7 @@ class Process:
         sleep_s: float = 0.01,
         model: Path | None = None,
         checkpoint_every: int | None = None,
+        private: bool = False,
     ) -> None:
         told = {
             "model": str(model) if model else "",
@@ -253,6 +255,7 @@ class Process:
             "rank": rank,
             "world": world,
             "sleep_s": sleep_s,
+            "checkpoints": f"checkpoints-{rank}" if private and rank else "checkpoints",
             "checkpoint_every": (0 if model else 2) if checkpoint_every is None else checkpoint_every,
         }
         command = [sys.executable, __file__, json.dumps(told)]
@@ -296,6 +299,7 @@ async def _in_process(told: dict[str, Any]) -> int:
         model=Path(told["model"]),
         slot_tokens=16,
         checkpoint_every=told["checkpoint_every"],
+        checkpoints=told["checkpoints"],
     )
     asyncio.get_running_loop().add_signal_handler(15, seat.trainer.leave)
     step = await seat.run()
