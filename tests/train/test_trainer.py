@@ -479,3 +479,16 @@ async def test_a_rank_that_is_killed_ends_the_gang_which_goes_on_from_its_checkp
 def latest_step(folder: Path) -> int:
     latest = Checkpoints(folder / "checkpoints").latest()
     return latest.manifest.step if latest is not None else 0
+
+
+@pytest.mark.process
+async def test_where_one_rank_is_told_to_leave_all_save_and_leave(tmp_path: Path) -> None:
+    async with World(tmp_path) as world:
+        await world.dispatch(1, 3)
+        ranks = [Process(world.places, attempt=0, steps=6, rank=rank, world=2, checkpoint_every=5) for rank in range(2)]
+        await until(lambda: world.catalogue.newest == Version(0, 3), "the third version")
+        ranks[1].process.terminate()
+        assert [await rank.ended(20) for rank in ranks] == [3, 3]
+        assert counts(tmp_path)[: 3 * GROUPS * SIZE] == [1] * (3 * GROUPS * SIZE)
+        state = await world.queue.snapshot(partition=PARTITION, timeout=10)
+        assert state.last_committed_step == 3
