@@ -391,6 +391,7 @@ async def test_two_ranks_share_each_step_and_leave_together(tmp_path: Path) -> N
 
 
 @pytest.mark.process
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
 async def test_ranks_in_the_midst_of_collectives_leave_after_the_same_step(
     tmp_path: Path, tiny_folder: Path, order: list[int]
@@ -401,7 +402,7 @@ async def test_ranks_in_the_midst_of_collectives_leave_after_the_same_step(
         ranks = [
             Process(world.places, attempt=0, steps=steps, rank=rank, world=2, model=tiny_folder) for rank in range(2)
         ]
-        await until(lambda: (world.catalogue.newest or Version(0, 0)) >= Version(0, 3), "a third step", within_s=60)
+        await until(lambda: (world.catalogue.newest or Version(0, 0)) >= Version(0, 3), "a third step", within_s=120)
         for rank in order:
             await asyncio.sleep(rng.uniform(0.0, 0.1))
             ranks[rank].process.send_signal(signal.SIGTERM)
@@ -468,8 +469,14 @@ async def test_a_rank_that_is_killed_ends_the_gang_which_goes_on_from_its_checkp
         assert {piece.holder for piece in slices} == {"trainer-0-0", "trainer-1-0"}
         gang[1].process.kill()
         assert await gang[0].ended(60) not in (None, 0)
-        again = Process(world.places, attempt=1, steps=steps, model=tiny_folder)
-        assert await again.ended(120) == 0
+        again = await take_seat(
+            world.places,
+            training(steps=steps),
+            attempt=1,
+            schedule=Schedule(steps=steps, lag=1, exact=True),
+            model=tiny_folder,
+        )
+        assert await again.run() == steps
         await world.queue.close_partition(partition=PARTITION, step=steps, timeout=10)
     assert latest_step(tmp_path) == steps
     report = audit_ledger(tmp_path / "ledger")
