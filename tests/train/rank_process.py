@@ -1,12 +1,16 @@
 """One rank of a gang in a process of its own: ``rank_process.py KIND FOLDER RANK WORLD ATTEMPT``.
 
-Rank 0 leaves its address in FOLDER/address. What a rank found out goes to FOLDER/result-RANK.npz.
+Rank 0 leaves its address in FOLDER/address. What a rank found out goes to FOLDER/result-RANK.npz. With ``all`` for RANK
+it is all ranks of one gang after another (WORLD is ``2,4`` then), forked from one process that has imported torch, and
+their results are in FOLDER/result-WORLD-RANK.npz.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ from asyncflow.train.ranks import GatherService, HostGroup, gather_bytes
 from asyncflow.weights.sender import Shard
 
 KIND, FOLDER = sys.argv[1], Path(sys.argv[2])
-RANK, WORLD, ATTEMPT = map(int, sys.argv[3:])
+RANK, WORLD, ATTEMPT = 0, 0, int(sys.argv[5])
 
 
 def gathers(group: HostGroup) -> dict[str, Any]:
@@ -198,12 +202,42 @@ async def main() -> None:
         patience_s=30,
     )
     result = await asyncio.to_thread(KINDS[KIND], group)
-    np.savez(FOLDER / f"result-{RANK}.npz", **result)
+    np.savez(FOLDER / (f"result-{RANK}.npz" if sys.argv[3] != "all" else f"result-{WORLD}-{RANK}.npz"), **result)
     await group.close()
     if RANK == 0:
         await asyncio.sleep(0.2)
         await server.close()
 
 
+def fork_gangs() -> int:
+    """Run gang after gang; return how many ranks failed."""
+    import asyncflow.train.backends.torch  # noqa: F401  imported once for all ranks
+
+    failed = 0
+    for world in map(int, sys.argv[4].split(",")):
+        (FOLDER / "address").unlink(missing_ok=True)
+        ranks = [fork(rank, world) for rank in range(world)]
+        failed += sum(os.waitpid(rank, 0)[1] != 0 for rank in ranks)
+    return failed
+
+
+def fork(rank: int, world: int) -> int:
+    global RANK, WORLD
+    if child := os.fork():
+        return child
+    RANK, WORLD = rank, world
+    status = 1
+    try:
+        asyncio.run(main())
+        status = 0
+    except Exception:  # noqa: BLE001  os._exit would say nothing of it
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
 if __name__ == "__main__":
+    if sys.argv[3] == "all":
+        sys.exit(fork_gangs())
+    RANK, WORLD = map(int, sys.argv[3:5])
     asyncio.run(main())

@@ -160,6 +160,7 @@ async def test_ranks_that_have_left_gather_again_once_they_regroup(seed: int) ->
         group.regroup(patience_s=10)
         return [group.gather(np.array([group.rank, n]), what="the last words")[:, 0].tolist() for n in range(5)]
 
+    assert [await group.left() for group in groups] == [True] * world
     for group in groups:
         group.leave()
     assert await asyncio.gather(*(asyncio.to_thread(part, group) for group in groups)) == [[[0, 1, 2]] * 5] * world

@@ -76,16 +76,10 @@ def one(folder: Path) -> Found:
 @pytest.fixture(scope="module")
 def gangs(folder: Path, one: Found) -> dict[int, list[Found]]:
     """What the ranks find: two, which leave checkpoints for four."""
-    found = {}
-    for world in WORLDS:
-        (folder / "address").unlink(missing_ok=True)
-        ranks = [
-            subprocess.Popen([sys.executable, SCRIPT, "shards", str(folder), str(rank), str(world), "3"])
-            for rank in range(world)
-        ]
-        assert [rank.wait(400) for rank in ranks] == [0] * world
-        found[world] = [dict(np.load(folder / f"result-{rank}.npz")) for rank in range(world)]
-    return found
+    worlds = ",".join(map(str, WORLDS))
+    gang = subprocess.Popen([sys.executable, SCRIPT, "shards", str(folder), "all", worlds, "3"])
+    assert gang.wait(400) == 0
+    return {world: [dict(np.load(folder / f"result-{world}-{rank}.npz")) for rank in range(world)] for world in WORLDS}
 
 
 def of(found: Found, what: str) -> Found:

@@ -412,6 +412,7 @@ async def test_two_ranks_share_each_step_and_leave_together(tmp_path: Path) -> N
 
 
 @pytest.mark.process
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("order", "epochs"), [([0, 1], 1), ([1, 0], 1), ([1, 0], 3)])
 async def test_ranks_in_the_midst_of_collectives_leave_after_the_same_step(
     tmp_path: Path, tiny_folder: Path, order: list[int], epochs: int
@@ -423,7 +424,7 @@ async def test_ranks_in_the_midst_of_collectives_leave_after_the_same_step(
             Process(world.places, attempt=0, steps=steps, rank=rank, world=2, model=tiny_folder, epochs=epochs)
             for rank in range(2)
         ]
-        await until(lambda: (world.catalogue.newest or Version(0, 0)) >= Version(0, 3), "a third step", within_s=60)
+        await until(lambda: (world.catalogue.newest or Version(0, 0)) >= Version(0, 3), "a third step", within_s=120)
         for rank in order:
             await asyncio.sleep(rng.uniform(0.0, 0.1))
             ranks[rank].process.send_signal(signal.SIGTERM)
@@ -444,7 +445,15 @@ async def test_the_number_of_ranks_changes_between_attempts_and_each_sample_coun
         await world.dispatch(1, steps)
         for attempt, ranks in enumerate(worlds):
             gang = [
-                Process(world.places, attempt=attempt, steps=steps, rank=rank, world=ranks, sleep_s=0.03)
+                Process(
+                    world.places,
+                    attempt=attempt,
+                    steps=steps,
+                    rank=rank,
+                    world=ranks,
+                    sleep_s=0.03,
+                    private=attempt % 2 == 1,
+                )
                 for rank in range(ranks)
             ]
             last = attempt == len(worlds) - 1
@@ -482,8 +491,14 @@ async def test_a_rank_that_is_killed_ends_the_gang_which_goes_on_from_its_checkp
         assert {piece.holder for piece in slices} == {"trainer-0-0", "trainer-1-0"}
         gang[1].process.kill()
         assert await gang[0].ended(60) not in (None, 0)
-        again = Process(world.places, attempt=1, steps=steps, model=tiny_folder)
-        assert await again.ended(120) == 0
+        again = await take_seat(
+            world.places,
+            training(steps=steps),
+            attempt=1,
+            schedule=Schedule(steps=steps, lag=1, exact=True),
+            model=tiny_folder,
+        )
+        assert await again.run() == steps
         await world.queue.close_partition(partition=PARTITION, step=steps, timeout=10)
     assert latest_step(tmp_path) == steps
     report = audit_ledger(tmp_path / "ledger")
@@ -493,3 +508,16 @@ async def test_a_rank_that_is_killed_ends_the_gang_which_goes_on_from_its_checkp
 def latest_step(folder: Path) -> int:
     latest = Checkpoints(folder / "checkpoints").latest()
     return latest.manifest.step if latest is not None else 0
+
+
+@pytest.mark.process
+async def test_where_one_rank_is_told_to_leave_all_save_and_leave(tmp_path: Path) -> None:
+    async with World(tmp_path) as world:
+        await world.dispatch(1, 3)
+        ranks = [Process(world.places, attempt=0, steps=6, rank=rank, world=2, checkpoint_every=5) for rank in range(2)]
+        await until(lambda: world.catalogue.newest == Version(0, 3), "the third version")
+        ranks[1].process.terminate()
+        assert [await rank.ended(20) for rank in ranks] == [3, 3]
+        assert counts(tmp_path)[: 3 * GROUPS * SIZE] == [1] * (3 * GROUPS * SIZE)
+        state = await world.queue.snapshot(partition=PARTITION, timeout=10)
+        assert state.last_committed_step == 3

@@ -99,6 +99,7 @@ async def take_seat(
     epochs: int = 1,
     mini_batches: int = 1,
     announced: Callable[[float], None] = lambda _: None,
+    checkpoints: str = "checkpoints",
 ) -> Seat:
     group = group or Alone()
     worker = f"trainer-{group.rank}-{attempt}"
@@ -124,7 +125,7 @@ async def take_seat(
         sender=sender,
         backend=made,
         group=group,
-        checkpoints=Checkpoints(Path(places.folder) / "checkpoints"),
+        checkpoints=Checkpoints(Path(places.folder) / checkpoints),
         report=report,
         directives=lambda: talk.directives,
         settings=TrainerSettings(
@@ -237,7 +238,7 @@ def counting(*, steps: int, sleep_s: float = 0.0) -> Callable[[Group], TrainerBa
 class Process:
     """A trainer rank in a process of its own; it counts, or trains the model in the folder ``model``.
 
-    ``FOLDER/ended-ATTEMPT-RANK`` says which step was its last.
+    ``FOLDER/ended-ATTEMPT-RANK`` says which step was its last. private: ranks other than 0 do not see its checkpoints.
     """
 
     def __init__(
@@ -252,6 +253,7 @@ class Process:
         model: Path | None = None,
         checkpoint_every: int | None = None,
         epochs: int = 1,
+        private: bool = False,
     ) -> None:
         told = {
             "epochs": epochs,
@@ -262,6 +264,7 @@ class Process:
             "rank": rank,
             "world": world,
             "sleep_s": sleep_s,
+            "checkpoints": f"checkpoints-{rank}" if private and rank else "checkpoints",
             "checkpoint_every": (0 if model else 2) if checkpoint_every is None else checkpoint_every,
         }
         command = [sys.executable, __file__, json.dumps(told)]
@@ -307,6 +310,7 @@ async def _in_process(told: dict[str, Any]) -> int:
         mini_batches=min(told["epochs"], GROUPS),
         slot_tokens=16,
         checkpoint_every=told["checkpoint_every"],
+        checkpoints=told["checkpoints"],
     )
     asyncio.get_running_loop().add_signal_handler(15, seat.trainer.leave)
     step = await seat.run()

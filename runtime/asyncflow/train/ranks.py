@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, ProtocolError, from_wire
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost, ProtocolError, from_wire
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient, RpcServer, persist
 
@@ -59,6 +59,10 @@ class Group(Protocol):
 
     def leave(self) -> None:
         """Begin no more rounds, and let the other ranks know; called from the event loop, any number of times."""
+        ...
+
+    async def left(self) -> bool:
+        """Say whether a rank has left, so that there are no more rounds; for a rank that waits for something else."""
         ...
 
     def regroup(self, *, patience_s: float) -> None:
@@ -114,6 +118,10 @@ class Alone:
     def leave(self) -> None:
         """There is nobody to tell."""
 
+    async def left(self) -> bool:
+        """There is nobody else."""
+        return False
+
     def regroup(self, *, patience_s: float) -> None:
         """There is nobody to wait for."""
 
@@ -149,6 +157,18 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
 
 
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a rank has left."""
+
+    attempt: int
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to an ``Ask``."""
+
+    left: bool
+
+
 class Gone(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to a ``Leave``."""
 
@@ -172,9 +192,10 @@ class GatherService:
         self._changed = asyncio.Condition()
 
     def attach(self, server: RpcServer) -> None:
-        """Answer ``trainer.gather`` and ``trainer.leave`` there."""
+        """Answer ``trainer.gather``, ``trainer.leave`` and ``trainer.left`` there."""
         server.route("trainer.gather", Share, self._on_share)
         server.route("trainer.leave", Leave, self._on_leave)
+        server.route("trainer.left", Ask, self._on_ask)
 
     async def _on_share(self, share: Share, frames: Sequence[memoryview]) -> tuple[Shares, Sequence[bytes]]:
         self._check(share.attempt)
@@ -206,6 +227,10 @@ class GatherService:
             self._left = True
             self._changed.notify_all()
         return Gone()
+
+    async def _on_ask(self, ask: Ask, _frames: Sequence[memoryview]) -> Asked:
+        self._check(ask.attempt)
+        return Asked(left=self._left)
 
     def _check(self, attempt: int) -> None:
         if attempt != self._attempt:
@@ -264,6 +289,13 @@ class HostGroup:
             self._leaving = self._loop.create_task(self._say_leave(), name="leaving the gang")
             if self._limit is not None:
                 self._limit.reschedule(self._loop.time() + _LEAVE_S)
+
+    async def left(self) -> bool:
+        """Ask rank 0; one that does not answer has not left, as far as is known."""
+        try:
+            return (await self._client.call("trainer.left", Ask(attempt=self._attempt), Asked, timeout=_LEAVE_S)).left
+        except (DeadlineExceeded, PeerLost):
+            return False
 
     def regroup(self, *, patience_s: float) -> None:
         """Count rounds from -1 downwards from now on; ``left`` means nothing in them."""

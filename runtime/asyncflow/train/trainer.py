@@ -375,6 +375,8 @@ class Trainer:
         if self._leaving.is_set() or directives.stop or directives.drain:
             self.leave()
             raise Left
+        if await self._group.left():
+            raise Left
         self._publication.check()
         if self._group.world == 1:
             await self._checkpoint_if(self._asked())
@@ -469,7 +471,8 @@ class Trainer:
         self._backend.save(folder, shared=shared)
         for number in carried:
             slices = self._publication.slices(number)
-            if not shared:
+            # Of versions that it has read from a checkpoint which the others do not see, rank 0 has all.
+            if not shared and number >= self._publication.began_at:
                 slices = {name: array for name, array in self._backend.whole(slices) if first}
             if shared or first:
                 Publication.save(folder, number, slices, rank=self._group.rank)

@@ -295,7 +295,7 @@ class TorchBackend(TrainerBackend):
         packs = self._packs(batch, np.arange(len(batch)))
         with torch.no_grad(), older(self._policy, self._pieces, weights, own=own_names(self._model)) as policy:
             for pack in self._in_step(packs):
-                logprobs, _ = policy(pack or smallest_pack(), entropy=False)
+                logprobs, _ = policy(smallest_pack() if pack is None else pack, entropy=False)
                 if pack is not None:
                     entries, counted = _entries(batch, pack, pack.samples)
                     gap = (logprobs - self._tensor(batch.logprobs.values[entries])).abs().cpu().numpy()

@@ -136,8 +136,8 @@ class TensorGroup:
 
 def _backends(device: torch.device) -> str:
     """Return who carries tensors of the CPU, and of ``device``."""
-    own = f"{device.type}:{dist.get_default_backend_for_device(device)}"
-    return own if device.type == "cpu" else f"cpu:gloo,{own}"
+    own: str = dist.get_default_backend_for_device(device)
+    return own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
 
 
 def _choose_interface(host: str) -> None:
