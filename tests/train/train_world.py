@@ -285,7 +285,7 @@ async def _in_process(told: dict[str, Any]) -> int:
     server = RpcServer(name="trainer")
     if told["world"] > 1:
         if told["rank"] == 0:
-            GatherService(attempt=attempt, world=told["world"]).attach(server)
+            GatherService(attempt=attempt, world=told["world"], tell_s=1).attach(server)
             draft = address.with_suffix(".draft")
             draft.write_text(await server.start())
             draft.rename(address)
