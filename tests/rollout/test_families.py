@@ -207,10 +207,15 @@ def test_what_only_the_model_tells_is_refused_before_anything_is_trained(
     monkeypatch.setattr(torch_model, "check_model", lambda *_args, **_more: None)
     monkeypatch.setitem(FAMILIES, family, {"num_kv_heads": 2} if family == "falcon" else {})
     opened(tmp_path, family)
-    with pytest.raises(ManifestError, match=r"cannot be trained in packs|no model can be opened"):
-        torch_model.LogprobModel(
+
+    def look_at_it() -> None:
+        model = torch_model.LogprobModel(
             torch_model.open_model(tmp_path, weights=True, device=torch.device("cpu")),
             temperature=1.0,
             compute=torch.float32,
             rows=9,
         )
+        model.evaluate(torch_model.smallest_pack())
+
+    with pytest.raises(ManifestError, match=r"cannot be trained in packs|no model can be opened"):
+        look_at_it()

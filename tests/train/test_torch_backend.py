@@ -28,7 +28,7 @@ from asyncflow.errors import CheckpointError, DiskError, Diverged, ManifestError
 from asyncflow.identity import Version
 from asyncflow.net.frames import Jagged
 from asyncflow.train.backends.torch import TorchBackend
-from asyncflow.train.backends.torch_model import LogprobModel, open_model
+from asyncflow.train.backends.torch_model import LogprobModel, open_model, smallest_pack
 from asyncflow.train.batch import MicroBatch
 from asyncflow.train.checkpoint import CheckpointManifest, Checkpoints
 from asyncflow.train.packing import LayoutName, pack_samples
@@ -280,6 +280,7 @@ def test_logits_of_a_pack_exist_a_piece_at_a_time_unless_the_model_changes_them(
     largest: list[int] = []
     for rows in (len(pack.targets), 5):
         model = opened(tmp_path, rows=rows)
+        model.evaluate(smallest_pack())
         sizes: list[int] = []
         model.model.get_output_embeddings().register_forward_hook(
             lambda _m, _i, out, sizes=sizes: sizes.append(out.shape[-2])

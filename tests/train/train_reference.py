@@ -171,7 +171,7 @@ def adapter_steps(folder: Path, group: Group, mine: Sequence[int]) -> dict[str, 
                 backend.update(step)
             backend.micro_batch(part(batch, [i for i in half if i in mine]), version=None)
         backend.finish_step(step)
-    made = {name: array.copy() for name, array in backend.tensors()}
+    made = {name: array.copy() for name, array in backend.whole(dict(backend.tensors()))}
     backend.close()
     return made
 
