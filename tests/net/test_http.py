@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from asyncflow.errors import AsyncFlowError, ManifestError, Refused
 from asyncflow.net.http import Answer, Request, RoleHttp
+from asyncflow.telemetry.metrics import RolloutMetrics
 
 TOKEN = "s3cret"
 
@@ -41,6 +42,27 @@ async def test_metrics_health_and_readiness(session: aiohttp.ClientSession) -> N
     reasons.clear()
     async with session.get(f"{url}/readyz") as answer:
         assert answer.status == 200
+    await http.close()
+
+
+async def test_metrics_of_another_process_are_shown_as_they_are_when_asked(session: aiohttp.ClientSession) -> None:
+    metrics, values = RolloutMetrics(), [3]
+
+    async def source() -> str:
+        if not values:
+            raise AsyncFlowError("it is gone")
+        return f'# TYPE vllm:running gauge\nvllm:running{{engine="0"}} {values.pop()}\n'
+
+    metrics.relay(source)
+    http = RoleHttp(registry=metrics.registry, refreshed=metrics.refreshed)
+    url = await http.start()
+    async with session.get(f"{url}/metrics") as answer:
+        text = await answer.text()
+        assert 'vllm:running{engine="0"} 3.0' in text
+        assert "asyncflow_rollout_probe_gap" in text
+    async with session.get(f"{url}/metrics") as answer:
+        assert answer.status == 200
+        assert "vllm:running" not in await answer.text()
     await http.close()
 
 

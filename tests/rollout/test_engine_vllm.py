@@ -225,7 +225,7 @@ async def test_a_server_that_is_killed_ends_what_runs_with_an_error(engine, weig
     ("settings", "said"),
     [
         ({"options": {"args": {"max_num_sequences": 4}}}, "no option max_num_sequences"),
-        ({"options": {"args": {"block_size": "wide"}}}, "block-size"),
+        ({"options": {"args": {"logprobs_mod": "raw_logprobs"}}}, "no option logprobs_mod"),
         ({"devices": Devices(kind="cuda")}, "computes on cpu, not on cuda"),
         ({"deterministic": True}, "no batch-invariant kernels"),
     ],
@@ -235,9 +235,3 @@ async def test_what_the_installed_vllm_cannot_do_is_refused_in_words(folder, set
     with pytest.raises(ManifestError, match=said):
         await engine.start()
     await engine.close()
-
-
-@pytest.mark.parametrize("name", ["model", "max-num-seqs", "uds"])
-async def test_an_option_that_the_manifest_says_elsewhere_is_refused(folder, name):
-    with pytest.raises(ManifestError, match=name):
-        open_engine("vllm", folder=folder, slots=2, max_length=64, options={"args": {name: "x"}})

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncflow.errors import AsyncFlowError, ManifestError
+from asyncflow.errors import AsyncFlowError, ManifestError, PeerLost
 from asyncflow.identity import Version
 from asyncflow.rollout.engines.simulated import SimulatedEngine
 from asyncflow.weights.probe import Probe, probe_ids
@@ -304,6 +304,17 @@ async def test_an_engine_that_has_other_weights_than_were_published_ends_the_wor
     await until(lambda: bool(staged), "the next version to be prepared")
     assert asked == [ids.tolist()]
     assert staged == [(Version(0, 1), {"step"})]
+
+
+async def test_an_engine_that_ends_while_nothing_runs_ends_the_worker(world, monkeypatch):
+    async def ended(_):
+        await asyncio.sleep(0.2)
+        raise PeerLost("the server ended")
+
+    monkeypatch.setattr(SimulatedEngine, "ended", ended)
+    rollout = await world.rollout("r0")
+    with pytest.raises(PeerLost, match="the server ended"):
+        await rollout.running
 
 
 async def test_with_the_real_engine_who_generates_changes_nothing(tmp_path, tiny):

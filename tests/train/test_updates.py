@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from test_torch_backend import assert_same_bits, backend, weights
 from train_reference import TEMPERATURE, part, samples
 from train_world import GROUPS, PARTITION, SIZE, Seat, World, counting, take_seat, training
 
 from asyncflow.algorithms.grpo import GrpoLoss
-from asyncflow.errors import Diverged
+from asyncflow.errors import Diverged, ManifestError
 from asyncflow.flow.schedule import Schedule
 from asyncflow.identity import Version
 from asyncflow.net.frames import Jagged
@@ -184,6 +185,28 @@ async def test_a_run_with_several_updates_goes_on_with_the_same_bits(tmp_path: P
         return (latest.folder / "model.safetensors").read_bytes()
 
     assert await train(tmp_path / "once", leaves_in=None) == await train(tmp_path / "twice", leaves_in=2)
+
+
+async def test_weights_between_the_updates_of_a_step_are_never_saved(tmp_path: Path, tiny_folder: Path) -> None:
+    async with World(tmp_path, whole=True) as world:
+        await world.dispatch(1, STEPS)
+        seat = await seated(world, training(steps=STEPS), model=tiny_folder, epochs=2, mini_batches=GROUPS)
+        update, updates = seat.trainer._backend.update, iter(range(100))
+
+        def fails_in_the_second_step(number: int) -> None:
+            update(number)
+            if number == 2 and next(updates) == 1:
+                raise ManifestError("out of memory", where="here")
+
+        seat.trainer._backend.update = fails_in_the_second_step  # type: ignore[method-assign]
+        with pytest.raises(ManifestError, match="out of memory"):
+            await seat.run()
+    latest = Checkpoints(tmp_path / "checkpoints").latest()
+    assert latest is not None
+    assert latest.manifest.step == 1
+    saved = load_file(latest.folder / "model.safetensors")
+    now = {name: array for name, array in seat.trainer._backend.tensors() if isinstance(array, np.ndarray)}
+    assert any(not np.array_equal(saved[name].numpy(), array) for name, array in now.items())
 
 
 def leave_in_the_midst(seat: Seat, step: int | None) -> None:

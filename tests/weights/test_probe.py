@@ -1,6 +1,7 @@
 import numpy as np
+import pytest
 
-from asyncflow.weights.probe import TOKENS, Probe, probe_ids, split_probe
+from asyncflow.weights.probe import TOKENS, Probe, Proved, probe_ids, refuted, split_probe
 
 
 def test_a_probe_travels_beside_the_weights_and_is_no_weight() -> None:
@@ -29,3 +30,28 @@ def test_the_tokens_of_a_probe_fit_the_model() -> None:
     assert len(ids) == 10
     assert set(ids.tolist()) <= set(range(7))
     assert np.array_equal(ids, probe_ids(vocabulary=7, most=10))
+
+
+@pytest.mark.parametrize(
+    ("off", "noise", "stale", "words"),
+    [
+        (0.0, 1e-6, False, None),
+        (0.0, 1e-6, True, "those of the version before"),
+        (0.01, 1e-6, False, "differ by 0.01"),
+        (0.0, 1e-4, False, None),
+        (0.0, 1e-4, True, None),
+    ],
+    ids=["right", "the version before", "a tensor is missing", "rounding", "a change that drowns in rounding"],
+)
+def test_a_model_is_refuted_that_lacks_a_tensor_or_has_the_version_before(
+    off: float, noise: float, stale: bool, words: str | None
+) -> None:
+    rng = np.random.default_rng(1)
+    ids = probe_ids(vocabulary=50, most=512)
+    first = rng.normal(-4, 1, len(ids) - 1).astype(np.float32)
+    second = first + rng.normal(0, 2e-4, len(first)).astype(np.float32)
+    found = (first if stale else second) + off + rng.normal(0, noise, len(first)).astype(np.float32)
+    before = Proved(Probe(ids, first), gap=noise)
+    said = refuted(found, Probe(ids, second), before=before, limit=1e-3)
+    assert (said is None) if words is None else (said is not None and words in said)
+    assert (refuted(found, Probe(ids, second), before=None, limit=1e-3) is None) == (off == 0)

@@ -84,6 +84,12 @@ _PLANNED: dict[str, tuple[_Later, ...]] = {
             when=lambda spec: spec.trainer.backend.name in ON_CPU,
         ),
         _Later("schedule.update", _is("sync"), "delayed", when=lambda spec: spec.schedule.mode == "async"),
+        _Later(
+            "schedule.deterministic",
+            bool,
+            "false, or the engine transformers: vLLM has batch-invariant kernels on NVIDIA GPUs only",
+            when=lambda spec: spec.rollout.engine.name == "vllm" and spec.rollout.accelerator.profile != "nvidia",
+        ),
         _Later("algorithm.filter_zero_variance", _is("drop"), "keep", when=lambda spec: spec.schedule.deterministic),
         _Later("reward.on_timeout", _is("drop"), "zero", when=lambda spec: spec.schedule.deterministic),
     ),

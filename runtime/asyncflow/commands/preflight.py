@@ -30,6 +30,7 @@ from asyncflow.queue.backends.base import BACKENDS, Backend
 from asyncflow.rewards.process import RewardProcess, Scorer
 from asyncflow.rollout.engines.base import OPTIONS as ENGINE_OPTIONS
 from asyncflow.rollout.engines.base import RolloutEngine
+from asyncflow.rollout.engines.vllm_program import VllmOptions
 from asyncflow.substrates.local.devices import hand_out
 from asyncflow.train.backends.base import OPTIONS as BACKEND_OPTIONS
 from asyncflow.train.backends.base import TrainerBackend
@@ -46,7 +47,7 @@ LOAD_S = 60.0
 QUOTED = 60
 """Most characters of a question that are shown."""
 
-HEAVY: Mapping[str, type[msgspec.Struct]] = {"transformers": NoOptions, "torch": TorchOptions}
+HEAVY: Mapping[str, type[msgspec.Struct]] = {"transformers": NoOptions, "torch": TorchOptions, "vllm": VllmOptions}
 """The options of the plug-ins that are not loaded here, because importing torch takes seconds and much memory."""
 _JUDGED_BY_ANSWER = ("task", "math_verify")
 """Rewards that compare with the prompt's answer."""
@@ -146,11 +147,11 @@ def _check_packages(spec: RLJobSpec, findings: _Findings, *, elsewhere: bool) ->
     needed = ["tokenizers", "safetensors"]
     if spec.rollout.engine.name in HEAVY or spec.trainer.backend.name in HEAVY:
         needed += ["torch", "transformers"]
-    if spec.rollout.engine.name == "vllm" and find_spec("vllm") is None:
+    absent = [name for name in ("vllm", "aiohttp") if find_spec(name) is None]
+    if spec.rollout.engine.name == "vllm" and absent:
         hint = "make vllm installs the build for the CPU; for others see docs/vllm.md"
-        _lacking(
-            ManifestError("not installed: vllm", where="spec.rollout.engine", hint=hint), findings, elsewhere=elsewhere
-        )
+        error = ManifestError(f"not installed: {', '.join(absent)}", where="spec.rollout.engine", hint=hint)
+        _lacking(error, findings, elsewhere=elsewhere)
     if absent := [name for name in needed if find_spec(name) is None]:
         raise ManifestError(f"not installed: {', '.join(absent)}", hint="pip install 'asyncflow[torch]'")
     if spec.trainer.lora is not None and find_spec("peft") is None:

@@ -20,7 +20,7 @@ from asyncflow.rewards.service import open_rewards
 from asyncflow.roles.base import run_role
 from asyncflow.roles.post import JobPost, RoleOptions, job_folder
 from asyncflow.rollout.engines import open_engine
-from asyncflow.rollout.engines.base import Devices
+from asyncflow.rollout.engines.base import Devices, RolloutEngine
 from asyncflow.rollout.job import RolloutSettings
 from asyncflow.rollout.worker import RolloutWorker, wanted_by
 from asyncflow.telemetry.metrics import RolloutMetrics
@@ -84,8 +84,9 @@ async def serve(post: JobPost) -> None:
 
     async with contextlib.AsyncExitStack() as stack:
         merge = await asyncio.to_thread(_merge_of, spec, folder)
-        await engine.start()
         stack.push_async_callback(engine.close)
+        if not await _started(post, engine):
+            return
         membership = await post.join(metrics=metrics, status=status, ready=ready)
         stack.push_async_callback(membership.close)
         queue = QueueClient.of(membership, keys=post.keys)
@@ -140,6 +141,19 @@ def _merge_of(spec: RLJobSpec, folder: Path) -> MergedWeights | None:
         return None
     materialize_weights(spec.model.source, folder)
     return MergedWeights(folder, scale=spec.trainer.lora.scale, dtype=spec.published_dtype)
+
+
+async def _started(post: JobPost, engine: RolloutEngine) -> bool:
+    """Start the engine; return False where this process was told to end meanwhile. Raises what ``start`` raises."""
+    starting, told = asyncio.create_task(engine.start()), asyncio.create_task(post.stopping.wait())
+    await asyncio.wait((starting, told), return_when=asyncio.FIRST_COMPLETED)
+    told.cancel()
+    if starting.done():
+        starting.result()
+        return True
+    starting.cancel()
+    await asyncio.wait((starting,))
+    return False
 
 
 async def _drain_when_told(post: JobPost, worker: RolloutWorker) -> None:

@@ -64,7 +64,7 @@ async def _serve(post: JobPost) -> int | None:
 async def serve(post: JobPost) -> None:
     """Train to the last step, then serve weights until told to stop."""
     spec, options = post.job.spec, post.options
-    kind, metrics = _kind_of_backend(spec), TrainerMetrics()
+    kind, metrics = _kind_of_backend(spec, device=PROFILES[spec.trainer.accelerator.profile].device), TrainerMetrics()
     server = RpcServer(name=f"trainer-{options.index}", bind=post.bind, keys=post.keys)
     where, kept = options.workdir / "checkpoints", spec.storage.checkpoints
     keeper: BestKeeper | None = None
@@ -99,7 +99,7 @@ async def serve(post: JobPost) -> None:
         worker=post.worker,
         transport=transport,
         part=options.index,
-        parts=spec.trainer.replicas,
+        parts=spec.trainer.ranks,
     )
     await sender.start()
     queue = QueueClient.of(membership, keys=post.keys)
@@ -214,12 +214,12 @@ def _settings(post: JobPost) -> TrainerSettings:
     )
 
 
-def _kind_of_backend(spec: RLJobSpec) -> type[TrainerBackend]:
+def _kind_of_backend(spec: RLJobSpec, *, device: str) -> type[TrainerBackend]:
     """Import the backend: seconds in which no heartbeat leaves, so before there is any.
 
     On an NPU torch_npu comes first, because transformers imports it too, and would not say what it lacks.
     """
-    if PROFILES[spec.trainer.accelerator.profile].device == "npu":
+    if device == "npu":
         import_module("asyncflow.train.backends.torch_npu").load_npu()
     where = "spec.trainer.backend.name"
     return load_plugin("asyncflow.trainer_backends", spec.trainer.backend.name, kind=TrainerBackend, where=where)
@@ -275,14 +275,16 @@ def export_checkpoint(spec: RLJobSpec, *, run: Path, step: str, target: Path) ->
     """
     if target.exists():
         raise ManifestError("is there already", where=str(target), hint="Give a folder that does not exist")
-    kind = _kind_of_backend(spec)
+    kind = _kind_of_backend(spec, device="cpu")
     checkpoints = Checkpoints(run / "checkpoints")
     chosen, checkpoint = find_checkpoint(checkpoints, step)
     if checkpoint is not None:
         checkpoint.verify()
     settings = backend_settings(spec, host="127.0.0.1")
+    options = {name: value for name, value in settings.options.items() if name != "compile"}
     without_reference = replace(settings.loss, kl=0.0)
-    backend = kind(replace(settings, loss=without_reference, device="cpu", share=1.0), group=Alone())
+    settings = replace(settings, loss=without_reference, device="cpu", share=1.0, options=options)
+    backend = kind(settings, group=Alone())
     if not backend.of_model:
         name = spec.trainer.backend.name
         raise ManifestError(f"the back end {name} trains no model", where=str(run), hint="There is nothing to export")

@@ -35,7 +35,7 @@ from asyncflow.rollout.job import Job, Outcome, RolloutSettings
 from asyncflow.rollout.meter import Meter
 from asyncflow.telemetry.metrics import RolloutMetrics
 from asyncflow.weights.messages import CatalogueView
-from asyncflow.weights.probe import Probe, split_probe
+from asyncflow.weights.probe import Probe, Proved, refuted, split_probe
 from asyncflow.weights.receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
@@ -80,6 +80,7 @@ class RolloutWorker:
         self._settings = settings
         self._merge = merge
         self._merging: tuple[Version, asyncio.Task[Weights]] | None = None
+        self._proved: Proved | None = None
         self._changed = asyncio.Event()
         self._leaving = asyncio.Event()
         self._failure: Exception | None = None
@@ -118,6 +119,7 @@ class RolloutWorker:
         for work in (
             self._steer(),
             self._stage(),
+            self._engine.ended(),
             self._watch(),
             self._desk.renew(),
             *(claimer.run() for claimer in self._claimers),
@@ -194,7 +196,8 @@ class RolloutWorker:
                 return
             version, tensors = self._receiver.take(step)
             weights, probe = await self._weights_of(version, tensors)
-            self._merging = None
+            if self._merging is not None and self._merging[0] == version:
+                self._merging = None
             await self._engine.load(version, weights)
             if probe is not None:
                 await self._prove(version, probe)
@@ -214,13 +217,10 @@ class RolloutWorker:
             return
         gap = self.meter.probed(np.abs(found - probe.logprobs))
         log.info("%s: log-probs of %d tokens differ by %.1e from those published with it", version, len(found), gap)
-        if not gap <= self._settings.probe_gap:
-            raise AsyncFlowError(
-                f"log-probs of {len(found)} tokens differ by {gap:.3g} on average from those published with {version}, "
-                f"which should be at most {self._settings.probe_gap:g}",
-                where="rollout.engine",
-                hint="It has not loaded all tensors of this model",
-            )
+        if (wrong := refuted(found, probe, before=self._proved, limit=self._settings.probe_gap)) is not None:
+            what = f"the engine does not have the weights of {version}: {wrong}"
+            raise AsyncFlowError(what, where="rollout.engine", hint="It has not loaded all tensors of this model")
+        self._proved = Proved(probe, gap)
 
     async def _stage(self) -> None:
         """Have the engine prepare each version that is complete here, while it generates with the one before."""

@@ -215,9 +215,10 @@ class _Relayed(Collector):
 
     async def refresh(self) -> None:
         """Ask the other process; while it does not answer it has no metrics."""
-        self._text = ""
+        text = ""
         with suppress(AsyncFlowError):
-            self._text = await self._source()
+            text = await self._source()
+        self._text = text
 
     def collect(self) -> Iterable[Metric]:
         yield from text_string_to_metric_families(self._text)

@@ -175,6 +175,12 @@ def few_sizes(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
+def few_sizes_below(tokens: int) -> int:
+    """Return the largest of these sizes that is not above ``tokens``."""
+    step = 1 << max(0, tokens.bit_length() - 3)
+    return tokens // step * step
+
+
 def _documents(
     prompts: Sequence[Ids], responses: Sequence[Ids], groups: Sequence[Hashable], *, layout: LayoutName, budget: int
 ) -> Iterator[_Document]:

@@ -34,7 +34,7 @@ from asyncflow.net.rpc import persist
 from asyncflow.train.ranks import Group
 from asyncflow.train.slice_files import SliceFiles, share_of, within, write_slices
 from asyncflow.weights.manifest import Part
-from asyncflow.weights.probe import split_probe
+from asyncflow.weights.probe import is_probe, split_probe
 from asyncflow.weights.sender import Copied, Shard, Tensors, shard_of
 from asyncflow.weights.slices import Box
 
@@ -223,6 +223,8 @@ class Publication:
         files = SliceFiles(sorted(checkpoint.rglob(f"{_stem(step)}.safetensors")), framework="numpy")
         for name, shape in files.shapes.items():
             box = share_of(shape, rank=rank, world=world)
+            if is_probe(name):
+                box = Box.whole(shape) if rank == 0 else Box.whole((0,))
             if box.volume:
                 read[name] = Shard(array=files.array(name, box), offset=box.offset, shape=shape)
         return read

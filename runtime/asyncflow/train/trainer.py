@@ -58,7 +58,7 @@ from asyncflow.train.report import TrainReport, describe
 from asyncflow.train.settings import TrainerSettings
 from asyncflow.train.tally import Tally
 from asyncflow.train.updates import mini_batches
-from asyncflow.weights.probe import Probe
+from asyncflow.weights.probe import Probe, is_probe
 from asyncflow.weights.sender import Tensors
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class Trainer:
         self._samples = 0
         self._committed = 0
         self._saving = False
-        self._updating = False
+        self._updating = self._moved = False
         self._failing_since: float | None = None
         self._again_at = 0.0
         self._checkpoints_asked = directives().checkpoint
@@ -176,7 +176,9 @@ class Trainer:
             await self._save_completed()
             await self._publication.announced(within_s=_GRACE_S)
         except (Diverged, ManifestError):
-            await self._save_completed()
+            # Between the updates of a step the weights are those of no step; of one that diverged no update moved them.
+            if not self._moved:
+                await self._save_completed()
             raise
         except StaleHandle as error:
             await self._save_completed()
@@ -234,7 +236,7 @@ class Trainer:
             tally, metrics = await self._compute(self._optimize, step, totals)
             if published:
                 self._probe = await self._compute(self._backend.probe)
-        self.step, self._updating = step, False
+        self.step, self._updating, self._moved = step, False, False
         if self._leaving.is_set():
             self._group.leave()
         self._samples += tally.samples
@@ -272,6 +274,7 @@ class Trainer:
         for step in carried:
             read = partial(Publication.read, checkpoint, step, group=self._group, shared=self._checkpoints.shared)
             await self._publish(step, read)
+        await self._compute(self._group.gather, np.zeros(1), what="the ranks that begin")
         self._probe = await self._compute(self._backend.probe)
         await self._publish(self.step, self._weights)
         await self._unless_leaving(self._publication.announced())
@@ -342,13 +345,15 @@ class Trainer:
         groups[: len(mine)] = mine
         groups = self._group.gather(groups, what=f"the groups of step {step}")
         parts = mini_batches(serials, groups=groups[groups >= 0], count=self._settings.mini_batches)
-        self._measure_aged()
         batch = self._backend.prepare(batch)
         for number, chosen in enumerate(parts * self._settings.epochs):
             if number:
                 self._backend.update(step)
+                self._moved = True
             version = None if number else self._version(step - 1)
             self._backend.micro_batch(batch.take(chosen.tolist()), version=version)
+            if not number:
+                self._measure_aged()
 
     def _optimize(self, step: int, totals: StepTotals | None) -> tuple[Tally, dict[str, float]]:
         self._measure_aged()
@@ -473,7 +478,9 @@ class Trainer:
             slices = self._publication.slices(number)
             # Of versions that it has read from a checkpoint which the others do not see, rank 0 has all.
             if not shared and number >= self._publication.began_at:
-                slices = {name: array for name, array in self._backend.whole(slices) if first}
+                probe = {name: given for name, given in slices.items() if is_probe(name)}
+                weights = {name: given for name, given in slices.items() if name not in probe}
+                slices = {**{name: array for name, array in self._backend.whole(weights) if first}, **probe}
             if shared or first:
                 Publication.save(folder, number, slices, rank=self._group.rank)
 

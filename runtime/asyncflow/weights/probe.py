@@ -1,7 +1,8 @@
 """A few tokens and the log-probs that the publisher's model gives them, published with a version as two tensors more.
 
-Whoever loads the version asks its own model for the same log-probs: a tensor that was not loaded, or was loaded from
-another version, shows at once, whatever layout and kernels that model has.
+Whoever loads the version asks its own model for the same log-probs, whatever layout and kernels that model has. A
+tensor that was not loaded at all shows by the size of the difference; a model that still has the version before shows
+where the two differ by more than rounding does.
 
 Invariant: a probe belongs to the very weights that it is published with; it is never handed to a model as a weight.
 """
@@ -18,6 +19,8 @@ from asyncflow.weights.slices import AnyArray
 
 TOKENS = 32
 """Tokens of a probe at most."""
+_TELLING = 4.0
+"""How many times larger than rounding a change of the weights has to be, so that the version before can be told."""
 _IDS = "asyncflow.probe.ids"
 _LOGPROBS = "asyncflow.probe.logprobs"
 
@@ -38,6 +41,33 @@ class Probe(NamedTuple):
         return Probe(self.ids[:tokens], self.logprobs[: max(0, tokens - 1)])
 
 
+class Proved(NamedTuple):
+    """The probe of a version that was loaded, and by how much the loaded model's log-probs differed on average."""
+
+    probe: Probe
+    gap: float
+
+
+def refuted(found: NDArray[np.float32], probe: Probe, *, before: Proved | None, limit: float) -> str | None:
+    """Return why ``found`` cannot be of the weights of ``probe``, None where it can.
+
+    before: of the version that was loaded before; limit: most by which log-probs may differ on average.
+    """
+    gap = _apart(found, probe.logprobs)
+    if not gap <= limit:
+        return f"log-probs of {len(found)} tokens differ by {gap:.3g} on average, which should be at most {limit:g}"
+    if before is None or len(before.probe.logprobs) != len(found):
+        return None
+    change = _apart(before.probe.logprobs, probe.logprobs)
+    if change > _TELLING * before.gap and _apart(found, before.probe.logprobs) < gap:
+        return f"log-probs of {len(found)} tokens are those of the version before, which differs by {change:.3g}"
+    return None
+
+
+def _apart(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
+    return float(np.abs(one - other).mean()) if len(one) else 0.0
+
+
 def probe_ids(*, vocabulary: int, most: int) -> NDArray[np.int32]:
     """Return the ids of a probe of a model with so many tokens and at most so many positions: the same ones always."""
     return np.random.default_rng(0).integers(vocabulary, size=min(TOKENS, most), dtype=np.int32)
@@ -45,7 +75,12 @@ def probe_ids(*, vocabulary: int, most: int) -> NDArray[np.int32]:
 
 def split_probe(tensors: Mapping[str, AnyArray]) -> tuple[Mapping[str, AnyArray], Probe | None]:
     """Return the weights among ``tensors``, and the probe where there is one."""
-    if _IDS not in tensors:
+    weights = {name: tensor for name, tensor in tensors.items() if not is_probe(name)}
+    if len(weights) == len(tensors):
         return tensors, None
-    weights = {name: tensor for name, tensor in tensors.items() if name not in (_IDS, _LOGPROBS)}
     return weights, Probe(np.asarray(tensors[_IDS], np.int32), np.asarray(tensors[_LOGPROBS], np.float32))
+
+
+def is_probe(name: str) -> bool:
+    """Say whether a published tensor is a part of a probe."""
+    return name in (_IDS, _LOGPROBS)

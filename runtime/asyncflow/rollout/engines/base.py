@@ -9,6 +9,7 @@ weights that drew it, both written where the token was made.
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -186,6 +187,10 @@ class RolloutEngine(ABC):
         None, by default: the engine cannot tell.
         """
         return None
+
+    async def ended(self) -> None:
+        """Wait until the engine can no longer work, and raise why; by default for ever."""
+        await asyncio.Event().wait()
 
     async def metrics(self) -> str:
         """Return the engine's own metrics in Prometheus' text format; by default it has none."""

@@ -19,10 +19,10 @@ import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -31,7 +31,7 @@ from asyncflow.identity import SampleKey, Version
 from asyncflow.plugins import read_options
 from asyncflow.rollout.engines.base import OPTIONS, Completion, EngineStats, Finish, GenerationRequest, RolloutEngine
 from asyncflow.rollout.engines.stopping import StopTexts
-from asyncflow.rollout.engines.vllm_program import EXTENSION
+from asyncflow.rollout.engines.vllm_program import EXTENSION, VllmOptions
 from asyncflow.rollout.engines.vllm_server import VllmServer
 from asyncflow.rollout.sampling import stream
 
@@ -54,44 +54,9 @@ _USABLE = 0.9
 _CALL_S = 120.0
 _STAGED_POLL_S = 0.02
 _WATCH_S = 5.0
+_FINISHES: Mapping[str, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
 _PREFIX = "vllm:"
 _PROGRESS = ("vllm:generation_tokens", "vllm:prompt_tokens")
-
-
-class VllmOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of the engine ``vllm``.
-
-    args: options of ``vllm serve``, by name with underscores, as the installed version knows them; start_s: seconds
-    that the server may take to answer; stall_s: seconds without a new token, while requests run, after which it counts
-    as stuck.
-    """
-
-    args: dict[str, Any] = {}
-    start_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
-    stall_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for an option of vLLM that the manifest says elsewhere."""
-        for name in self.args:
-            if instead := _SAID_ELSEWHERE.get(name.replace("-", "_")):
-                raise ValueError(f"args.{name}: {instead}")
-
-
-_OURS = "it is set by the engine"
-_SAID_ELSEWHERE: Mapping[str, str] = {
-    "model": "spec.model.source says it",
-    "tokenizer": "spec.model.source says it",
-    "dtype": "spec.rollout.engine.dtype says it",
-    "max_model_len": "spec.sampling.maxPromptTokens and maxTokens say it",
-    "max_num_seqs": "spec.rollout.engine.slots says it",
-    "tensor_parallel_size": "spec.rollout.accelerator.count says it",
-    **dict.fromkeys(
-        ("uds", "host", "port", "api_key", "load_format", "logprobs_mode", "worker_extension_cls", "generation_config",
-         "served_model_name", "skip_tokenizer_init"),
-        _OURS,
-    ),
-}  # fmt: skip
-"""Options of vLLM that ``args`` may not have, and who says them."""
 
 
 class _Open:
@@ -180,13 +145,18 @@ class VllmEngine(RolloutEngine):
         self._watching = asyncio.create_task(self._watch(), name="watching vLLM")
 
     def _cache_bytes(self) -> int:
-        """Return the bytes of a cache that holds every sequence of ``slots`` at its longest."""
+        """Return the bytes of a cache that holds every sequence of ``slots`` at its longest, or what there is room for.
+
+        With less, vLLM has some of them wait.
+        """
         config = json.loads((self._folder / "config.json").read_text(encoding="utf-8"))
+        config = config.get("text_config") or config
         heads = config.get("num_attention_heads", 1)
         width = config.get("head_dim") or config.get("hidden_size", 1) // heads
         per_token = 2 * config.get("num_hidden_layers", 1) * (config.get("num_key_value_heads") or heads) * width
         blocks = self.slots * -(-self.max_length // _CPU_BLOCK) + 2
-        return int(blocks * _CPU_BLOCK * per_token * (4 if self.dtype == "float32" else 2))
+        needed = int(blocks * _CPU_BLOCK * per_token * (4 if self.dtype == "float32" else 2))
+        return min(needed, psutil.virtual_memory().available // 2)
 
     async def stage(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
         """Bring the weights into the workers' reach: beside the model where the device has room for them."""
@@ -194,7 +164,7 @@ class VllmEngine(RolloutEngine):
             await self._stage(version, tensors)
 
     async def _stage(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
-        if self._staged == version:
+        if version in (self._staged, self.version):
             return
         self._staged = None
         began = time.monotonic()
@@ -202,7 +172,8 @@ class VllmEngine(RolloutEngine):
         memory = os.memfd_create(f"asyncflow-{version}", os.MFD_CLOEXEC)
         try:
             await asyncio.to_thread(_write, memory, tensors, placed, size)
-            await self._rpc("asyncflow_stage", path=f"/proc/{os.getpid()}/fd/{memory}", tensors=placed)
+            path = f"/proc/{os.getpid()}/fd/{memory}"
+            await self._rpc("asyncflow_stage", path=path, tensors=placed, share=self.devices.share)
             states = await self._until_staged(version)
         finally:
             os.close(memory)
@@ -228,17 +199,18 @@ class VllmEngine(RolloutEngine):
         have been overwritten.
         """
         async with self._loading:
+            self.version = None if self.version == version else self.version
             await self._stage(version, tensors)
             began = time.monotonic()
             await self._server.call("POST", "/pause", within_s=_CALL_S, mode="keep", clear_cache="true")
             paused = time.monotonic()
             try:
                 states = await self._rpc("asyncflow_swap")
-                if _SAYS_VERSIONS in self._server.paths:
+                if self._says_versions:
                     body = {"new_version": str(version.packed)}
                     await self._server.call("POST", _SAYS_VERSIONS, body=body, within_s=_CALL_S)
             except AsyncFlowError as error:
-                await self._server.close()
+                await self._server.close(why=f"{version} could not be loaded")
                 raise AsyncFlowError(
                     f"vLLM cannot load {version}: {error.what}",
                     where="rollout.engine",
@@ -248,13 +220,26 @@ class VllmEngine(RolloutEngine):
                 self._staged = None
             swapped = time.monotonic()
             self._mark(version, states[0]["tokens"])
-            await self._server.call("POST", "/resume", within_s=_CALL_S)
             self.version = version
+            await self._server.call("POST", "/resume", within_s=_CALL_S)
             seconds = paused - began, swapped - paused, time.monotonic() - swapped
             log.info("%s: paused in %.3f s, swapped in %.3f s, resumed in %.3f s", version, *seconds)
 
-    def _mark(self, version: Version, tokens: Mapping[str, int]) -> None:
-        """Note for each open request how many tokens it had when ``version`` came. tokens: by vLLM's own ids."""
+    @property
+    def _says_versions(self) -> bool:
+        """Whether vLLM itself says which version made a token."""
+        return _SAYS_VERSIONS in self._server.paths
+
+    def _mark(self, version: Version, tokens: Mapping[str, int] | None) -> None:
+        """Note for each open request how many tokens it had when ``version`` came.
+
+        tokens: by vLLM's own ids; a request that is not among them has not begun. Raises AsyncFlowError where nobody
+        knows them.
+        """
+        if tokens is None:
+            if self._says_versions or not self._open:
+                return
+            raise AsyncFlowError("this vLLM does not say which weights made a token", where="rollout.engine")
         counts = {wanted: count for name, count in tokens.items() for wanted in self._open if wanted in name}
         for id_, open_ in self._open.items():
             open_.mark(counts.get(id_, 0), version)
@@ -275,7 +260,7 @@ class VllmEngine(RolloutEngine):
             del self._open[open_.id]
             if not self._open:
                 self._busy_s += time.monotonic() - self._busy_since
-        completion = _completion(answer["choices"][0], open_, stops)
+        completion = _completion(answer["choices"][0], open_, stops, spans=self._says_versions)
         self._tokens[request.purpose] += len(completion.ids)
         return completion
 
@@ -320,11 +305,15 @@ class VllmEngine(RolloutEngine):
             busy_s=self._busy_s + (time.monotonic() - self._busy_since if running else 0.0),
         )
 
+    async def ended(self) -> None:
+        """Wait until the server has ended, and raise why."""
+        await self._server.ended()
+
     async def close(self) -> None:
         """End the server; what runs ends with an error."""
         if self._watching is not None:
             self._watching.cancel()
-        await self._server.close()
+        await self._server.close(why="it was told to")
 
     async def _watch(self) -> None:
         """End a server that makes no token while requests run."""
@@ -337,8 +326,8 @@ class VllmEngine(RolloutEngine):
             if not self._open or self._loading.locked() or made not in (seen, -1.0):
                 seen, since = made, time.monotonic()
             elif time.monotonic() - since > self._set.stall_s:
-                log.error("vLLM has made no token for %.0f s while %d requests run", self._set.stall_s, len(self._open))
-                await self._server.close()
+                why = f"it made no token for {self._set.stall_s:g} s while {len(self._open)} requests ran"
+                await self._server.close(why=why)
                 return
 
     async def _rpc(self, method: str, **arguments: Any) -> list[dict[str, Any]]:
@@ -367,19 +356,24 @@ def _asked(open_: _Open) -> dict[str, Any]:
     return {"request_id": open_.id, "token_ids": list(request.prompt_ids), "sampling_params": sampling}
 
 
-def _completion(choice: Mapping[str, Any], open_: _Open, stops: StopTexts | None) -> Completion:
-    """Return what vLLM made of a request, cut after the token that completes a stop text."""
-    ids = list(choice["token_ids"])
-    finish: Finish = {"stop": "stop", "length": "length"}.get(choice["finish_reason"], "aborted")  # type: ignore[assignment]
+def _completion(choice: Mapping[str, Any], open_: _Open, stops: StopTexts | None, *, spans: bool) -> Completion:
+    """Return what vLLM made of a request, cut after the token that completes a stop text.
+
+    spans: whether vLLM says which version made which token. Raises AsyncFlowError for an answer that is not whole.
+    """
+    ids, content = list(choice["token_ids"]), (choice.get("logprobs") or {}).get("content") or []
+    finish = _FINISHES.get(choice["finish_reason"])
+    if finish is None or len(content) < len(ids):
+        said = f"finish_reason {choice['finish_reason']!r}, {len(content)} log-probs of {len(ids)} tokens"
+        raise AsyncFlowError(f"vLLM's answer is not whole: {said}", where="rollout.engine")
     if stops is not None:
         ends = (end for end in range(1, len(ids) + 1) if stops.met(ids[:end]))
         if (end := next(ends, None)) is not None:
             ids, finish = ids[:end], "stop"
-    content = (choice.get("logprobs") or {}).get("content") or []
     return Completion(
         ids=np.array(ids, dtype=np.int32),
         logprobs=np.array([token["logprob"] for token in content[: len(ids)]], dtype=np.float32),
-        versions=_versions(len(ids), choice.get("weight_versions"), open_.marks),
+        versions=_versions(len(ids), choice.get("weight_versions") if spans else None, open_.marks),
         finish=finish,
     )
 

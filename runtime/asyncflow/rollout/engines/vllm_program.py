@@ -12,10 +12,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import msgspec
 
@@ -28,6 +29,47 @@ _PARSERS = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_
 _SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
 _PARSER_CLASSES = ("vllm.utils.argparse_utils", "vllm.utils")
 """Where these are in different versions of vLLM, newest first."""
+
+
+class VllmOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of the engine ``vllm``.
+
+    args: options of ``vllm serve``, by name with underscores, as the installed version knows them; start_s: seconds
+    that the server may take to answer; stall_s: seconds without a new token, while requests run, after which it counts
+    as stuck.
+    """
+
+    args: dict[str, Any] = {}
+    start_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
+    stall_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for an option of vLLM that the manifest says elsewhere."""
+        for name in self.args:
+            if instead := _SAID_ELSEWHERE.get(name.replace("-", "_")):
+                raise ValueError(f"args.{name}: {instead}")
+
+
+_OURS = "it is set by the engine"
+_ONE = "the devices of one engine are used by tensor parallelism"
+_SAID_ELSEWHERE: Mapping[str, str] = {
+    "model": "spec.model.source says it",
+    "tokenizer": "spec.model.source says it",
+    "dtype": "spec.rollout.engine.dtype says it",
+    "max_model_len": "spec.sampling.maxPromptTokens and maxTokens say it",
+    "max_num_seqs": "spec.rollout.engine.slots says it",
+    "tensor_parallel_size": "spec.rollout.accelerator.count says it",
+    "pipeline_parallel_size": _ONE,
+    "data_parallel_size": _ONE,
+    "config": "give the options themselves",
+    **dict.fromkeys(
+        ("uds", "host", "port", "api_key", "ssl_keyfile", "ssl_certfile", "load_format", "logprobs_mode",
+         "worker_extension_cls", "generation_config", "served_model_name", "skip_tokenizer_init",
+         "disable_log_stats", "disable_fastapi_docs"),
+        _OURS,
+    ),
+}  # fmt: skip
+"""Options of vLLM that ``args`` may not have, and what is to be said of them."""
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +96,7 @@ def main(settings: ServerSettings) -> None:
         sys.exit(REFUSED)
 
     try:
-        parser = _first(_PARSERS).make_arg_parser(_first(_PARSER_CLASSES).FlexibleArgumentParser())
+        parser = _first(_PARSERS).make_arg_parser(_first(_PARSER_CLASSES).FlexibleArgumentParser(allow_abbrev=False))
     except ImportError as error:
         refuse(f"vLLM cannot be imported: {error}")
     _check_platform(settings, refuse=refuse)
@@ -93,7 +135,7 @@ def _check_platform(settings: ServerSettings, *, refuse: Any) -> None:
         refuse(f"the installed vLLM computes on {platform.device_type or 'no device'}, not on {settings.device}")
     if not settings.deterministic:
         return
-    if settings.device == "cpu" or "VLLM_BATCH_INVARIANT" not in envs.environment_variables:
+    if settings.device != "cuda" or "VLLM_BATCH_INVARIANT" not in envs.environment_variables:
         refuse(f"the installed vLLM has no batch-invariant kernels for {settings.device}: deterministic cannot be kept")
 
 

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.25
 _END_S = 10.0
 _QUOTED = 500
+_LONGEST_FOLDER = 70
 _ALWAYS = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -51,7 +52,8 @@ class VllmServer:
         self.paths: frozenset[str] = frozenset()
         self._env = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **_ALWAYS, **env, leash.PARENT: str(os.getpid())}
         self._start_s = start_s
-        self._folder = Path(tempfile.mkdtemp(prefix="asyncflow-vllm-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="asyncflow-vllm-", dir=_short(tempfile.gettempdir())))
+        self._why = "its log above says why"
         self._process: asyncio.subprocess.Process | None = None
         self._session: aiohttp.ClientSession | None = None
         self._ended: asyncio.Task[int] | None = None
@@ -85,7 +87,7 @@ class VllmServer:
         self._ended = asyncio.create_task(self._process.wait(), name="vLLM server")
         self._session = aiohttp.ClientSession(
             "http://vllm",
-            connector=aiohttp.UnixConnector(path=str(socket), limit=0),
+            connector=aiohttp.UnixConnector(path=str(socket), limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None),
         )
         began = time.monotonic()
@@ -116,9 +118,7 @@ class VllmServer:
         if self._ended is not None and self._ended.done():
             assert self._process is not None
             raise PeerLost(
-                f"the vLLM server ended with status {self._process.returncode}",
-                where="rollout.engine",
-                hint="Its log above says why",
+                f"the vLLM server ended with status {self._process.returncode}: {self._why}", where="rollout.engine"
             )
 
     async def ended(self) -> None:
@@ -172,18 +172,21 @@ class VllmServer:
         await asyncio.wait([self._ended], timeout=1.0)
         self.check()
 
-    async def close(self) -> None:
-        """End the server: in order, then by force. Idempotent."""
+    async def close(self, *, why: str) -> None:
+        """End the server: in order, then by force. Idempotent. why: said to whoever still calls it."""
+        if self._process is not None and self._ended is not None and not self._ended.done():
+            self._why = why
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, number)
+                await asyncio.wait([self._ended], timeout=_END_S)
+                if self._ended.done():
+                    break
         if self._session is not None:
             await self._session.close()
-        if self._process is not None and self._ended is not None:
-            self._signal(signal.SIGTERM)
-            await asyncio.wait([self._ended], timeout=_END_S)
-            self._signal(signal.SIGKILL)
-            await asyncio.wait([self._ended])
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _signal(self, number: int) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+
+def _short(folder: str) -> str:
+    """Return ``folder``, or one whose sockets have names that a socket may have."""
+    return folder if len(folder) < _LONGEST_FOLDER else "/tmp"  # noqa: S108  mkdtemp makes a folder of its own there

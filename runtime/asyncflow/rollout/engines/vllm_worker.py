@@ -30,46 +30,44 @@ _SPARE = 1 << 30
 class Staging:
     """One version on its way into a worker.
 
-    where: ``host`` or ``device`` once it is known; error: why it cannot be staged; done: whether either is.
+    stream: of the device, None on a CPU; room: bytes that may be taken there. where: ``host`` or ``device`` once it is
+    known; error: why it cannot be staged; done: whether either is.
     """
 
-    def __init__(self, path: str, tensors: list[Placed], *, device: torch.device, alone: bool) -> None:
+    def __init__(self, path: str, placed: list[Placed], *, stream: torch.Stream | None, room: int) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.where = ""
         self.error = ""
-        self._mapped = _mapped(path)
-        self._stream: torch.Stream | None = None
-        self._thread = threading.Thread(target=self._stage, args=(tensors, device, alone), daemon=True)
-        self._thread.start()
+        self._stream = stream
+        self._room = room
+        threading.Thread(target=self._stage, args=(_mapped(path), placed), daemon=True).start()
 
     @property
     def done(self) -> bool:
         """Whether the tensors are here, or never will be."""
         return bool(self.where or self.error)
 
-    def _stage(self, placed: list[Placed], device: torch.device, alone: bool) -> None:
+    def _stage(self, memory: mmap.mmap, placed: list[Placed]) -> None:
         try:
-            tensors = {each["name"]: _tensor(self._mapped, each) for each in placed}
-            self.tensors, where = self._brought(tensors, device, alone=alone)
-        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+            self.tensors, where = self._brought({each["name"]: _tensor(memory, each) for each in placed})
+        except Exception as error:  # noqa: BLE001  told to whoever asks, who waits for it
             self.error = f"{type(error).__name__}: {error}"
         else:
             self.where = where
 
-    def _brought(
-        self, tensors: dict[str, Tensor], device: torch.device, *, alone: bool
-    ) -> tuple[dict[str, Tensor], str]:
-        """Bring ``tensors`` as near to the model as there is room. alone: no other worker shares this memory."""
-        if device.type == "cpu" or not alone:
+    def _brought(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
+        """Bring ``tensors`` beside the model where there is room for them, else into pinned memory of the host."""
+        if self._stream is None:
             return tensors, "host"
-        free, _ = torch.get_device_module(device).mem_get_info(device)
-        if sum(tensor.nbytes for tensor in tensors.values()) + _SPARE > free:
-            return {name: tensor.pin_memory() for name, tensor in tensors.items()}, "host"
-        stream = torch.Stream(device)
-        with stream:
-            staged = {name: tensor.to(device) for name, tensor in tensors.items()}
-        stream.synchronize()
-        return staged, "device"
+        try:
+            if sum(tensor.nbytes for tensor in tensors.values()) + _SPARE <= self._room:
+                with self._stream:
+                    staged = {name: tensor.to(self._stream.device) for name, tensor in tensors.items()}
+                self._stream.synchronize()
+                return staged, "device"
+        except torch.OutOfMemoryError:
+            pass  # another process has taken the memory meanwhile
+        return {name: tensor.pin_memory() for name, tensor in tensors.items()}, "host"
 
 
 class WeightsExtension:
@@ -78,11 +76,23 @@ class WeightsExtension:
     model_runner: Any
     device: torch.device
     _asyncflow_staging: Staging | None = None
+    _asyncflow_stream: torch.Stream | None = None
 
-    def asyncflow_stage(self, path: str, tensors: list[Placed]) -> dict[str, str]:
-        """Begin to stage ``tensors``, which lie in the file ``path``; returns at once."""
-        alone = self.model_runner.parallel_config.world_size == 1
-        self._asyncflow_staging = Staging(path, tensors, device=torch.device(self.device), alone=alone)
+    def asyncflow_stage(self, path: str, tensors: list[Placed], share: float) -> dict[str, str]:
+        """Begin to stage ``tensors``, which lie in the file ``path``; returns at once.
+
+        share: part of the device's memory that this process may use. Of an engine with several workers each reads its
+        part out of the memory that all of them map, at the swap.
+        """
+        self._asyncflow_staging = None
+        device, room = torch.device(self.device), 0
+        if device.type != "cpu" and self.model_runner.parallel_config.world_size == 1:
+            # Streams have memory of their own in torch's allocator, so all versions use one.
+            self._asyncflow_stream = self._asyncflow_stream or torch.Stream(device)
+            module = torch.get_device_module(device)
+            free, total = module.mem_get_info(device)
+            room = min(free, int(total * share) - module.memory_reserved(device))
+        self._asyncflow_staging = Staging(path, tensors, stream=self._asyncflow_stream, room=room)
         return {}
 
     def asyncflow_staged(self) -> dict[str, Any]:
@@ -93,16 +103,23 @@ class WeightsExtension:
         return {"done": staging.done, "where": staging.where, "error": staging.error}
 
     def asyncflow_swap(self) -> dict[str, Any]:
-        """Load the staged tensors. Return, by the ids of the requests that run, how many tokens each of them has."""
+        """Load the staged tensors.
+
+        Return ``tokens``, by the ids of the requests that run how many each of them has, None where that is not known.
+        """
         staging, self._asyncflow_staging = self._asyncflow_staging, None
         assert staging is not None
         with torch.inference_mode():
             self.model_runner.reload_weights(weights_iterator=iter(staging.tensors.items()))
             for layer in _packed_embeddings(self.model_runner.model):
                 layer.quant_method.process_weights_after_loading(layer)
+        del staging
         if torch.device(self.device).type != "cpu":
             torch.accelerator.synchronize(self.device)
-        return {"tokens": {name: len(request.output_token_ids) for name, request in self.model_runner.requests.items()}}
+            torch.accelerator.empty_cache()
+        requests = getattr(self.model_runner, "requests", None)
+        counts = None if requests is None else {name: len(each.output_token_ids) for name, each in requests.items()}
+        return {"tokens": counts}
 
 
 def _packed_embeddings(model: nn.Module) -> Iterator[nn.Module]:

@@ -53,7 +53,7 @@ from asyncflow.train.backends.torch_pieces import (
 from asyncflow.train.backends.torch_ranks import TensorGroup, collective, find_device
 from asyncflow.train.backends.torch_sharding import older, open_sharded
 from asyncflow.train.batch import MicroBatch
-from asyncflow.train.packing import Pack, pack_samples
+from asyncflow.train.packing import Pack, few_sizes_below, pack_samples
 from asyncflow.train.ranks import Group
 from asyncflow.train.settings import BackendSettings, TorchOptions, WeightsDtype
 from asyncflow.train.slice_files import unwritable
@@ -108,6 +108,8 @@ class TorchBackend(TrainerBackend):
     @collective()
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:
         """See the base class; the reference for the KL term is always θ_0, also after a resume."""
+        if self._device.type != "cpu":
+            torch.accelerator.set_device_index(self._device.index)  # of this thread
         self._ranks.meet()
         seen = np.array([checkpoint is not None])
         resumed = bool(self.group.gather(seen, what="who sees the checkpoint")[0, 0])
@@ -142,6 +144,10 @@ class TorchBackend(TrainerBackend):
             self._budget = PackBudget(tokens)
             try:
                 self._add(batch, version=None)
+            except torch.OutOfMemoryError as full:
+                if self.group.world > 1:
+                    raise self._does_not_fit(full) from full
+                raise
             finally:
                 self._forget_step()
 
@@ -152,7 +158,10 @@ class TorchBackend(TrainerBackend):
             reserved=sum(2 * piece.tensor.numel() for piece in self._pieces),
             longest=self.settings.longest or 1,
         )
+        if self._options.compile:
+            found = max(self.settings.longest or 1, few_sizes_below(found))
         self.slot_tokens = int(self.group.gather(np.array([found]), what="tokens of a micro-batch").min())
+        self.trained = 0
         self._budget = PackBudget(self.slot_tokens)
 
     def _open(self, folder: Path, *, first: bool, frozen: bool = False, lora: LoraSpec | None = None) -> LogprobModel:
@@ -175,7 +184,8 @@ class TorchBackend(TrainerBackend):
                 how=self._how,
             )
             if first:
-                read_first(folder, base_pieces(opened.model), group=self.group, ranks=self._ranks)
+                longest = self.settings.longest
+                read_first(folder, base_pieces(opened.model), longest=longest, group=self.group, ranks=self._ranks)
         if lora is not None:
             begin_adapters(opened.model, seed=self.settings.seed)
         return opened
@@ -193,6 +203,13 @@ class TorchBackend(TrainerBackend):
         """See the base class: the log-probs that ``old: recompute`` divides by, 0 where no gradient needs them."""
         if self.settings.loss.old != "recompute":
             return batch
+        try:
+            return self._recomputed(batch)
+        except torch.OutOfMemoryError as full:
+            self._make_packs_smaller(full)
+        return self._recomputed(batch)
+
+    def _recomputed(self, batch: MicroBatch) -> MicroBatch:
         logprobs = np.zeros(len(batch.responses.values), np.float32)
         active = np.flatnonzero(~self.settings.loss.silent(batch.advantages) & (batch.loss_lengths() > 0))
         for pack in self._in_step(self._packs(batch, active)):
@@ -209,9 +226,7 @@ class TorchBackend(TrainerBackend):
         try:
             self._add(batch, version=version)
         except torch.OutOfMemoryError as full:
-            if self.group.world > 1:
-                raise self._does_not_fit(full) from full
-            self._budget.halve(full)
+            self._make_packs_smaller(full)
         else:
             return
         # Not above, where the error's traceback still holds the tensors of the pass that failed.
@@ -222,6 +237,12 @@ class TorchBackend(TrainerBackend):
         self.trained = before
         for batch, version in again:
             self.micro_batch(batch, version=version)
+
+    def _make_packs_smaller(self, full: torch.OutOfMemoryError) -> None:
+        """Halve the budget of packs. Raises ManifestError where it was halved before, or in a gang."""
+        if self.group.world > 1:
+            raise self._does_not_fit(full) from full
+        self._budget.halve(full)
 
     def _does_not_fit(self, full: torch.OutOfMemoryError) -> ManifestError:
         """Return the error of a rank that cannot compute the step again by itself, since the others would not."""
@@ -404,10 +425,11 @@ class TorchBackend(TrainerBackend):
                 yield piece.name, array
                 continue
             mine = np.zeros(piece.box.extent, rounded_to) if array is None else array
-            # Collectives know no uint16.
-            bits = torch.from_numpy(mine.view(np.int16) if mine.dtype == np.uint16 else mine).to(self._device)
-            yield piece.name, self._ranks.whole(bits, piece.shape).cpu().numpy().view(mine.dtype)
+            held = torch.from_numpy(mine).to(self._device)
+            held = held.view(torch.bfloat16) if mine.dtype == np.uint16 else held
+            yield piece.name, as_array(self._ranks.whole(held, piece.shape).cpu())
 
+    @collective()
     def probe(self) -> Probe:
         """See the base class; computed as a step is, at temperature 1."""
         config = self._model.config

@@ -86,8 +86,10 @@ def fill(pieces: Iterable[Piece], read: Read | None, *, group: Group, ranks: Ten
         piece.tensor.copy_(whole[within(piece.box, Box.whole(piece.shape))])
 
 
-def read_first(folder: Path, pieces: Sequence[Piece], *, group: Group, ranks: TensorGroup) -> None:
-    """Fill ``pieces`` with the weights of a model folder; collective.
+def read_first(
+    folder: Path, pieces: Sequence[Piece], *, longest: int | None = None, group: Group, ranks: TensorGroup
+) -> None:
+    """Fill ``pieces`` with the weights of a model folder; collective. longest: as for ``open_model``.
 
     From its safetensors files, where they hold the tensors as the model has them and are the same on all ranks; else
     rank 0 has transformers open the model, and sends them. Raises ManifestError where that fails.
@@ -102,7 +104,7 @@ def read_first(folder: Path, pieces: Sequence[Piece], *, group: Group, ranks: Te
         if misfit(pieces, files) is None:
             read, mark = files.read, files.mark()
         elif group.rank == 0:
-            read = _of_model(open_model(folder, weights=True, device=torch.device("cpu")))
+            read = _of_model(open_model(folder, weights=True, device=torch.device("cpu"), longest=longest))
     if (group.gather(np.array([mark]), what="which weights the ranks see") != mark).any() and group.rank > 0:
         read = None
     fill(pieces, read, group=group, ranks=ranks)

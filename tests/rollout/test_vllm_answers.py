@@ -1,0 +1,67 @@
+"""What the engine vllm makes of a server's answers, and what it refuses before there is one."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncflow.errors import AsyncFlowError, ManifestError
+from asyncflow.identity import SampleKey, Version
+from asyncflow.plugins import read_options
+from asyncflow.rollout.engines.base import GenerationRequest
+from asyncflow.rollout.engines.stopping import StopTexts
+from asyncflow.rollout.engines.vllm import _completion, _Open, _versions
+from asyncflow.rollout.engines.vllm_program import VllmOptions
+
+V1, V2, V3 = (Version(0, step) for step in (1, 2, 3))
+
+
+def request_begun(version: Version) -> _Open:
+    return _Open(GenerationRequest(key=SampleKey(1, 0), prompt_ids=(1, 2), max_tokens=8), version)
+
+
+def answer(ids, *, finish="stop", **more):
+    return {
+        "token_ids": ids,
+        "finish_reason": finish,
+        "logprobs": {"content": [{"logprob": -0.5 * id_} for id_ in ids]},
+        **more,
+    }
+
+
+def test_tokens_have_the_version_that_was_loaded_when_they_were_made() -> None:
+    begun = request_begun(V1)
+    begun.mark(2, V2)
+    begun.mark(2, V3)
+    assert _versions(4, None, begun.marks).tolist() == [V1.packed, V1.packed, V3.packed, V3.packed]
+    begun.mark(0, V2)
+    assert _versions(2, None, begun.marks).tolist() == [V2.packed] * 2
+
+
+def test_what_vllm_says_of_versions_counts_only_where_it_was_told_them() -> None:
+    begun = request_begun(V1)
+    spans = [{"version": str(V1.packed), "start": 0, "end": 1}, {"version": str(V2.packed), "start": 1, "end": 3}]
+    said = answer([3, 4, 5], weight_versions=spans)
+    assert _completion(said, begun, None, spans=True).versions.tolist() == [V1.packed, V2.packed, V2.packed]
+    untold = answer([3, 4, 5], weight_versions=[{"version": "default", "start": 0, "end": 3}])
+    assert set(_completion(untold, begun, None, spans=False).versions.tolist()) == {V1.packed}
+
+
+def test_a_response_ends_with_the_token_that_completes_a_stop_text() -> None:
+    stops = StopTexts(["c"], decode=lambda ids: "".join(chr(96 + id_) for id_ in ids))
+    cut = _completion(answer([1, 2, 3, 4], finish="length"), request_begun(V1), stops, spans=False)
+    assert (cut.ids.tolist(), cut.finish) == ([1, 2, 3], "stop")
+    assert cut.logprobs.tolist() == [-0.5, -1.0, -1.5]
+    assert _completion(answer([1, 2], finish="length"), request_begun(V1), stops, spans=False).finish == "length"
+    assert _completion(answer([1, 2], finish="abort"), request_begun(V1), stops, spans=False).finish == "aborted"
+
+
+@pytest.mark.parametrize("broken", [{"finish": "error"}, {"finish": "stop", "logprobs": {"content": []}}])
+def test_an_answer_that_is_not_whole_is_an_error_and_not_a_short_response(broken) -> None:
+    with pytest.raises(AsyncFlowError, match="is not whole"):
+        _completion(answer([1, 2], **broken), request_begun(V1), None, spans=False)
+
+
+@pytest.mark.parametrize("name", ["model", "max-num-seqs", "config", "disable_log_stats", "data_parallel_size"])
+def test_options_that_the_manifest_says_elsewhere_are_refused(name) -> None:
+    with pytest.raises(ManifestError, match=f"args.{name}"):
+        read_options({"args": {name: 1}}, VllmOptions, where="here")
