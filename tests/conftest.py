@@ -10,8 +10,9 @@ from xdist.scheduler import LoadScopeScheduling
 
 from kube.build import BuildError, binary
 
-TOGETHER = ("tests/cluster/", "tests/rollout/test_engine_vllm.py")
-"""Tests that one worker runs, which then has the one control plane of each kind, or the one vLLM server."""
+TOGETHER = ("tests/cluster/", "tests/rollout/test_engine_vllm.py", "tests/train/test_sharding.py")
+"""Tests that one worker runs, which then has the one control plane of each kind, the one vLLM server, or
+the one gang."""
 BINARIES = {
     "plane": ("etcd", "kube-apiserver", "kubectl", "controller-gen"),
     "kwok_plane": ("kube-controller-manager", "kwok", "controller-gen"),

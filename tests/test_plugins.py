@@ -22,7 +22,7 @@ class Options(msgspec.Struct, frozen=True):
 
 
 def test_what_is_installed_is_found_by_its_name() -> None:
-    assert installed(ENGINES) == ["simulated", "transformers"]
+    assert installed(ENGINES) == ["simulated", "transformers", "vllm"]
     made = load_plugin(ENGINES, "simulated", kind=RolloutEngine, where="here")
     assert made.__name__ == "SimulatedEngine"
 

@@ -19,7 +19,7 @@ def test_the_operator_is_run_by_its_entry_point() -> None:
 
 def test_the_runtime_has_its_extras_and_no_entry_point() -> None:
     read = dockerfile.read(ROOT / "images" / "runtime-cpu" / "Dockerfile")
-    assert read.extras == ("torch", "gym", "math", "data", "mooncake", "redis")
+    assert read.extras == ("torch", "lora", "gym", "math", "data", "mooncake", "redis")
     assert read.packages == ("libcurl4", "libibverbs1", "libnuma1", "redis-server")
     assert read.config["Entrypoint"] == []
     assert "HOME=/tmp" in read.config["Env"]

@@ -20,7 +20,8 @@ from asyncflow.errors import ManifestError, PeerLost
 from asyncflow.identity import SampleKey, Version
 from asyncflow.models.tiny import write_config
 from asyncflow.rollout.engines import open_engine
-from asyncflow.rollout.engines.base import Devices, GenerationRequest
+from asyncflow.rollout.engines.base import GenerationRequest
+from asyncflow.rollout.engines.vllm_program import REFUSED
 
 from .conftest import random_weights
 
@@ -221,17 +222,39 @@ async def test_a_server_that_is_killed_ends_what_runs_with_an_error(engine, weig
     assert time.monotonic() - began < 5
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"options": {"args": {"max_num_sequences": 4}}}, "no option max_num_sequences"),
-        ({"options": {"args": {"logprobs_mod": "raw_logprobs"}}}, "no option logprobs_mod"),
-        ({"devices": Devices(kind="cuda")}, "computes on cpu, not on cuda"),
-        ({"deterministic": True}, "no batch-invariant kernels"),
-    ],
-)
-async def test_what_the_installed_vllm_cannot_do_is_refused_in_words(folder, settings, said):
-    engine = open_engine("vllm", folder=folder, slots=2, max_length=64, **settings)
-    with pytest.raises(ManifestError, match=said):
+REFUSALS = """
+    import json, sys
+    from pathlib import Path
+    from asyncflow.rollout.engines.vllm_program import ServerSettings, main
+
+    usual = {"required": {"model": sys.argv[1], "max_num_seqs": 2}, "wished": {}, "given": {}, "device": "cpu"}
+    for wrong in json.loads(sys.argv[2]):
+        refusal = Path(sys.argv[1], "refusal")
+        try:
+            main(ServerSettings(**{**usual, **wrong}, deterministic=False, refusal=str(refusal)))
+        except SystemExit as end:
+            print(json.dumps([end.code, refusal.read_text()]))
+"""
+
+
+async def test_what_the_installed_vllm_cannot_do_is_refused_in_words(folder):
+    wrongs = [
+        {"given": {"max_num_sequences": 4}},
+        {"given": {"logprobs_mod": "raw_logprobs"}},
+        {"given": {"block_size": "wide"}},
+        {"device": "cuda"},
+    ]
+    command = [sys.executable, "-c", textwrap.dedent(REFUSALS), str(folder), json.dumps(wrongs)]
+    program = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    said, _ = await program.communicate()
+    found = [json.loads(line) for line in said.splitlines() if line.startswith(b"[")]
+    assert [code for code, _ in found] == [REFUSED] * len(wrongs)
+    words = ["no option max_num_sequences", "no option logprobs_mod", "block-size", "computes on cpu, not on cuda"]
+    assert [part for part, (_, why) in zip(words, found, strict=True) if part not in why] == []
+
+
+async def test_a_server_that_refuses_its_options_is_one_error(folder):
+    engine = open_engine("vllm", folder=folder, slots=2, max_length=64, deterministic=True)
+    with pytest.raises(ManifestError, match="no batch-invariant kernels"):
         await engine.start()
     await engine.close()

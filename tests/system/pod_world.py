@@ -23,7 +23,7 @@ from typing import Any
 from asyncflow.api.load import load, to_yaml
 from asyncflow.api.names import HOST_ENV, HTTP_PORT, KEY_FILE_ENV, TOKEN_FILE_ENV
 from asyncflow.net.keys import Keys
-from asyncflow.plan.roles import Role
+from asyncflow.plan.roles import DISRUPTED, Role
 from asyncflow.substrates.local.ports import PortReservation
 
 TOLD_TO_END = 128 + signal.SIGTERM
@@ -103,6 +103,7 @@ class Pods:
         deadline = time.monotonic() + within_s
         while not _try(happened):
             assert time.monotonic() < deadline, f"{what} did not come within {within_s} s\n{self.logs()}"
+            self._begin_again()
             time.sleep(0.05)
 
     def status(self) -> dict[str, Any]:
@@ -120,6 +121,10 @@ class Pods:
         """Wait until the leader has ended and the others with it; give all exit statuses."""
         deadline = time.monotonic() + within_s
         order = sorted(self.pods.values(), key=lambda pod: pod.role.name != self.leader)
+        first = order[0].process
+        while first is not None and first.poll() is None and time.monotonic() < deadline:
+            self._begin_again()
+            time.sleep(0.05)
         try:
             return {
                 f"{pod.role.name}-{pod.index}": pod.process.wait(max(0.1, deadline - time.monotonic()))
@@ -128,6 +133,14 @@ class Pods:
             }
         except subprocess.TimeoutExpired as late:
             raise AssertionError(f"{late}\n{self.logs()}") from late
+
+    def _begin_again(self) -> None:
+        """Begin the next attempt of the trainer where a rank has lost samples with a storage unit, as substrates do."""
+        gang = {name: pod.process for name, pod in self.pods.items() if pod.role.name == "trainer"}
+        if any(process is not None and process.poll() == DISRUPTED for process in gang.values()):
+            for name in gang:
+                self.pods[name].end(signal.SIGKILL, within_s=10)
+            self.start(*gang)
 
     def logs(self) -> str:
         return "\n".join(f"== {name}\n{pod.log.read_text()[-3000:]}" for name, pod in self.pods.items())

@@ -88,6 +88,9 @@ def shards(group: HostGroup) -> dict[str, Any]:
     group.gather(np.zeros(1), what="what was saved")
     keep("after 3")
     older = {name: copy_of(given) for name, given in backend.tensors()}
+    found["probe"] = backend.probe().logprobs
+    rounded = backend.whole(dict(backend.tensors(dtype="bfloat16")))
+    found |= {f"rounded/{name}": array.copy() for name, array in rounded}
     train_share(backend, 4, 5)
     keep("straight")
     backend.measure(aged_samples() if RANK == 0 else MicroBatch.empty(), weights=older)

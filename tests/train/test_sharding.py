@@ -63,6 +63,8 @@ def one(folder: Path) -> Found:
     (folder / "shared-1").mkdir()
     backend.save(folder / "shared-1")
     older = weights(backend)
+    found["probe"] = backend.probe().logprobs
+    found["rounded"] = {name: array.copy() for name, array in backend.tensors(dtype="bfloat16")}
     train_share(backend, 4, 5)
     found["straight"] = weights(backend)
     backend.measure(aged_samples(), weights=older)
@@ -103,6 +105,17 @@ def assert_same_bits(got: Found, expected: Found) -> None:
 def test_weights_after_five_steps_are_those_of_one_rank(gangs: Any, one: Found, world: int) -> None:
     for rank in gangs[world]:
         assert_close(of(rank, "straight"), one["straight"], within=1e-6)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_probe_and_the_rounded_weights_are_those_of_one_rank(gangs: Any, one: Found, world: int) -> None:
+    for rank in gangs[world]:
+        np.testing.assert_allclose(rank["probe"], one["probe"], atol=1e-5)
+        rounded = of(rank, "rounded")
+        assert rounded.keys() == one["rounded"].keys()
+        for name, bits in one["rounded"].items():
+            assert rounded[name].dtype == np.uint16
+            assert np.mean(rounded[name] != bits) < 0.01, name
 
 
 @pytest.mark.parametrize("world", WORLDS)
