@@ -3,7 +3,7 @@
 import pytest
 
 from asyncflow.api.job import RLJob
-from asyncflow.roles.trainer import backend_settings
+from asyncflow.roles.backend import backend_settings
 
 
 def job(**spec: object) -> RLJob:

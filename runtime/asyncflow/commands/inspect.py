@@ -105,7 +105,7 @@ def crds(directory: Path, *, check: bool) -> int:
 def export_model(run: Path, directory: Path, *, step: str, job: Path | None) -> None:
     """Make a Hugging Face folder of a checkpoint of a run. Raises ManifestError, CheckpointError."""
     from asyncflow.api.load import load_job
-    from asyncflow.roles.trainer import export_checkpoint
+    from asyncflow.roles.backend import export_checkpoint
     from asyncflow.substrates.local.folder import JOB
 
     if step not in ("newest", "best") and not step.isdecimal():

@@ -1,0 +1,126 @@
+"""The trainer's back end of a job: what it is told, and its weights as a Hugging Face folder.
+
+Two use it: the trainer's role, and ``asyncflow model export``, which opens the same back end for a checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+from asyncflow.algorithms.aggregation import Aggregation
+from asyncflow.algorithms.grpo import GrpoLoss
+from asyncflow.algorithms.losses import Clip
+from asyncflow.api.accelerators import PROFILES
+from asyncflow.api.job import RLJobSpec
+from asyncflow.errors import ManifestError
+from asyncflow.models.export import export_folder
+from asyncflow.models.lora import export_adapters
+from asyncflow.models.source import ModelSource, materialize_config, materialize_weights
+from asyncflow.plugins import load_plugin
+from asyncflow.train.backends.base import TrainerBackend
+from asyncflow.train.best import find_checkpoint
+from asyncflow.train.checkpoint import Checkpoints
+from asyncflow.train.ranks import Alone
+from asyncflow.train.settings import BackendSettings, OptimizerSettings
+
+
+def kind_of_backend(spec: RLJobSpec, *, device: str) -> type[TrainerBackend]:
+    """Import the backend: seconds in which no heartbeat leaves, so before there is any.
+
+    On an NPU torch_npu comes first, because transformers imports it too, and would not say what it lacks.
+    """
+    if device == "npu":
+        import_module("asyncflow.train.backends.torch_npu").load_npu()
+    where = "spec.trainer.backend.name"
+    return load_plugin("asyncflow.trainer_backends", spec.trainer.backend.name, kind=TrainerBackend, where=where)
+
+
+def backend_settings(spec: RLJobSpec, *, host: str, local_rank: int = 0) -> BackendSettings:
+    """Return what the backend of a rank that others reach at ``host`` has to know of the job."""
+    algorithm, backend = spec.algorithm, spec.trainer.backend
+    return BackendSettings(
+        optimizer=OptimizerSettings(
+            learning_rate=algorithm.learning_rate,
+            steps=algorithm.steps,
+            warmup_steps=algorithm.warmup_steps,
+            curve=algorithm.learning_rate_curve,
+            final_fraction=algorithm.final_learning_rate / algorithm.learning_rate,
+            betas=(algorithm.betas[0], algorithm.betas[1]),
+            epsilon=algorithm.epsilon,
+            weight_decay=algorithm.weight_decay,
+            max_grad_norm=algorithm.max_grad_norm,
+        ),
+        loss=GrpoLoss(
+            clip=Clip(low=algorithm.clip.low, high=algorithm.clip.high, dual=algorithm.clip.dual),
+            aggregation=Aggregation(name=algorithm.aggregation, horizon=spec.sampling.max_tokens),
+            old="recompute" if algorithm.old == "recompute" else "behaviour",
+            kl=algorithm.kl.coefficient,
+            kl_name=algorithm.kl.estimator,
+            entropy=algorithm.entropy,
+        ),
+        lora=spec.trainer.lora,
+        temperature=spec.sampling.temperature,
+        compute="bfloat16" if backend.precision == "bf16" else "float32",
+        layout=backend.packing,
+        pack_tokens=backend.tokens_per_micro_batch,
+        longest=spec.longest,
+        threads=spec.trainer.threads,
+        group_size=algorithm.group_size,
+        seed=algorithm.seed,
+        device=PROFILES[spec.trainer.accelerator.profile].device,
+        share=spec.trainer.accelerator.share,
+        local_rank=local_rank,
+        host=host,
+        deterministic=spec.schedule.deterministic,
+        options=backend.options,
+    )
+
+
+def export_checkpoint(spec: RLJobSpec, *, run: Path, step: str, target: Path) -> int:
+    """Write the weights of a checkpoint in the folder ``run`` as a Hugging Face folder; return its step.
+
+    step: ``newest``, ``best``, or a number; 0 is the model that the run began with. All is done on the CPU, by one
+    rank. Raises CheckpointError where there is no such checkpoint or it is damaged, ManifestError where ``target``
+    exists or the back end trains no model.
+    """
+    if target.exists():
+        raise ManifestError("is there already", where=str(target), hint="Give a folder that does not exist")
+    kind = kind_of_backend(spec, device="cpu")
+    checkpoints = Checkpoints(run / "checkpoints")
+    chosen, checkpoint = find_checkpoint(checkpoints, step)
+    if checkpoint is not None:
+        checkpoint.verify()
+    settings = backend_settings(spec, host="127.0.0.1")
+    options = {name: value for name, value in settings.options.items() if name != "compile"}
+    without_reference = replace(settings.loss, kl=0.0)
+    settings = replace(settings, loss=without_reference, device="cpu", share=1.0, options=options)
+    backend = kind(settings, group=Alone())
+    if not backend.of_model:
+        name = spec.trainer.backend.name
+        raise ManifestError(f"the back end {name} trains no model", where=str(run), hint="There is nothing to export")
+    model = materialize_config(spec.model.source, run)
+    if checkpoint is None or backend.settings.needs_initial_weights:
+        materialize_weights(spec.model.source, model)
+    backend.load(model, checkpoint=checkpoint.folder if checkpoint is not None else None)
+    export_weights(spec, backend, model, run=run, target=target)
+    backend.close()
+    return chosen
+
+
+def export_weights(spec: RLJobSpec, backend: TrainerBackend, model: Path, *, run: Path, target: Path) -> None:
+    """Write the trained weights of all ranks, by rank 0: a model, or adapters with the name of their model; collective.
+
+    run: the role's folder, from which the model's source is resolved; model: the model's folder.
+    """
+    first, whole = backend.group.rank == 0, backend.whole(dict(backend.tensors()))
+    weights = {name: array for name, array in whole if first}
+    if not first:
+        return
+    if spec.trainer.lora is None:
+        export_folder(weights, model, target)
+        return
+    source = ModelSource.resolve(spec.model.source, run)
+    base = source.name if source.kind == "hf" else str(model.absolute())
+    export_adapters(weights, spec.trainer.lora, base=base, target=target)
