@@ -8,7 +8,8 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -126,47 +127,46 @@ def rounds_of(group: HostGroup) -> int:
     return done
 
 
-@pytest.mark.parametrize("seed", range(12))
-async def test_whenever_ranks_leave_all_have_had_the_same_rounds(seed: int) -> None:
-    world, rng, loop = 3, random.Random(seed), asyncio.get_running_loop()
-    server = RpcServer(name="trainer-0")
+@asynccontextmanager
+async def gathering_ranks(world: int) -> AsyncIterator[tuple[list[HostGroup], list[asyncio.Task[int]]]]:
+    """Ranks that gather until somebody leaves."""
+    loop, server = asyncio.get_running_loop(), RpcServer(name="trainer-0")
     GatherService(attempt=0, world=world).attach(server)
     address = await server.start()
     groups = [HostGroup(rank=rank, world=world, attempt=0, leader=lambda: address, loop=loop) for rank in range(world)]
-    rounds = [asyncio.create_task(asyncio.to_thread(rounds_of, group)) for group in groups]
-    for group in rng.sample(groups, rng.randint(1, world)):
-        await asyncio.sleep(rng.uniform(0.0, 0.03))
-        group.leave()
-    assert len({await done for done in rounds}) == 1
+    yield groups, [asyncio.create_task(asyncio.to_thread(rounds_of, group)) for group in groups]
     for group in groups:
         await group.close()
     await server.close()
 
 
+@pytest.mark.parametrize("seed", range(12))
+async def test_whenever_ranks_leave_all_have_had_the_same_rounds(seed: int) -> None:
+    rng = random.Random(seed)
+    async with gathering_ranks(3) as (groups, rounds):
+        for group in rng.sample(groups, rng.randint(1, 3)):
+            await asyncio.sleep(rng.uniform(0.0, 0.03))
+            group.leave()
+        assert len({await done for done in rounds}) == 1
+
+
 @pytest.mark.parametrize("seed", range(4))
 async def test_ranks_that_have_left_gather_again_once_they_regroup(seed: int) -> None:
-    world, rng, loop = 3, random.Random(seed), asyncio.get_running_loop()
-    server = RpcServer(name="trainer-0")
-    GatherService(attempt=0, world=world).attach(server)
-    address = await server.start()
-    groups = [HostGroup(rank=rank, world=world, attempt=0, leader=lambda: address, loop=loop) for rank in range(world)]
-    rounds = [asyncio.create_task(asyncio.to_thread(rounds_of, group)) for group in groups]
-    await asyncio.sleep(rng.uniform(0.0, 0.03))
-    rng.choice(groups).leave()
-    for done in rounds:
-        await done
+    rng = random.Random(seed)
 
     def part(group: HostGroup) -> list[list[int]]:
         group.regroup(patience_s=10)
         return [group.gather(np.array([group.rank, n]), what="the last words")[:, 0].tolist() for n in range(5)]
 
-    assert [await group.left() for group in groups] == [True] * world
-    for group in groups:
-        group.leave()
-    assert await asyncio.gather(*(asyncio.to_thread(part, group) for group in groups)) == [[[0, 1, 2]] * 5] * world
-    for group in groups:
-        await group.close()
-    await server.close()
+    async with gathering_ranks(3) as (groups, rounds):
+        await asyncio.sleep(rng.uniform(0.0, 0.03))
+        rng.choice(groups).leave()
+        for done in rounds:
+            await done
+        assert [await group.left() for group in groups] == [True] * 3
+        for group in groups:
+            group.leave()
+        assert await asyncio.gather(*(asyncio.to_thread(part, group) for group in groups)) == [[[0, 1, 2]] * 5] * 3
 
 
 async def test_ranks_that_regroup_do_not_wait_long_for_one_that_is_dead() -> None:

@@ -223,7 +223,7 @@ class RolloutWorker:
         self._proved = Proved(probe, gap)
 
     async def _stage(self) -> None:
-        """Have the engine prepare each version that is complete here, while it generates with the one before."""
+        """Prepare each version that is complete here in the engine, while it generates with the one before."""
         while True:
             staged = self._receiver.staged
             if staged is not None and self._engine.version is not None:

@@ -282,7 +282,7 @@ def _read(path: Path) -> Checkpoint:
 
 
 def _stored(draft: Path, folder: Path, handled: Callable[[int], None]) -> list[StoredFile]:
-    """Have everything in ``folder`` on disk but what other ranks write there; return its files by paths in ``draft``.
+    """Sync everything in ``folder`` but what other ranks write there; return its files by paths in ``draft``.
 
     handled: told of bytes that were synced or read.
     """

@@ -171,14 +171,18 @@ def pack_samples(
 
 def few_sizes(tokens: int) -> int:
     """Return the next size from ``tokens`` on: four in each octave, so that at most a quarter is filled up."""
-    step = 1 << max(0, tokens.bit_length() - 3)
+    step = _quarter_octave(tokens)
     return -(-tokens // step) * step
 
 
 def few_sizes_below(tokens: int) -> int:
-    """Return the largest of these sizes that is not above ``tokens``."""
-    step = 1 << max(0, tokens.bit_length() - 3)
+    """Return the largest size of ``few_sizes`` that is not above ``tokens``."""
+    step = _quarter_octave(tokens)
     return tokens // step * step
+
+
+def _quarter_octave(tokens: int) -> int:
+    return 1 << max(0, tokens.bit_length() - 3)
 
 
 def _documents(

@@ -88,7 +88,7 @@ def gather_bytes(group: Group, content: bytes, *, what: str) -> list[bytes]:
 
 @contextlib.contextmanager
 def jointly(group: Group, *, what: str) -> Iterator[None]:
-    """Have an AsyncFlowError of any rank in this block raised on every rank: that of the lowest rank that has one.
+    """Raise on every rank the AsyncFlowError of any rank in this block: that of the lowest rank that has one.
 
     All ranks enter the block at the same point; collectives do not belong into it.
     """

@@ -125,7 +125,6 @@ class Trainer:
         self._tally = Tally()
         self._aged: dict[int, list[MicroBatch]] = {}
         self._unmeasured = False
-        self._probe: Probe | None = None
         self._samples = 0
         self._committed = 0
         self._saving = False
@@ -234,8 +233,7 @@ class Trainer:
         published = self._settings.schedule.publishes(step)
         with self.busy("optimizer"):
             tally, metrics = await self._compute(self._optimize, step, totals)
-            if published:
-                self._probe = await self._compute(self._backend.probe)
+            probe = await self._compute(self._backend.probe) if published else None
         self.step, self._updating, self._moved = step, False, False
         if self._leaving.is_set():
             self._group.leave()
@@ -245,7 +243,7 @@ class Trainer:
             what=f"telling the queue that step {step} is done",
         )
         if published:
-            await self._publish(step, self._weights)
+            await self._publish(step, partial(self._weights, probe))
         if self._group.rank == 0:
             report = self._describe(tally, metrics, published=published)
             await self._persist(lambda: self._report(report), what=f"reporting step {step}")
@@ -275,8 +273,8 @@ class Trainer:
             read = partial(Publication.read, checkpoint, step, group=self._group, shared=self._checkpoints.shared)
             await self._publish(step, read)
         await self._compute(self._group.gather, np.zeros(1), what="the ranks that begin")
-        self._probe = await self._compute(self._backend.probe)
-        await self._publish(self.step, self._weights)
+        probe = await self._compute(self._backend.probe)
+        await self._publish(self.step, partial(self._weights, probe))
         await self._unless_leaving(self._publication.announced())
         self._since = (clock.now(), self._clock())
         self._publication.began_at = self.step
@@ -370,9 +368,9 @@ class Trainer:
         with self.waits("publish"):
             await self._unless_leaving(self._publication.begin(step, weights))
 
-    def _weights(self) -> Tensors:
-        probe = self._probe.tensors if self._probe is not None and self._group.rank == 0 else {}
-        return {**dict(self._backend.tensors(dtype=self._settings.published)), **probe}
+    def _weights(self, probe: Probe | None) -> Tensors:
+        beside = probe.tensors if probe is not None and self._group.rank == 0 else {}
+        return {**dict(self._backend.tensors(dtype=self._settings.published)), **beside}
 
     async def _attend(self) -> None:
         """Obey the driver: between micro-batches, when the weights are those of the last completed step."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from asyncflow.errors import ManifestError, NotYetError
 from asyncflow.identity import SampleKey, Version
-from asyncflow.rollout.engines.stopping import Decode
+from asyncflow.rollout.engines.stopping import Decode, StopTexts
 
 Finish = Literal["stop", "length", "aborted"]
 OPTIONS = "spec.rollout.engine.options"
@@ -154,6 +154,14 @@ class RolloutEngine(ABC):
         self.decode = decode
         self.devices = devices or Devices()
         self.deterministic = deterministic
+
+    def stops_of(self, request: GenerationRequest) -> StopTexts | None:
+        """Return what finds the end of this response in its text, None where no text ends it. Raises ManifestError."""
+        if not request.stop_texts:
+            return None
+        if self.decode is None:
+            raise ManifestError("stop texts need a tokenizer", where=type(self).__name__, hint="Open it with decode")
+        return StopTexts(request.stop_texts, decode=self.decode)
 
     @abstractmethod
     async def start(self) -> None:

@@ -26,7 +26,6 @@ from asyncflow.plugins import NoOptions, read_options
 from asyncflow.rollout.engines.base import OPTIONS, Completion, EngineStats, GenerationRequest, RolloutEngine
 from asyncflow.rollout.engines.batch import Batch, Sequence
 from asyncflow.rollout.engines.model import CausalModel
-from asyncflow.rollout.engines.stopping import StopTexts
 
 _JOIN_S = 30.0
 _SWITCH_S = 0.001
@@ -82,7 +81,7 @@ class TransformersEngine(RolloutEngine):
     async def generate(self, request: GenerationRequest) -> Completion:
         """Generate one response; cancelling frees its slot at the next step."""
         request.check(max_length=self.max_length)
-        sequence = Sequence(request, stops=self._stops(request))
+        sequence = Sequence(request, stops=self.stops_of(request))
         done: Future[Completion] = Future()
         with self._wake:
             self._check_alive()
@@ -95,13 +94,6 @@ class TransformersEngine(RolloutEngine):
             return await asyncio.wrap_future(done)
         finally:
             sequence.aborted = True
-
-    def _stops(self, request: GenerationRequest) -> StopTexts | None:
-        if not request.stop_texts:
-            return None
-        if self.decode is None:
-            raise ManifestError("stop texts need a tokenizer", where="engine transformers", hint="Open it with decode")
-        return StopTexts(request.stop_texts, decode=self.decode)
 
     async def abort(self, keys: Iterable[SampleKey], *, purpose: str = "train") -> None:
         """End these sequences at the next step."""

@@ -68,7 +68,7 @@ class _Open:
         self.marks: list[tuple[int, int]] = [(0, version.packed)]
 
     def mark(self, tokens: int, version: Version) -> None:
-        """Have the tokens from number ``tokens`` on be of ``version``."""
+        """Note that ``version`` makes the tokens from number ``tokens`` on."""
         self.marks = [mark for mark in self.marks if mark[0] < tokens] + [(tokens, version.packed)]
 
 
@@ -249,7 +249,7 @@ class VllmEngine(RolloutEngine):
         request.check(max_length=self.max_length)
         if self.version is None:
             raise Refused("no weights were loaded yet", where="generate")
-        stops = self._stops(request)
+        stops = self.stops_of(request)
         open_ = _Open(request, self.version)
         if not self._open:
             self._busy_since = time.monotonic()
@@ -263,13 +263,6 @@ class VllmEngine(RolloutEngine):
         completion = _completion(answer["choices"][0], open_, stops, spans=self._says_versions)
         self._tokens[request.purpose] += len(completion.ids)
         return completion
-
-    def _stops(self, request: GenerationRequest) -> StopTexts | None:
-        if not request.stop_texts:
-            return None
-        if self.decode is None:
-            raise ManifestError("stop texts need a tokenizer", where="engine vllm", hint="Open it with decode")
-        return StopTexts(request.stop_texts, decode=self.decode)
 
     async def abort(self, keys: Iterable[SampleKey], *, purpose: str = "train") -> None:
         """End these sequences: vLLM answers with what there is."""
@@ -320,10 +313,13 @@ class VllmEngine(RolloutEngine):
         seen, since = -1.0, time.monotonic()
         while True:
             await asyncio.sleep(_WATCH_S)
+            if not self._open or self._loading.locked():
+                seen, since = -1.0, time.monotonic()
+                continue
             made = -1.0
             with suppress(AsyncFlowError):
                 made = _progress(await self.metrics())
-            if not self._open or self._loading.locked() or made not in (seen, -1.0):
+            if made not in (seen, -1.0):
                 seen, since = made, time.monotonic()
             elif time.monotonic() - since > self._set.stall_s:
                 why = f"it made no token for {self._set.stall_s:g} s while {len(self._open)} requests ran"

@@ -73,7 +73,7 @@ _SAID_ELSEWHERE: Mapping[str, str] = {
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server shall be.
+    """The settings of a server.
 
     required: options of vLLM, by name with underscores; wished: those that are left out where vLLM does not know them;
     given: those of the manifest; device: torch's name of the kind of device; deterministic: batch-invariant kernels;

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker processes (``--worker-extension-cls``): it stages weights and swaps to them.
+"""The part of the engine in vLLM's worker processes (``--worker-extension-cls``): it stages weights and swaps to them.
 
     stage:  a mapping of the sender's memory -> tensors beside the running model, on a stream and a thread of its own
     swap:   ``model_runner.reload_weights`` from the staged tensors, while generation is paused

@@ -95,7 +95,7 @@ class CountingBackend(TrainerBackend):
         yield TENSOR, self._counts
 
     def save(self, folder: Path, *, shared: bool = True) -> None:  # noqa: ARG002
-        """Have rank 0, as all ranks count the same, write counts.npy."""
+        """Write counts.npy, by rank 0: all ranks count the same."""
         if self.group.rank == 0:
             np.save(folder / _FILE, self._counts, allow_pickle=False)
 

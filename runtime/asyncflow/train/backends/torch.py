@@ -253,7 +253,7 @@ class TorchBackend(TrainerBackend):
         )
 
     def _forget_step(self) -> None:
-        """Be as after the last update: a backward pass that failed has added a part of its gradient."""
+        """Drop all since the last update: a backward pass that failed has added a part of its gradient."""
         self._optimizer.clear()
         self._figures, self._step = StepFigures(), []
 
@@ -323,7 +323,7 @@ class TorchBackend(TrainerBackend):
                     self._figures.gaps(gap[counted])
 
     def _in_step(self, packs: list[Pack]) -> Iterator[Pack | None]:
-        """Give the packs, and then None as often as another rank has more: all ranks have to make equally many passes.
+        """Yield the packs, and then None as often as another rank has more: all ranks have to make equally many passes.
 
         Collective before the first, so that no rank begins one that another, which leaves, will not make.
         """

@@ -16,7 +16,7 @@ from asyncflow.train.backends.base import OPTIONS
 
 
 def choose_kernels(device: torch.device, *, deterministic: bool) -> None:
-    """Have kernels give the same bits again: always on the CPU, and where asked for on an accelerator.
+    """Choose kernels that give the same bits again: always on the CPU, and where asked for on an accelerator.
 
     There an operation without such a kernel is only warned of.
     """
@@ -27,7 +27,7 @@ def choose_kernels(device: torch.device, *, deterministic: bool) -> None:
 
 
 def checkpoint_layers(model: nn.Module) -> None:
-    """Have the layers computed again in the backward pass. Raises ManifestError for a model that cannot."""
+    """Compute the layers again in the backward pass. Raises ManifestError for a model that cannot."""
     layers = _layers(model, option="gradient_checkpointing")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for layer in layers:

@@ -41,7 +41,7 @@ def add_adapters(model: nn.Module, lora: LoraSpec) -> None:
 
 
 def begin_adapters(model: nn.Module, *, seed: int) -> None:
-    """Give adapters their first weights, as peft does, but such that they depend on ``seed`` alone: B is 0."""
+    """Set the first weights of adapters as peft does, but as a function of ``seed`` alone: B is 0."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if _is_adapter(name):

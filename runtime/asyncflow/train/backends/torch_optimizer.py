@@ -102,7 +102,7 @@ class FlatAdamW:
         return Applied(size, rate, moved)
 
     def state(self) -> Iterator[Piece]:
-        """Give the moments and step counts, sharing their memory; copying into them restores a state."""
+        """Yield the moments and step counts, sharing their memory; copying into them restores a state."""
         for piece, parameter in self._held:
             for kind, tensor in self._adam.state[parameter].items():
                 yield piece.beside(kind, tensor)

@@ -1,4 +1,4 @@
-"""What a rank holds of each tensor: a plain tensor, and where it lies in the whole one.
+"""Pieces of tensors: the plain tensor that a rank holds, and where it lies in the whole one.
 
 The optimizer, checkpoints and publications work on pieces, so they do not know whether a model is cut over ranks.
 
@@ -45,11 +45,6 @@ class Piece(NamedTuple):
         """Return the piece of the tensor ``kind``/name that lies like this one, or is one number for all of it."""
         name = f"{kind}/{self.name}"
         return self._replace(name=name, tensor=tensor) if tensor.ndim else Piece(name, tensor, Box.whole(()), ())
-
-
-def pieces_of(model: nn.Module) -> list[Piece]:
-    """Return what this rank holds of a model's weights, sharing their memory."""
-    return [piece_of(name, tensor) for name, tensor in named_weights(model)]
 
 
 def piece_of(name: str, tensor: Tensor) -> Piece:

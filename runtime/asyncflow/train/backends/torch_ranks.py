@@ -60,7 +60,7 @@ def find_device(kind: str, *, share: float, local_rank: int = 0) -> torch.device
 
 @contextlib.contextmanager
 def collective() -> Iterator[None]:
-    """Have collectives in this block, or in the function that this decorates, raise PeerLost where a rank is gone."""
+    """Raise PeerLost where a rank is gone in a collective of this block, or of the function that this decorates."""
     try:
         yield
     except RuntimeError as error:
@@ -71,7 +71,7 @@ def collective() -> Iterator[None]:
 
 
 class TensorGroup:
-    """What torch's collectives do with tensors over the ranks of ``group``; nothing where there is one rank.
+    """Collectives of torch over the ranks of ``group``; nothing where there is one rank.
 
     host: the address of this process that other ranks can dial; timeout_s: of each collective.
     """

@@ -73,7 +73,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Give the parameters memory on ``device``; buffers, which were computed when the model was made, keep content."""
+    """Allocate the parameters on ``device``; buffers, which were computed when the model was made, keep content."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device=device)
     for name, buffer in model.named_buffers():
@@ -82,7 +82,7 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Have modules that are made in this block keep shapes instead of parameters; buffers are computed as ever."""
+    """Keep only the shapes of parameters that are made in this block; buffers are computed as ever."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -101,7 +101,7 @@ def _parameters_on_meta() -> Iterator[None]:
 def older(
     policy: LogprobModel, pieces: Sequence[Piece], weights: Mapping[str, NDArray[Any]], *, own: Mapping[str, str]
 ) -> Iterator[Callable[..., Any]]:
-    """Give the forward pass of ``policy`` with other ``weights``, by name what this rank holds of each.
+    """Return the forward pass of ``policy`` with other ``weights``, by name what this rank holds of each.
 
     own: the model's names of them, by these names.
 
