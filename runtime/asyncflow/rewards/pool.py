@@ -141,20 +141,27 @@ class RewardPool:
 
     async def _take(self) -> RewardProcess:
         while True:
-            try:
-                async with asyncio.timeout(PATIENCE_S):
-                    worker = await self._free.get()
-            except TimeoutError:
-                if self._closed:
-                    raise PeerLost("the reward pool is closed") from None
-                if not self._alive and self._failure is not None:
-                    raise self._failure from None
-                self._grow(self._max)
-                continue
+            worker = await self._turn()
             if worker.broken is None:
                 return worker
             logger.warning("%s; another takes its place", worker.broken)
             await self._bury(worker)
+
+    async def _turn(self) -> RewardProcess:
+        """Wait for a free process, first come first served: growing the pool costs nobody its place."""
+        turn = asyncio.create_task(self._free.get())
+        try:
+            while not (await asyncio.wait({turn}, timeout=PATIENCE_S))[0]:
+                if self._closed:
+                    raise PeerLost("the reward pool is closed")
+                if not self._alive and self._failure is not None:
+                    raise self._failure
+                self._grow(self._max)
+        except BaseException:
+            if not turn.cancel():
+                self._free.put_nowait(turn.result())
+            raise
+        return turn.result()
 
     async def _bury(self, worker: RewardProcess) -> None:
         await worker.kill()
