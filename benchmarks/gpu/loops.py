@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from asyncflow.identity import SampleKey
 from asyncflow.net.frames import Jagged
-from asyncflow.train.backends.torch import TorchBackend
+from asyncflow.train.backends.torch.backend import TorchBackend
 from asyncflow.train.batch import MicroBatch
 from asyncflow.train.ranks import Alone
 from asyncflow.train.settings import BackendSettings, OptimizerSettings

@@ -246,8 +246,8 @@ async def test_what_cannot_work_is_refused(tmp_path, tiny):
 def test_options_that_are_checked_without_loading_a_plugin_are_the_plugins_own() -> None:
     from asyncflow.commands.preflight import HEAVY
     from asyncflow.rollout.engines.transformers import TransformersEngine
-    from asyncflow.rollout.engines.vllm import VllmEngine
-    from asyncflow.train.backends.torch import TorchBackend
+    from asyncflow.rollout.engines.vllm.engine import VllmEngine
+    from asyncflow.train.backends.torch.backend import TorchBackend
 
     engines = {"transformers": TransformersEngine.Options, "vllm": VllmEngine.Options}
     assert {**engines, "torch": TorchBackend.Options} == HEAVY

@@ -21,7 +21,7 @@ from asyncflow.identity import SampleKey, Version
 from asyncflow.models.tiny import write_config
 from asyncflow.rollout.engines import open_engine
 from asyncflow.rollout.engines.base import GenerationRequest
-from asyncflow.rollout.engines.vllm_program import REFUSED
+from asyncflow.rollout.engines.vllm.program import REFUSED
 
 from .conftest import random_weights
 
@@ -207,7 +207,7 @@ async def test_nothing_of_the_server_outlives_its_parent(folder):
 
 async def test_a_server_that_is_killed_ends_what_runs_with_an_error(engine, weights):
     await engine.load(V1, weights[V1])
-    server = next(each for each in descendants(os.getpid()) if "vllm_program" in " ".join(each.cmdline()))
+    server = next(each for each in descendants(os.getpid()) if "engines.vllm.program" in " ".join(each.cmdline()))
     processes = [server, *server.children(recursive=True)]
     assert len(processes) >= 2
     running = asyncio.create_task(engine.generate(request(max_tokens=290)))
@@ -225,7 +225,7 @@ async def test_a_server_that_is_killed_ends_what_runs_with_an_error(engine, weig
 REFUSALS = """
     import json, sys
     from pathlib import Path
-    from asyncflow.rollout.engines.vllm_program import ServerSettings, main
+    from asyncflow.rollout.engines.vllm.program import ServerSettings, main
 
     usual = {"required": {"model": sys.argv[1], "max_num_seqs": 2}, "wished": {}, "given": {}, "device": "cpu"}
     for wrong in json.loads(sys.argv[2]):

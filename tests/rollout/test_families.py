@@ -110,7 +110,7 @@ def test_engine_and_trainer_agree_and_batches_do_not_matter(tmp_path: Path, fami
     import torch
 
     from asyncflow.rollout.engines.model import CausalModel
-    from asyncflow.train.backends.torch_model import LogprobModel, named_weights, open_model
+    from asyncflow.train.backends.torch.model import LogprobModel, named_weights, open_model
     from asyncflow.train.packing import pack_samples
 
     plain = opened(tmp_path, family)
@@ -140,7 +140,7 @@ def test_exports_have_the_names_that_the_models_files_have(tmp_path: Path, famil
     from transformers import AutoModelForCausalLM
 
     from asyncflow.models.export import export_folder
-    from asyncflow.train.backends.torch_model import named_weights
+    from asyncflow.train.backends.torch.model import named_weights
 
     plain = opened(tmp_path / "source", family)
     export_folder(dict(named_weights(plain)), tmp_path / "source", tmp_path / "export")
@@ -202,7 +202,7 @@ def test_what_only_the_model_tells_is_refused_before_anything_is_trained(
 ) -> None:
     import torch
 
-    from asyncflow.train.backends import torch_model
+    from asyncflow.train.backends.torch import model as torch_model
 
     monkeypatch.setattr(torch_model, "check_model", lambda *_args, **_more: None)
     monkeypatch.setitem(FAMILIES, family, {"num_kv_heads": 2} if family == "falcon" else {})

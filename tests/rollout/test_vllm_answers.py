@@ -9,8 +9,8 @@ from asyncflow.identity import SampleKey, Version
 from asyncflow.plugins import read_options
 from asyncflow.rollout.engines.base import GenerationRequest
 from asyncflow.rollout.engines.stopping import StopTexts
-from asyncflow.rollout.engines.vllm import _completion, _Open, _versions
-from asyncflow.rollout.engines.vllm_program import VllmOptions
+from asyncflow.rollout.engines.vllm.engine import _completion, _Open, _versions
+from asyncflow.rollout.engines.vllm.program import VllmOptions
 
 V1, V2, V3 = (Version(0, step) for step in (1, 2, 3))
 

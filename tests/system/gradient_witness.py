@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from asyncflow.train.backends.torch import TorchBackend
-from asyncflow.train.backends.torch_model import LogprobModel, open_model
+from asyncflow.train.backends.torch.backend import TorchBackend
+from asyncflow.train.backends.torch.model import LogprobModel, open_model
 from asyncflow.train.batch import MicroBatch
 
 

@@ -19,7 +19,7 @@ SETTINGS = [f"algorithm.steps={STEPS}", "evaluation.every=0", "data.eval.size=64
 def servers() -> list[psutil.Process]:
     """Return the vLLM servers that run in this test's name."""
     mine = psutil.Process().children(recursive=True)
-    return [each for each in mine if "vllm_program" in " ".join(each.cmdline())]
+    return [each for each in mine if "engines.vllm.program" in " ".join(each.cmdline())]
 
 
 def test_a_job_through_vllm_loses_nothing_when_the_server_is_killed(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def shards(group: HostGroup) -> dict[str, Any]:
     from train_reference import HALF, aged_samples, held_numbers, settings_of_shards, train_share
 
     from asyncflow.errors import ManifestError
-    from asyncflow.train.backends.torch import TorchBackend
+    from asyncflow.train.backends.torch.backend import TorchBackend
 
     model = FOLDER / "model"
     backend = TorchBackend(settings_of_shards(), group=group)
@@ -214,7 +214,7 @@ async def main() -> None:
 
 def fork_gangs() -> int:
     """Run gang after gang; return how many ranks failed."""
-    import asyncflow.train.backends.torch  # noqa: F401  imported once for all ranks
+    import asyncflow.train.backends.torch.backend  # noqa: F401  imported once for all ranks
 
     failed = 0
     for world in map(int, sys.argv[4].split(",")):

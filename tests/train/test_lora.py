@@ -31,8 +31,8 @@ from asyncflow.models.lora import MergedWeights, adapters_of, export_adapters, w
 from asyncflow.net.frames import Jagged
 from asyncflow.rollout.engines.base import GenerationRequest
 from asyncflow.rollout.engines.transformers import TransformersEngine
-from asyncflow.train.backends.torch import TorchBackend
-from asyncflow.train.backends.torch_lora import trained_weights
+from asyncflow.train.backends.torch.backend import TorchBackend
+from asyncflow.train.backends.torch.lora import trained_weights
 from asyncflow.train.ranks import Alone
 from asyncflow.train.settings import BackendSettings, OptimizerSettings
 

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from asyncflow.errors import ManifestError
-from asyncflow.train.backends import torch_npu
-from asyncflow.train.backends.torch_attention import Documents, attend
-from asyncflow.train.backends.torch_npu import NpuSequences, load_npu, sequences_of
-from asyncflow.train.backends.torch_optimizer import has_fused_kernel
+from asyncflow.train.backends.torch import npu as npu_module
+from asyncflow.train.backends.torch.attention import Documents, attend
+from asyncflow.train.backends.torch.npu import NpuSequences, load_npu, sequences_of
+from asyncflow.train.backends.torch.optimizer import has_fused_kernel
 from asyncflow.train.packing import LayoutName, Pack, pack_samples
 
 CPU = torch.device("cpu")
@@ -112,7 +112,7 @@ def test_keys_of_a_prompt_are_copied_only_where_responses_share_it() -> None:
 def test_the_kernel_gives_what_sdpa_gives_under_the_mask(
     monkeypatch: pytest.MonkeyPatch, layout: LayoutName, most: int
 ) -> None:
-    monkeypatch.setattr(torch_npu, "_MOST_SEQUENCES", most)
+    monkeypatch.setattr(npu_module, "_MOST_SEQUENCES", most)
     (pack,) = packs([(3, [4, 2, 5]), (1, [3]), (2, [1, 6]), (4, [2, 2])], layout, 100)
     source = torch.Generator().manual_seed(0)
     results = []

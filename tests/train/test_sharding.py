@@ -16,7 +16,7 @@ import torch
 from train_reference import HALF, aged_samples, held_numbers, settings_of_shards, train_share
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from asyncflow.train.backends.torch import TorchBackend
+from asyncflow.train.backends.torch.backend import TorchBackend
 from asyncflow.train.ranks import Alone
 
 SCRIPT = str(Path(__file__).with_name("rank_process.py"))

@@ -27,8 +27,8 @@ from asyncflow.algorithms.grpo import GrpoLoss
 from asyncflow.errors import CheckpointError, DiskError, Diverged, ManifestError
 from asyncflow.identity import Version
 from asyncflow.net.frames import Jagged
-from asyncflow.train.backends.torch import TorchBackend
-from asyncflow.train.backends.torch_model import LogprobModel, open_model, smallest_pack
+from asyncflow.train.backends.torch.backend import TorchBackend
+from asyncflow.train.backends.torch.model import LogprobModel, open_model, smallest_pack
 from asyncflow.train.batch import MicroBatch
 from asyncflow.train.checkpoint import CheckpointManifest, Checkpoints
 from asyncflow.train.packing import LayoutName, pack_samples

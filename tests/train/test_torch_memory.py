@@ -15,8 +15,8 @@ from train_reference import part, samples
 
 from asyncflow.errors import ManifestError
 from asyncflow.train.backends.base import SLOT_TOKENS
-from asyncflow.train.backends.torch import TorchBackend
-from asyncflow.train.backends.torch_memory import (
+from asyncflow.train.backends.torch.backend import TorchBackend
+from asyncflow.train.backends.torch.memory import (
     MOST_TOKENS,
     Trial,
     find_largest_pack,

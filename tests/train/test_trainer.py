@@ -340,7 +340,7 @@ async def test_the_engine_is_measured_in_every_step_although_its_samples_are_of_
 
 
 async def test_both_loops_make_the_same_weights(tmp_path: Path, tiny_folder: Path) -> None:
-    from asyncflow.train.backends.torch import TorchBackend
+    from asyncflow.train.backends.torch.backend import TorchBackend
     from asyncflow.train.settings import BackendSettings, OptimizerSettings
 
     settings = BackendSettings(optimizer=OptimizerSettings(learning_rate=1e-3, steps=2), threads=1)

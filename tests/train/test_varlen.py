@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from asyncflow.train.backends.torch_varlen import FlashKernel, Piece, Sequences, attend_sequences
+from asyncflow.train.backends.torch.varlen import FlashKernel, Piece, Sequences, attend_sequences
 from asyncflow.train.packing import LayoutName, Pack, pack_samples
 
 HEADS, KEY_HEADS, WIDTH, SCALE = 4, 2, 8, 0.3

@@ -15,7 +15,7 @@ from asyncflow.algorithms.grpo import GrpoLoss
 from asyncflow.api.workers import LoraSpec
 from asyncflow.identity import SampleKey
 from asyncflow.net.frames import Jagged
-from asyncflow.train.backends.torch import TorchBackend
+from asyncflow.train.backends.torch.backend import TorchBackend
 from asyncflow.train.batch import MicroBatch
 from asyncflow.train.ranks import Group
 from asyncflow.train.settings import BackendSettings, OptimizerSettings

@@ -217,7 +217,7 @@ def group_rows(serial: int, *, step: int) -> tuple[list[RowMeta], dict[str, Jagg
 
 
 def training(*, steps: int) -> Callable[[Group], TrainerBackend]:
-    from asyncflow.train.backends.torch import TorchBackend
+    from asyncflow.train.backends.torch.backend import TorchBackend
     from asyncflow.train.settings import BackendSettings, OptimizerSettings
 
     settings = BackendSettings(optimizer=OptimizerSettings(learning_rate=1e-3, steps=steps), threads=1)

@@ -30,7 +30,7 @@ from asyncflow.queue.backends.base import BACKENDS, Backend
 from asyncflow.rewards.process import RewardProcess, Scorer
 from asyncflow.rollout.engines.base import OPTIONS as ENGINE_OPTIONS
 from asyncflow.rollout.engines.base import RolloutEngine
-from asyncflow.rollout.engines.vllm_program import VllmOptions
+from asyncflow.rollout.engines.vllm.program import VllmOptions
 from asyncflow.substrates.local.devices import hand_out
 from asyncflow.train.backends.base import OPTIONS as BACKEND_OPTIONS
 from asyncflow.train.backends.base import TrainerBackend

@@ -2,7 +2,7 @@
 
 A model can be used where a token's output depends on the earlier tokens of its own sequence alone, by softmax attention
 over all of them: then it may stand in a pack beside others, and in a batch with others. What the configuration does not
-tell is looked for where the model is opened (``torch_model``), before anything is trained.
+tell is looked for where the model is opened (``torch.model``), before anything is trained.
 
 Invariant: importing this loads no torch, so that ``asyncflow validate`` refuses what would be refused later.
 """

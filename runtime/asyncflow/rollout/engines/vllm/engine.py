@@ -31,8 +31,8 @@ from asyncflow.identity import SampleKey, Version
 from asyncflow.plugins import read_options
 from asyncflow.rollout.engines.base import OPTIONS, Completion, EngineStats, Finish, GenerationRequest, RolloutEngine
 from asyncflow.rollout.engines.stopping import StopTexts
-from asyncflow.rollout.engines.vllm_program import EXTENSION, VllmOptions
-from asyncflow.rollout.engines.vllm_server import VllmServer
+from asyncflow.rollout.engines.vllm.program import EXTENSION, VllmOptions
+from asyncflow.rollout.engines.vllm.server import VllmServer
 from asyncflow.rollout.sampling import stream
 
 log = logging.getLogger(__name__)
@@ -327,7 +327,7 @@ class VllmEngine(RolloutEngine):
                 return
 
     async def _rpc(self, method: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Call a method of ``vllm_worker`` in every worker."""
+        """Call a method of ``worker`` in every worker."""
         body = {"method": method, "kwargs": arguments}
         answer = await self._server.call("POST", "/collective_rpc", body=body, within_s=_CALL_S)
         results: list[dict[str, Any]] = answer["results"]

@@ -23,10 +23,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.func import functional_call
 
 from asyncflow.api.workers import LoraSpec
-from asyncflow.train.backends.torch_copies import weights_on_device
-from asyncflow.train.backends.torch_lora import add_adapters
-from asyncflow.train.backends.torch_model import LogprobModel, open_model
-from asyncflow.train.backends.torch_pieces import Piece
+from asyncflow.train.backends.torch.copies import weights_on_device
+from asyncflow.train.backends.torch.lora import add_adapters
+from asyncflow.train.backends.torch.model import LogprobModel, open_model
+from asyncflow.train.backends.torch.pieces import Piece
 
 
 def open_sharded(

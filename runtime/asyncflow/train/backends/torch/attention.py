@@ -1,7 +1,7 @@
 """Attention of packs, document by document.
 
 All layers but attention see a pack as T tokens. On CUDA, in half precision, attention sees it as sequences of any
-length (``torch_varlen``). Elsewhere it sees a batch of documents, [D, L], gathered from the T rows and scattered back:
+length (``varlen``). Elsewhere it sees a batch of documents, [D, L], gathered from the T rows and scattered back:
 no token is computed against another document, so the cost is D * L^2 and not T^2, and any pack fits any kernel that
 ``scaled_dot_product_attention`` has.
 
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
 from asyncflow.models.supported import check_attention
-from asyncflow.train.backends.torch_copies import on_device
-from asyncflow.train.backends.torch_npu import NpuSequences, attend_on_npu
-from asyncflow.train.backends.torch_varlen import FlashKernel, Sequences, attend_sequences
+from asyncflow.train.backends.torch.copies import on_device
+from asyncflow.train.backends.torch.npu import NpuSequences, attend_on_npu
+from asyncflow.train.backends.torch.varlen import FlashKernel, Sequences, attend_sequences
 from asyncflow.train.packing import Pack
 
 ATTENTION = "asyncflow_documents"

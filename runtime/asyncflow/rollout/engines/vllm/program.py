@@ -1,4 +1,4 @@
-"""The process that is a vLLM server: ``python -m asyncflow.rollout.engines.vllm_program SETTINGS``, settings in JSON.
+"""The process that is a vLLM server: ``python -m asyncflow.rollout.engines.vllm.program SETTINGS``, settings in JSON.
 
 It compares what is asked for with what the installed vLLM can do, by its own parser and platform and not by its version
 number, and then becomes vLLM's HTTP server. What vLLM cannot do is written to the file ``refusal`` for the parent.
@@ -22,7 +22,7 @@ import msgspec
 
 from asyncflow import leash
 
-EXTENSION = "asyncflow.rollout.engines.vllm_worker.WeightsExtension"
+EXTENSION = "asyncflow.rollout.engines.vllm.worker.WeightsExtension"
 REFUSED = 2
 """Exit status of a server that cannot be what it was asked to be."""
 _PARSERS = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")

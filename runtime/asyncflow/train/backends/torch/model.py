@@ -25,10 +25,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from asyncflow.errors import ManifestError, NotYetError
 from asyncflow.models.supported import check_model
-from asyncflow.train.backends.torch_attention import ATTENTION, Documents, takes_sequences
-from asyncflow.train.backends.torch_copies import on_device
-from asyncflow.train.backends.torch_npu import NpuSequences
-from asyncflow.train.backends.torch_varlen import Sequences
+from asyncflow.train.backends.torch.attention import ATTENTION, Documents, takes_sequences
+from asyncflow.train.backends.torch.copies import on_device
+from asyncflow.train.backends.torch.npu import NpuSequences
+from asyncflow.train.backends.torch.varlen import Sequences
 from asyncflow.train.packing import LayoutName, Pack, few_sizes, pack_samples
 
 Layout: TypeAlias = type[Documents] | type[Sequences] | type[NpuSequences]

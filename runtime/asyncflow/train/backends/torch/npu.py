@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncflow.errors import ManifestError
-from asyncflow.train.backends.torch_copies import on_device
+from asyncflow.train.backends.torch.copies import on_device
 from asyncflow.train.packing import Pack
 
 _RIGHT_DOWN_CAUSAL = 3

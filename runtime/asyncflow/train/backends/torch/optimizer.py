@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from asyncflow.train.backends.torch_pieces import Piece, piece_of
+from asyncflow.train.backends.torch.pieces import Piece, piece_of
 from asyncflow.train.settings import OptimizerSettings
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncflow.algorithms.grpo import TokenLoss
 from asyncflow.algorithms.losses import MAX_LOG_RATIO
-from asyncflow.train.backends.torch_optimizer import Applied
+from asyncflow.train.backends.torch.optimizer import Applied
 from asyncflow.train.meter import Meter
 from asyncflow.train.ranks import Group
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from asyncflow.errors import ManifestError, PeerLost
-from asyncflow.train.backends.torch_npu import load_npu
+from asyncflow.train.backends.torch.npu import load_npu
 from asyncflow.train.ranks import Group
 
 _HOST_BYTES = 256

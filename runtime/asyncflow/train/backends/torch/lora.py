@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from asyncflow.api.workers import LoraSpec
 from asyncflow.errors import ManifestError
 from asyncflow.models.lora import INSTALL, PARTS, PREFIX, chosen_layers
-from asyncflow.train.backends.torch_model import named_weights
-from asyncflow.train.backends.torch_pieces import Piece, piece_of
+from asyncflow.train.backends.torch.model import named_weights
+from asyncflow.train.backends.torch.pieces import Piece, piece_of
 from asyncflow.train.slice_files import within
 from asyncflow.weights.slices import Box
 

@@ -29,10 +29,10 @@ from asyncflow.errors import Diverged, ManifestError
 from asyncflow.net.frames import Jagged
 from asyncflow.plugins import read_options
 from asyncflow.train.backends.base import OPTIONS, TrainerBackend
-from asyncflow.train.backends.torch_copies import as_array, on_device, rounded
-from asyncflow.train.backends.torch_figures import StepFigures, metrics_of
-from asyncflow.train.backends.torch_layers import checkpoint_layers, choose_kernels, compile_layers
-from asyncflow.train.backends.torch_lora import (
+from asyncflow.train.backends.torch.copies import as_array, on_device, rounded
+from asyncflow.train.backends.torch.figures import StepFigures, metrics_of
+from asyncflow.train.backends.torch.layers import checkpoint_layers, choose_kernels, compile_layers
+from asyncflow.train.backends.torch.lora import (
     add_adapters,
     base_pieces,
     begin_adapters,
@@ -40,18 +40,18 @@ from asyncflow.train.backends.torch_lora import (
     trained_pieces,
     without_adapters,
 )
-from asyncflow.train.backends.torch_memory import FIELD, PackBudget, find_largest_pack
-from asyncflow.train.backends.torch_model import LogprobModel, open_model, smallest_pack
-from asyncflow.train.backends.torch_optimizer import FlatAdamW
-from asyncflow.train.backends.torch_pieces import (
+from asyncflow.train.backends.torch.memory import FIELD, PackBudget, find_largest_pack
+from asyncflow.train.backends.torch.model import LogprobModel, open_model, smallest_pack
+from asyncflow.train.backends.torch.optimizer import FlatAdamW
+from asyncflow.train.backends.torch.pieces import (
     Piece,
     read_first,
     read_saved,
     write_gathered,
     write_pieces,
 )
-from asyncflow.train.backends.torch_ranks import TensorGroup, collective, find_device
-from asyncflow.train.backends.torch_sharding import older, open_sharded
+from asyncflow.train.backends.torch.ranks import TensorGroup, collective, find_device
+from asyncflow.train.backends.torch.sharding import older, open_sharded
 from asyncflow.train.batch import MicroBatch
 from asyncflow.train.packing import Pack, few_sizes_below, pack_samples
 from asyncflow.train.ranks import Group

@@ -27,7 +27,7 @@ import msgspec
 from asyncflow import leash
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, PeerLost
 from asyncflow.rollout.engines.base import OPTIONS
-from asyncflow.rollout.engines.vllm_program import REFUSED, ServerSettings
+from asyncflow.rollout.engines.vllm.program import REFUSED, ServerSettings
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class VllmServer:
             deterministic=deterministic,
             refusal=str(refusal),
         )
-        program, words = "asyncflow.rollout.engines.vllm_program", msgspec.json.encode(settings).decode()
+        program, words = "asyncflow.rollout.engines.vllm.program", msgspec.json.encode(settings).decode()
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", program, words, stdin=asyncio.subprocess.DEVNULL, env=self._env, process_group=0
         )

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from asyncflow.errors import CheckpointError, ManifestError
-from asyncflow.train.backends.torch_model import named_weights, open_model
-from asyncflow.train.backends.torch_ranks import TensorGroup
+from asyncflow.train.backends.torch.model import named_weights, open_model
+from asyncflow.train.backends.torch.ranks import TensorGroup
 from asyncflow.train.ranks import Group, jointly
 from asyncflow.train.slice_files import SliceFiles, share_of, slice_metadata, within
 from asyncflow.weights.slices import Box

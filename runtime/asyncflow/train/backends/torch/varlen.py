@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from asyncflow.train.backends.torch_copies import on_device
+from asyncflow.train.backends.torch.copies import on_device
 from asyncflow.train.packing import Pack
 
 

@@ -1,0 +1,1 @@
+"""The engine ``vllm``: one vLLM server a rollout."""

@@ -1,0 +1,1 @@
+"""The trainer backend ``torch``: models of transformers, AdamW, FSDP2."""
