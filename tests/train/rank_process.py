@@ -84,7 +84,7 @@ def shards(group: HostGroup) -> dict[str, Any]:
         mine = saved if RANK == 0 else saved / f"rank-{RANK:04d}"
         if kind == "shared" or RANK == 0:
             mine.mkdir(parents=True, exist_ok=True)
-        backend.save(mine, shared=kind == "shared")
+        backend.snapshot(shared=kind == "shared")(mine)
     group.gather(np.zeros(1), what="what was saved")
     keep("after 3")
     older = {name: copy_of(given) for name, given in backend.tensors()}

@@ -17,7 +17,7 @@ from train_world import GROUPS, PARTITION, SIZE, World, counting, take_seat
 from asyncflow.errors import CheckpointError
 from asyncflow.flow.schedule import Schedule
 from asyncflow.queue.ledger.audit import audit_ledger
-from asyncflow.train import trainer as trainer_module
+from asyncflow.train import saving as saving_module
 from asyncflow.train.checkpoint import CheckpointManifest, Checkpoints
 
 OPERATIONS = ("open", "mkdir", "fsync", "rename", "replace")
@@ -67,8 +67,8 @@ def counts(folder: Path) -> list[int]:
 async def test_whatever_fails_while_a_checkpoint_is_written_the_next_one_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer_module, "_AGAIN_S", 0.0)
-    steps, disk, wanted = 20, Disk(tmp_path / "checkpoints"), iter(range(100))
+    monkeypatch.setattr(saving_module, "_AGAIN_S", 0.0)
+    steps, disk, wanted = 30, Disk(tmp_path / "checkpoints"), iter(range(100))
     async with World(tmp_path) as world:
         await world.dispatch(1, steps)
         schedule = Schedule(steps=steps, lag=1, exact=True)
@@ -96,8 +96,8 @@ async def test_whatever_fails_while_a_checkpoint_is_written_the_next_one_is(
 async def test_a_disk_that_does_not_recover_ends_the_training_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer_module, "_AGAIN_S", 0.01)
-    monkeypatch.setattr(trainer_module, "DISK_S", 0.3)
+    monkeypatch.setattr(saving_module, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(saving_module, "DISK_S", 0.3)
     tries: list[int] = []
     async with World(tmp_path) as world:
         await world.dispatch(1, 2)
@@ -123,13 +123,13 @@ async def test_a_disk_that_does_not_recover_ends_the_training_with_a_sentence(
 async def test_a_trainer_that_leaves_while_the_disk_fails_leaves_with_what_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer_module, "_AGAIN_S", 60.0)
+    monkeypatch.setattr(saving_module, "_AGAIN_S", 60.0)
     async with World(tmp_path) as world:
         await world.dispatch(1, 3)
         schedule = Schedule(steps=5, lag=1, exact=True)
         seat = await take_seat(world.places, counting(steps=5), attempt=0, schedule=schedule, checkpoint_every=2)
         running = asyncio.create_task(seat.run())
-        while seat.trainer.step < 3:
+        while seat.trainer.step < 3 or seat.trainer._saver.saving:
             await asyncio.sleep(0.01)
 
         def fail(*_: object) -> Any:

@@ -95,7 +95,7 @@ def test_a_checkpoint_holds_adapters_alone_and_goes_on_with_the_same_bits(tiny_f
     loss = GrpoLoss(kl=0.1)
     first, whole = (backend(tiny_folder, loss=loss) for _ in range(2))
     train(first, 1, 2)
-    first.save(tmp_path)
+    first.snapshot()(tmp_path)
     assert load_file(tmp_path / "model.safetensors").keys() == weights(first).keys()
     resumed = backend(tiny_folder, loss=loss, checkpoint=tmp_path)
     assert_same_bits(weights(resumed), weights(first))

@@ -21,7 +21,7 @@ from asyncflow.algorithms.aggregation import Aggregation
 from asyncflow.algorithms.grpo import GrpoLoss
 from asyncflow.errors import DeadlineExceeded, DiskError, Fenced, ProtocolError
 from asyncflow.net.rpc import RpcClient, RpcServer
-from asyncflow.train.ranks import Alone, GatherService, HostGroup, Left, Share, Shares, jointly
+from asyncflow.train.ranks import Alone, GatherService, Group, HostGroup, Left, Share, Shares, jointly
 
 SCRIPT = str(Path(__file__).with_name("rank_process.py"))
 
@@ -151,14 +151,16 @@ async def test_whenever_ranks_leave_all_have_had_the_same_rounds(seed: int) -> N
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_ranks_that_have_left_gather_again_once_they_regroup(seed: int) -> None:
+async def test_rounds_beside_the_others_come_about_whether_ranks_leave_or_not(seed: int) -> None:
     rng = random.Random(seed)
 
-    def part(group: HostGroup) -> list[list[int]]:
-        group.regroup(patience_s=10)
+    def part(group: Group) -> list[list[int]]:
         return [group.gather(np.array([group.rank, n]), what="the last words")[:, 0].tolist() for n in range(5)]
 
     async with gathering_ranks(3) as (groups, rounds):
+        ranks = [group.beside() for group in groups]
+        assert await asyncio.gather(*(asyncio.to_thread(part, rank) for rank in ranks)) == [[[0, 1, 2]] * 5] * 3
+        waiting = [asyncio.create_task(asyncio.to_thread(part, rank)) for rank in ranks[1:]]
         await asyncio.sleep(rng.uniform(0.0, 0.03))
         rng.choice(groups).leave()
         for done in rounds:
@@ -166,15 +168,19 @@ async def test_ranks_that_have_left_gather_again_once_they_regroup(seed: int) ->
         assert [await group.left() for group in groups] == [True] * 3
         for group in groups:
             group.leave()
-        assert await asyncio.gather(*(asyncio.to_thread(part, group) for group in groups)) == [[[0, 1, 2]] * 5] * 3
+        assert await asyncio.to_thread(part, ranks[0]) == [[0, 1, 2]] * 5
+        assert [await done for done in waiting] == [[[0, 1, 2]] * 5] * 2
 
 
-async def test_ranks_that_regroup_do_not_wait_long_for_one_that_is_dead() -> None:
-    server, ranks = await two_ranks(lambda: 0)
+async def test_a_rank_in_a_hurry_does_not_wait_long_for_one_that_is_dead() -> None:
+    server, ranks = await two_ranks(lambda: 0, patience_s=3600)
+    beside = ranks[0].beside()
+    waiting = asyncio.create_task(asyncio.to_thread(beside.gather, np.zeros(1), what="the last words"))
+    await asyncio.sleep(0.3)
     ranks[0].leave()
-    ranks[0].regroup(patience_s=0.5)
+    beside.hurry(patience_s=0.5)
     with pytest.raises(DeadlineExceeded, match="the last words"):
-        await asyncio.wait_for(asyncio.to_thread(ranks[0].gather, np.zeros(1), what="the last words"), 10)
+        await asyncio.wait_for(waiting, 10)
     await close(server, ranks)
 
 
@@ -199,13 +205,14 @@ async def test_what_goes_wrong_on_one_rank_is_raised_on_all() -> None:
     await close(server, ranks)
 
 
-async def two_ranks(progress: Callable[[], int]) -> tuple[RpcServer, list[HostGroup]]:
-    """Two ranks with a patience of a second; rank 0's progress is asked for ten times in it."""
+async def two_ranks(progress: Callable[[], int], *, patience_s: float = 1) -> tuple[RpcServer, list[HostGroup]]:
+    """Two ranks; rank 0's progress is asked for ten times a second."""
     server = RpcServer(name="trainer-0")
     GatherService(attempt=0, world=2, progress=progress, tell_s=0.1).attach(server)
     address, loop = await server.start(), asyncio.get_running_loop()
     ranks = [
-        HostGroup(rank=rank, world=2, attempt=0, leader=lambda: address, loop=loop, patience_s=1) for rank in (0, 1)
+        HostGroup(rank=rank, world=2, attempt=0, leader=lambda: address, loop=loop, patience_s=patience_s)
+        for rank in (0, 1)
     ]
     return server, ranks
 

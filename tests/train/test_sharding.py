@@ -61,7 +61,7 @@ def one(folder: Path) -> Found:
     found: Found = {"held": held_numbers(backend)}
     train_share(backend, 1, 3)
     (folder / "shared-1").mkdir()
-    backend.save(folder / "shared-1")
+    backend.snapshot()(folder / "shared-1")
     older = weights(backend)
     found["probe"] = backend.probe().logprobs
     found["rounded"] = {name: array.copy() for name, array in backend.tensors(dtype="bfloat16")}

@@ -67,7 +67,7 @@ def test_two_runs_and_a_resumed_one_have_the_same_bits(tiny_folder: Path, tmp_pa
     runs = [backend(tiny_folder, loss=loss) for _ in range(2)]
     for run in runs:
         train(run, 1, 3)
-    runs[0].save(tmp_path)
+    runs[0].snapshot()(tmp_path)
     resumed = backend(tiny_folder, loss=loss, checkpoint=tmp_path)
     assert_same_bits(weights(resumed), weights(runs[0]))
     metrics = [train(run, 4, 6) for run in (*runs, resumed)]
@@ -216,7 +216,7 @@ def test_tied_weights_are_published_once(tmp_path: Path) -> None:
     train(trainer, 1, 1)
     assert "lm_head.weight" not in weights(trainer)
     (tmp_path / "saved").mkdir()
-    trainer.save(tmp_path / "saved")
+    trainer.snapshot()(tmp_path / "saved")
     assert_same_bits(weights(backend(tmp_path / "model", checkpoint=tmp_path / "saved")), weights(trainer))
 
 
@@ -226,7 +226,7 @@ def test_a_full_disk_is_said_and_commits_nothing(tiny_folder: Path, tmp_path: Pa
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
         with pytest.raises(DiskError, match="cannot be written"):
-            checkpoints.write(CheckpointManifest(attempt=0, step=1, samples=0), trainer.save)
+            checkpoints.write(CheckpointManifest(attempt=0, step=1, samples=0), trainer.snapshot())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())
@@ -322,7 +322,7 @@ def test_what_does_not_fit_is_refused(tiny_folder: Path, tmp_path: Path) -> None
     with pytest.raises(ManifestError, match="no model"):
         backend(tmp_path)
     trainer = backend(tiny_folder)
-    trainer.save(tmp_path)
+    trainer.snapshot()(tmp_path)
     stored = dict(trainer.tensors())
     from safetensors.torch import save_file
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -78,7 +80,7 @@ async def test_versions_that_are_evaluated_have_a_checkpoint_where_asked_for(tmp
             checkpoint_evaluated=True,
         )
         written: list[int] = []
-        seat.trainer._checkpoints = Checkpoints(
+        seat.trainer._saver._checkpoints = Checkpoints(
             tmp_path / "checkpoints", also=lambda steps: set(written.extend(steps[-1:]) or steps)
         )
         running = asyncio.create_task(seat.run())
@@ -246,6 +248,45 @@ async def test_leaving_without_a_controller_is_over_in_time_and_leaves_no_checkp
     saved = Checkpoints(tmp_path / "checkpoints").latest()
     assert saved is not None
     assert saved.manifest.step == 2
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_steps_are_trained_while_a_checkpoint_of_one_before_is_written(tmp_path: Path, leaves: bool) -> None:
+    disk = threading.Event()
+
+    def slow(group: Group) -> TrainerBackend:
+        made = counting(steps=STEPS)(group)
+        snapshot = made.snapshot
+
+        def waiting(*, shared: bool = True) -> Callable[[Path], None]:
+            write = snapshot(shared=shared)
+            return lambda folder: (disk.wait(60), write(folder))[1]
+
+        made.snapshot = waiting  # type: ignore[method-assign]
+        return made
+
+    def saved(step: int) -> int:
+        return int(np.load(tmp_path / f"checkpoints/step-{step:06d}/counts.npy").sum())
+
+    async with World(tmp_path) as world:
+        await world.dispatch(1, 3 if leaves else STEPS)
+        seat = await take_seat(world.places, slow, attempt=0, schedule=DELAYED, checkpoint_every=2)
+        running = asyncio.create_task(seat.run())
+        await until(lambda: seat.trainer.step == (3 if leaves else 4), "steps beside the checkpoint of step 2")
+        assert seat.trainer.status()["saving"]
+        if leaves:
+            seat.trainer.leave()
+        await asyncio.sleep(0.3)
+        assert seat.trainer.step == (3 if leaves else 4), "the checkpoint of step 4 waits for that of step 2"
+        assert not list((tmp_path / "checkpoints").glob("step-*"))
+        state = await world.queue.snapshot(partition=PARTITION, timeout=10)
+        assert state.last_committed_step == 0
+        disk.set()
+        last = await running
+        state = await world.queue.snapshot(partition=PARTITION, timeout=10)
+    assert last == state.last_committed_step == (3 if leaves else STEPS)
+    kept = [2, 3] if leaves else [4, STEPS]
+    assert [saved(step) for step in kept] == [step * GROUPS * SIZE for step in kept]
 
 
 async def test_directives_are_obeyed_between_micro_batches(tmp_path: Path) -> None:

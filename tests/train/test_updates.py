@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -210,8 +211,7 @@ async def test_weights_between_the_updates_of_a_step_are_never_saved(tmp_path: P
 
 
 def leave_in_the_midst(seat: Seat, step: int | None) -> None:
-    """Have the trainer told to leave after the first update of ``step``; a group that has left gathers nothing
-    until it has regrouped."""
+    """Have the trainer told to leave after the first update of ``step``; a group that has left gathers nothing."""
     trainer, loop = seat.trainer, asyncio.get_running_loop()
     update, gather = trainer._backend.update, trainer._group.gather
     told, left = threading.Event(), threading.Event()
@@ -232,5 +232,5 @@ def leave_in_the_midst(seat: Seat, step: int | None) -> None:
         return gather(array, what=what)
 
     trainer._backend.update = updated  # type: ignore[method-assign]
+    trainer._group = copy(trainer._group)  # checkpoints keep theirs
     trainer._group.gather, trainer._group.leave = gathered, left.set  # type: ignore[method-assign]
-    trainer._group.regroup = lambda *, patience_s: left.clear()  # type: ignore[method-assign]

@@ -107,6 +107,7 @@ async def serve(post: JobPost) -> None:
         folder=folder,
         failed=metrics.checkpoint_failures.inc,
         announced=metrics.publish_seconds.observe,
+        saved=metrics.checkpoint_seconds.observe,
         materialise=lambda: materialize_weights(spec.model.source, folder) if backend.of_model else None,
     )
     metrics.watch_busy(trainer.busy)
@@ -159,8 +160,6 @@ async def _report(membership: Membership, metrics: TrainerMetrics, report: Train
     metrics.tokens.labels("response").inc(report.response_tokens)
     metrics.steps_skipped.inc(report.metrics.get("skipped", 0.0))
     metrics.wait_seconds.observe(report.seconds.wait)
-    if report.seconds.checkpoint:
-        metrics.checkpoint_seconds.observe(report.seconds.checkpoint)
     for name, gauge in (("loss", metrics.loss), ("grad_norm", metrics.grad_norm), ("approx_kl", metrics.approx_kl)):
         if name in report.metrics:
             gauge.set(report.metrics[name])

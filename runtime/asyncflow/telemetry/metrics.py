@@ -202,7 +202,7 @@ class TrainerMetrics(RoleMetrics):
         self.steps_skipped = self.counter("steps_skipped", "optimizer steps left out: their gradient was not finite")
         self.wait_seconds = self.histogram("wait_seconds", "time a slot was waited for")
         self.publish_seconds = self.histogram("publish_seconds", "time to publish a version, beside the training")
-        self.checkpoint_seconds = self.histogram("checkpoint_seconds", "time to write a checkpoint")
+        self.checkpoint_seconds = self.histogram("checkpoint_seconds", "time to write a checkpoint, beside training")
         self.checkpoint_failures = self.counter("checkpoint_failures", "checkpoints put off by the disk")
 
 

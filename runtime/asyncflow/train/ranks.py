@@ -8,9 +8,9 @@ find in the directory.
 Invariants: round n of attempt a pairs the n-th ``gather`` of every rank of attempt a and nothing else: an array for
 another round, of another attempt, shape or dtype is refused, and a repeated one gets the same answer again. Rank 0's
 table alone decides whether a round came about: once one rank leaves, a round that lacks an array lacks it for all. So
-all ranks end after the same round, and none enters torch's collectives without the others. What they still have to do
-together then, a checkpoint of the step that all have completed, goes through rounds of their own (``regroup``), with
-negative numbers. A rank waits for the others as long as rank 0 gets on (a disk may be slow).
+all ranks end after the same round, and none enters torch's collectives without the others. Checkpoints, which are
+written beside the training and after a rank has left too, have rounds of their own (``beside``), with negative numbers.
+A rank waits for the others as long as rank 0 gets on (a disk may be slow).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from copy import copy
 from typing import Any, Protocol
 
 import msgspec
@@ -34,13 +35,28 @@ log = logging.getLogger(__name__)
 _KEEP_ROUNDS = 2
 _LEAVE_S = 2.0
 _TELL_S = 10.0
-_TELL_LAST_S = 0.5
+_TELL_LEAVING_S = 0.5
 _ANSWER_S = 3 * _TELL_S
 _LEAST_S = 1.0
 
 
 class Left(Exception):
     """This rank, or another of its gang, was told to leave: there are no more rounds."""
+
+
+async def unless_leaving(work: Coroutine[Any, Any, None], leaving: asyncio.Event, *, moment_s: float = 2.0) -> None:
+    """Await ``work``; once ``leaving`` is set, only for ``moment_s`` seconds longer (then Left)."""
+    told = asyncio.create_task(leaving.wait())
+    trying = asyncio.create_task(work)
+    try:
+        await asyncio.wait([told, trying], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([trying], timeout=moment_s)
+        if not trying.done():
+            raise Left
+        trying.result()
+    finally:
+        told.cancel()
+        trying.cancel()
 
 
 class Group(Protocol):
@@ -65,11 +81,12 @@ class Group(Protocol):
         """Say whether a rank has left, so that there are no more rounds; for a rank that waits for something else."""
         ...
 
-    def regroup(self, *, patience_s: float) -> None:
-        """Begin the rounds in which ranks that leave finish together; each waits ``patience_s`` for the slowest rank.
+    def beside(self) -> Group:
+        """Return the same ranks with rounds of their own, for another thread; leaving does not end these."""
+        ...
 
-        Every rank calls it after its last ordinary round, which was the same for all.
-        """
+    def hurry(self, *, patience_s: float) -> None:
+        """Wait only ``patience_s`` for the slowest rank from now on; for ranks that ``beside`` returned."""
         ...
 
     async def close(self) -> None:
@@ -122,7 +139,11 @@ class Alone:
         """There is nobody else."""
         return False
 
-    def regroup(self, *, patience_s: float) -> None:
+    def beside(self) -> Alone:
+        """Return this rank: its rounds need no order."""
+        return self
+
+    def hurry(self, *, patience_s: float) -> None:
         """There is nobody to wait for."""
 
     async def close(self) -> None:
@@ -207,18 +228,20 @@ class GatherService:
         for other, _ in arrays.values():
             if (other.dtype, other.shape) != (share.dtype, share.shape):
                 raise ProtocolError(f"{share} does not fit {other}", where="trainer.gather")
-        last = share.round < 0
-        if last or not self._left:
+        beside, leaving = share.round < 0, self._left
+        if beside or not leaving:
             arrays[share.rank] = (share, bytes(frames[0]))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(self._tell_s, _TELL_LAST_S) if last else self._tell_s), self._changed:
+            async with asyncio.timeout(min(self._tell_s, _TELL_LEAVING_S) if leaving else self._tell_s), self._changed:
                 self._changed.notify_all()
-                await self._changed.wait_for(lambda: (self._left and not last) or len(arrays) == self._world)
+                await self._changed.wait_for(
+                    lambda: len(arrays) == self._world or (self._left and not (beside and leaving))
+                )
         if len(arrays) < self._world:
-            left = self._left and not last
+            left = self._left and not beside
             progress = None if left else await asyncio.to_thread(self._progress)
             return Shares(round=share.round, left=left, progress=progress), []
-        self._rounds.pop(share.round + _KEEP_ROUNDS * (1 if last else -1), None)
+        self._rounds.pop(share.round + _KEEP_ROUNDS * (1 if beside else -1), None)
         return Shares(round=share.round), [arrays[rank][1] for rank in range(self._world)]
 
     async def _on_leave(self, leave: Leave, _frames: Sequence[memoryview]) -> Gone:
@@ -297,10 +320,18 @@ class HostGroup:
         except (DeadlineExceeded, PeerLost):
             return False
 
-    def regroup(self, *, patience_s: float) -> None:
-        """Count rounds from -1 downwards from now on; ``left`` means nothing in them."""
-        if self._onwards > 0:
-            self._round, self._onwards, self._patience_s = 0, -1, patience_s
+    def beside(self) -> HostGroup:
+        """Return the same ranks, who count rounds from -1 downwards and use this connection; ``left`` says nothing."""
+        ranks = copy(self)
+        ranks._round, ranks._onwards = 0, -1  # noqa: SLF001  it is one of its kind
+        return ranks
+
+    def hurry(self, *, patience_s: float) -> None:
+        """See ``Group``; a round under way is waited for anew. Called from the event loop."""
+        if patience_s < self._patience_s:
+            self._patience_s = patience_s
+            if self._limit is not None:
+                self._limit.reschedule(self._loop.time())
 
     async def close(self) -> None:
         """Hang up, when rank 0 has heard of a ``leave``."""
@@ -317,8 +348,14 @@ class HostGroup:
 
     async def _call(self, share: Share, content: bytes, what: str) -> list[memoryview]:
         whole = f"gathering {what} of {self.world} ranks"
-        if share.round < 0:
-            return (await self._gathered(share, content, whole))[1]
+        while share.round < 0:
+            try:
+                async with asyncio.timeout(None) as self._limit:
+                    return (await self._gathered(share, content, whole))[1]
+            except TimeoutError:
+                log.info("%s: this rank leaves, and waits %g s", whole, self._patience_s)
+            finally:
+                self._limit = None
         if self._leaving is not None:
             raise Left
         try:

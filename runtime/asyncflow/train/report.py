@@ -17,7 +17,8 @@ class Seconds(Struct, frozen=True, kw_only=True):
     on a device until they are queued there; optimizer: the step, and what is still queued before it; publish: waiting
     for a publication, which goes on beside the rest.
 
-    checkpoint: of those written since the last report, so after the step before this one.
+    checkpoint: for which the step before this one waited (the copying, and the end of the
+    checkpoint before), not the writing beside training.
     """
 
     wall: float

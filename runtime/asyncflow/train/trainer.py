@@ -2,7 +2,7 @@
 
     start:  checkpoint or θ_0 -> queue.begin(j) -> publish θ_j
     step k: slots of D_k -> gradient -> step -> queue.step_done(k) -> publish θ_k -> report
-            now and then: checkpoint -> queue.commit(k)
+            now and then: checkpoint -> queue.commit(k), beside the next steps (``saving``)
 
 All ranks write checkpoints together, of a step that all have completed; rank 0 alone decides when, talks to queue and
 driver about them, and makes the commit. All ranks publish, each what it holds.
@@ -22,7 +22,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -32,13 +31,9 @@ import numpy as np
 
 from asyncflow import clock
 from asyncflow.errors import (
-    CheckpointError,
-    DeadlineExceeded,
-    DiskError,
     Diverged,
     ManifestError,
     ProtocolError,
-    Refused,
     RowsLost,
     StaleHandle,
 )
@@ -49,16 +44,17 @@ from asyncflow.queue.protocol.messages import StepTotals
 from asyncflow.telemetry.busy import BusyClock
 from asyncflow.train.backends.base import TrainerBackend
 from asyncflow.train.batch import MicroBatch
-from asyncflow.train.checkpoint import CheckpointManifest, Checkpoints
+from asyncflow.train.checkpoint import Checkpoints
 from asyncflow.train.feed import Feed, Filled, TrainQueue
 from asyncflow.train.loops import repeated, streaming, synchronous
 from asyncflow.train.publication import Publication, Publisher
-from asyncflow.train.ranks import Group, Left, gather_bytes, jointly
+from asyncflow.train.ranks import Group, Left, gather_bytes, jointly, unless_leaving
 from asyncflow.train.report import TrainReport, describe
+from asyncflow.train.saving import Saver
 from asyncflow.train.settings import TrainerSettings
 from asyncflow.train.tally import Tally
 from asyncflow.train.updates import mini_batches
-from asyncflow.weights.probe import Probe, is_probe
+from asyncflow.weights.probe import Probe
 from asyncflow.weights.sender import Tensors
 
 log = logging.getLogger(__name__)
@@ -69,17 +65,14 @@ _CALL_S = 30.0
 _GRACE_S = 2.0
 _MEASURED = 4
 """Samples of each older version in a step whose log-probs are computed again with the weights that made them."""
-_SYNC_S = 10.0
-_AGAIN_S = 1.0
-DISK_S = 300.0
-"""Seconds for which the disk may refuse checkpoints before the trainer ends."""
 
 
 class Trainer:
     """One rank. folder: the model folder; materialise: puts θ_0 there, called by rank 0 when needed; report: takes
     rank 0's reports; directives: the driver's latest; begun: the gang has met, and the weights that it begins with are
-    published; failed: told of each checkpoint that the disk refused; announced: told of each publication that ended how
-    many seconds it took; busy: forward, backward, optimizer and checkpoints; waits: the rest.
+    published; failed: told of each checkpoint that the disk refused; announced, saved: told of each publication that
+    ended, and of each checkpoint, how many seconds it took; busy: forward, backward, optimizer, and what checkpoints
+    keep them waiting for; waits: the rest.
     """
 
     def __init__(
@@ -97,6 +90,7 @@ class Trainer:
         materialise: Callable[[], None],
         failed: Callable[[], None] = lambda: None,
         announced: Callable[[float], None] = lambda _: None,
+        saved: Callable[[float], None] = lambda _: None,
     ) -> None:
         self.step = 0
         self.begun = False
@@ -113,26 +107,32 @@ class Trainer:
         self._backend = backend
         self._group = group
         self._checkpoints = checkpoints
-        checkpoints.group = group
+        checkpoints.group = group.beside()
         self._report = report
         self._directives = directives
         self._settings = settings
         self._folder = folder
         self._materialise = materialise
-        self._failed = failed
         self._feed = Feed(queue, rank=group.rank, settings=settings, waits=self.waits, attend=self._attend)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._tally = Tally()
         self._aged: dict[int, list[MicroBatch]] = {}
         self._unmeasured = False
         self._samples = 0
-        self._committed = 0
-        self._saving = False
         self._updating = self._moved = False
-        self._failing_since: float | None = None
-        self._again_at = 0.0
         self._checkpoints_asked = directives().checkpoint
         self._leaving = asyncio.Event()
+        self._saver = Saver(
+            checkpoints,
+            queue=queue,
+            backend=backend,
+            publication=self._publication,
+            settings=settings,
+            compute=self._thread,
+            leaving=self._leaving,
+            failed=failed,
+            saved=saved,
+        )
         self._since = (clock.now(), self._clock())
 
     def status(self) -> Status:
@@ -144,7 +144,7 @@ class Trainer:
             "step": self.step,
             "trained": self._backend.trained // self._settings.epochs,
             "publishing": self._publication.underway,
-            "saving": self._saving,
+            "saving": self._saver.saving,
             "busy_s": self.busy.total(),
             "waiting_for": self._feed.waiting_for,
         }
@@ -185,6 +185,7 @@ class Trainer:
             raise RowsLost(error.what, where=error.where, hint=hint) from error
         finally:
             self._publication.close()
+            await self._saver.close()
             self._thread.shutdown(wait=False, cancel_futures=True)
         return self.step
 
@@ -250,10 +251,17 @@ class Trainer:
         every, last = self._settings.checkpoint_every, step == self._settings.schedule.steps
         evaluated = self._settings.checkpoint_evaluated and self._settings.schedule.evaluates(step)
         await self._checkpoint_if(last or evaluated or (every > 0 and step % every == 0) or self._asked())
-        while last and self._failing_since is not None:
-            await asyncio.sleep(self._again_at - time.monotonic())
+        if last:
+            await self._end_saved()
+
+    async def _end_saved(self) -> None:
+        """Wait until the last step is in a checkpoint, however often the disk refuses it for a while."""
+        await self._saver.finished()
+        while (retry_s := self._saver.retry_in_s) is not None:
+            await asyncio.sleep(retry_s)
             await self._attend()
             await self._checkpoint_if(False)
+            await self._saver.finished()
 
     def _loop(self) -> Callable[[Trainer], Awaitable[None]]:
         if self._settings.epochs * self._settings.mini_batches > 1:
@@ -294,7 +302,7 @@ class Trainer:
         told = gather_bytes(group, msgspec.json.encode(place), what="the step to begin at")[0]
         resumed = msgspec.json.decode(told, type=tuple[int, int, list[int]] | None)
         self.step, self._samples, carried = resumed or (0, 0, [])
-        self._committed = self.step
+        self._saver.resumed(self.step)
         with jointly(group, what="reading the checkpoint"):
             if resumed is not None and checkpoints.shared:
                 found = checkpoints.at(self.step)
@@ -381,106 +389,26 @@ class Trainer:
         if await self._group.left():
             raise Left
         self._publication.check()
+        self._saver.check()
         if self._group.world == 1:
             await self._checkpoint_if(self._asked())
 
     def _asked(self) -> bool:
         """Say whether the driver has asked for a checkpoint that would be new."""
         asked, self._checkpoints_asked = self._checkpoints_asked, self._directives().checkpoint
-        return self._checkpoints_asked > asked and self.step > self._committed
+        return self._checkpoints_asked > asked and self.step > self._saver.newest
 
     async def _save_completed(self) -> None:
-        """Write a checkpoint with all ranks that leave, unless there is one of this step."""
         self._group.leave()
-        self._group.regroup(patience_s=self._settings.leave_s)
-        if self.step == self._committed:
-            return
-        try:
-            await self._compute(self._group.gather, np.zeros(1), what=f"who is left to save θ_{self.step}")
-        except DeadlineExceeded as error:
-            log.error("no checkpoint of step %d can be written, for a rank is gone: %s", self.step, error)
-            return
-        with suppress(Left):
-            await self._try_checkpoint()
+        await self._saver.save_and_leave(self.step, samples=self._samples)
 
     async def _checkpoint_if(self, wanted: bool) -> None:
-        """Write a checkpoint where rank 0 wants one, or could not write one and it is time to try again; collective.
-
-        Raises CheckpointError when the disk has failed for too long.
-        """
-        overdue = self._failing_since is not None and time.monotonic() >= self._again_at
-        mine = np.array([wanted or overdue])
+        """Begin a checkpoint where rank 0 wants one, or could not write one and it is time to try again; collective."""
+        due = self._saver.retry_in_s == 0
+        mine = np.array([wanted or due])
         if (await self._compute(self._group.gather, mine, what=f"whether to save θ_{self.step}"))[0, 0]:
-            await self._try_checkpoint()
-
-    async def _try_checkpoint(self) -> None:
-        try:
-            await self._checkpoint(self.step)
-        except DiskError as error:
-            self._put_off(error)
-        else:
-            self._failing_since = None
-
-    def _put_off(self, error: DiskError) -> None:
-        now = time.monotonic()
-        self._failed()
-        since = self._failing_since = self._failing_since or now
-        if now - since > DISK_S:
-            what = f"no checkpoint could be written for {now - since:.0f} s: {error.what}"
-            raise CheckpointError(what, where=error.where, hint=error.hint) from error
-        self._again_at = now + max(_AGAIN_S, (now - since) / 4)
-        outcome = "is not written, for the trainer leaves" if self._leaving.is_set() else "is tried again"
-        log.error("the checkpoint of step %d %s: %s", self.step, outcome, error)
-
-    async def _checkpoint(self, step: int) -> None:
-        """Write a checkpoint of θ_step, once the ledger has its steps on disk.
-
-        A trainer that leaves does not wait long for that. It writes no checkpoint without: one that outlived the ledger
-        would cost the run, where a missing one costs the steps since the last.
-        """
-        sync, moment_s = partial(self._queue.sync, timeout=_SYNC_S), self._settings.leave_s
-        failed: DiskError | None = None
-        try:
-            if self._group.rank == 0:
-                await self._unless_leaving(persist(sync, what="syncing the ledger", timeout=_SYNC_S), moment_s=moment_s)
-        except Left:
-            hint = "Its steps since the last checkpoint are trained again"
-            failed = DiskError(f"the ledger was not on disk within {moment_s:g} s", where="trainer", hint=hint)
-        except (Refused, DeadlineExceeded) as error:
-            failed = DiskError(error.what, where=error.where, hint=error.hint)
-        await self._compute(self._agree, failed)
-        carried = self._publication.carried(step)
-        manifest = CheckpointManifest(attempt=self._settings.attempt, step=step, samples=self._samples, carried=carried)
-        self._saving = True
-        try:
             with self.busy("checkpoint"):
-                await self._compute(self._checkpoints.write, manifest, lambda folder: self._fill(folder, carried))
-        finally:
-            self._saving = False
-        self._committed = step
-        if self._group.rank == 0:
-            await self._persist(
-                lambda: self._queue.commit(**self._ours, step=step, timeout=_CALL_S), what=f"committing step {step}"
-            )
-
-    def _agree(self, failed: DiskError | None) -> None:
-        """Raise on all ranks what failed on one."""
-        with jointly(self._group, what="the ledger's sync"):
-            if failed is not None:
-                raise failed
-
-    def _fill(self, folder: Path, carried: list[int]) -> None:
-        first, shared = self._group.rank == 0, self._checkpoints.shared
-        self._backend.save(folder, shared=shared)
-        for number in carried:
-            slices = self._publication.slices(number)
-            # Of versions that it has read from a checkpoint which the others do not see, rank 0 has all.
-            if not shared and number >= self._publication.began_at:
-                probe = {name: given for name, given in slices.items() if is_probe(name)}
-                weights = {name: given for name, given in slices.items() if name not in probe}
-                slices = {**{name: array for name, array in self._backend.whole(weights) if first}, **probe}
-            if shared or first:
-                Publication.save(folder, number, slices, rank=self._group.rank)
+                await self._saver.begin(self.step, samples=self._samples)
 
     def _describe(self, tally: Tally, metrics: dict[str, float], *, published: bool) -> TrainReport:
         (started, before), (ended, now) = self._since, (clock.now(), self._clock())
@@ -510,19 +438,8 @@ class Trainer:
         """Try until it succeeds; once the trainer is leaving, only for a moment longer (then Left)."""
         await self._unless_leaving(persist(attempt, what=what, timeout=self._settings.patience_s))
 
-    async def _unless_leaving(self, work: Coroutine[Any, Any, None], *, moment_s: float = _GRACE_S) -> None:
-        """Await ``work``; once the trainer is leaving, only for a moment longer (then Left)."""
-        leaving = asyncio.create_task(self._leaving.wait())
-        trying = asyncio.create_task(work)
-        try:
-            await asyncio.wait([leaving, trying], return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait([trying], timeout=moment_s)
-            if not trying.done():
-                raise Left
-            trying.result()
-        finally:
-            leaving.cancel()
-            trying.cancel()
+    async def _unless_leaving(self, work: Coroutine[Any, Any, None]) -> None:
+        await unless_leaving(work, self._leaving)
 
     async def _compute(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         def call() -> T:

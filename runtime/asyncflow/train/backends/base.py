@@ -2,7 +2,7 @@
 
 Invariant: the weights change in ``update`` and ``finish_step`` only, however many micro-batches come between; each
 turns the gradient of all micro-batches since the last change into one optimizer update, the same on every rank.
-``finish_step`` makes the last update of a step, so a state that ``save`` gives after it has seen whole steps only.
+``finish_step`` makes the last update of a step, so a state that ``snapshot`` takes after it has seen whole steps only.
 
 All methods block and are called from one thread, the compute thread, in the same order on every rank; but ``tensors``
 is called from another, while no ``load`` and no ``finish_step`` runs.
@@ -11,7 +11,7 @@ is called from another, while no ``load`` and no ``finish_step`` runs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -52,7 +52,7 @@ class TrainerBackend(ABC):
 
     @abstractmethod
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:
-        """Take θ_0 from the model folder, or the state that ``save`` left in ``checkpoint``.
+        """Take θ_0 from the model folder, or the state of a ``snapshot`` that was written into ``checkpoint``.
 
         All ranks need ``folder``/config.json. What a rank sees of the weights and of the checkpoint (None where it sees
         none) it may read by itself; rank 0 sees all. Raises CheckpointError where what is there does not fit.
@@ -117,12 +117,14 @@ class TrainerBackend(ABC):
             yield name, given.array if isinstance(given, Shard) else given
 
     @abstractmethod
-    def save(self, folder: Path, *, shared: bool = True) -> None:
-        """Write this rank's part of weights, optimizer and generators into its own empty ``folder``; collective.
+    def snapshot(self, *, shared: bool = True) -> Callable[[Path], None]:
+        """Return the function that writes the state as it is now, this rank's part of it, into its own empty folder.
 
-        ``load`` continues bit for bit with as many ranks, and up to rounding with more or fewer. shared: whether the
-        ranks' folders will be seen by all; otherwise only that of rank 0 exists, and rank 0 writes all. Raises OSError
-        or DiskError where the disk fails.
+        Weights, optimizer and generators: ``load`` continues bit for bit with as many ranks, and up to rounding with
+        more or fewer. shared: whether the ranks' folders will be seen by all. Then the state has been copied, and the
+        function may run in another thread while training goes on. Otherwise only rank 0's folder exists and rank 0
+        writes all: the function is collective, and called in the compute thread before anything changes. It raises
+        OSError or DiskError where the disk fails.
         """
 
     @abstractmethod

@@ -11,7 +11,7 @@ each, in the weights that survived.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,10 +94,15 @@ class CountingBackend(TrainerBackend):
         """Yield ``counts``, which are whole numbers."""
         yield TENSOR, self._counts
 
-    def save(self, folder: Path, *, shared: bool = True) -> None:  # noqa: ARG002
-        """Write counts.npy, by rank 0: all ranks count the same."""
-        if self.group.rank == 0:
-            np.save(folder / _FILE, self._counts, allow_pickle=False)
+    def snapshot(self, *, shared: bool = True) -> Callable[[Path], None]:  # noqa: ARG002
+        """Return what writes counts.npy, by rank 0: all ranks count the same, and a step makes new counts."""
+        counts, writes = self._counts, self.group.rank == 0
+
+        def write(folder: Path) -> None:
+            if writes:
+                np.save(folder / _FILE, counts, allow_pickle=False)
+
+        return write
 
     def close(self) -> None:
         """Nothing is held."""

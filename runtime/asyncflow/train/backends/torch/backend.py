@@ -45,6 +45,7 @@ from asyncflow.train.backends.torch.model import LogprobModel, open_model, small
 from asyncflow.train.backends.torch.optimizer import FlatAdamW
 from asyncflow.train.backends.torch.pieces import (
     Piece,
+    copied,
     read_first,
     read_saved,
     write_gathered,
@@ -446,17 +447,23 @@ class TorchBackend(TrainerBackend):
         return cast(AbstractContextManager[Any], self._copies)
 
     @collective()
-    def save(self, folder: Path, *, shared: bool = True) -> None:
-        """Write model.safetensors and optimizer.safetensors (moments, step counts, the generator's state)."""
-        saved = {WEIGHTS_FILE: self._pieces, STATE_FILE: [*self._optimizer.state(), self._generator()]}
-        try:
-            for name, pieces in saved.items():
-                if shared:
-                    write_pieces(folder / name, pieces, group=self.group)
-                else:
-                    write_gathered(folder / name, pieces, group=self.group, ranks=self._ranks)
-        except SafetensorError as wrong:
-            raise unwritable(folder, wrong) from wrong
+    def snapshot(self, *, shared: bool = True) -> Callable[[Path], None]:
+        """See the base class: model.safetensors and optimizer.safetensors (moments, step counts, the generator)."""
+        state = {WEIGHTS_FILE: self._pieces, STATE_FILE: [*self._optimizer.state(), self._generator()]}
+        if shared:
+            state = {name: copied(pieces, group=self.group) for name, pieces in state.items()}
+
+        def write(folder: Path) -> None:
+            try:
+                for name, pieces in state.items():
+                    if shared:
+                        write_pieces(folder / name, pieces)
+                    else:
+                        write_gathered(folder / name, pieces, group=self.group, ranks=self._ranks)
+            except SafetensorError as wrong:
+                raise unwritable(folder, wrong) from wrong
+
+        return write if shared else collective()(write)
 
     def close(self) -> None:
         """Leave the process group."""

@@ -147,13 +147,18 @@ def read_saved(
     return there
 
 
-def write_pieces(file: Path, pieces: Iterable[Piece], *, group: Group) -> None:
-    """Write this rank's ``pieces`` into a safetensors file; what is not cut is written by rank 0 alone."""
+def copied(pieces: Iterable[Piece], *, group: Group) -> list[Piece]:
+    """Return copies, in host memory, of the pieces that this rank writes: rank 0 alone writes what is not cut."""
     mine = [piece for piece in pieces if piece.tensor.numel() and (group.rank == 0 or piece.cut)]
+    return [piece._replace(tensor=piece.tensor.to("cpu", copy=True).contiguous()) for piece in mine]
+
+
+def write_pieces(file: Path, pieces: Sequence[Piece]) -> None:
+    """Write ``pieces``, of host memory, into a safetensors file."""
     metadata = {"format": "pt"}
-    if any(piece.cut for piece in mine):
-        metadata |= slice_metadata({piece.name: piece.box.offset for piece in mine})
-    save_file({piece.name: piece.tensor.cpu().contiguous() for piece in mine}, file, metadata=metadata)
+    if any(piece.cut for piece in pieces):
+        metadata |= slice_metadata({piece.name: piece.box.offset for piece in pieces})
+    save_file({piece.name: piece.tensor for piece in pieces}, file, metadata=metadata)
 
 
 def write_gathered(file: Path, pieces: Iterable[Piece], *, group: Group, ranks: TensorGroup) -> None:
