@@ -21,6 +21,7 @@ from asyncflow.algorithms.aggregation import Aggregation
 from asyncflow.algorithms.grpo import GrpoLoss
 from asyncflow.errors import DeadlineExceeded, DiskError, Fenced, ProtocolError
 from asyncflow.net.rpc import RpcClient, RpcServer
+from asyncflow.train.backends.torch.ranks import TensorGroup
 from asyncflow.train.ranks import Alone, GatherService, HostGroup, Left, Share, Shares, jointly
 
 SCRIPT = str(Path(__file__).with_name("rank_process.py"))
@@ -75,6 +76,14 @@ def test_two_ranks_train_the_adapters_of_one(tmp_path: Path, tiny_folder: Path) 
     for name, array in alone.items():
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
         np.testing.assert_allclose(first[name], array, atol=1e-6, err_msg=name)
+
+
+def test_the_norm_of_a_long_gradient_is_exact() -> None:
+    gradient = torch.randn(1 << 23, generator=torch.Generator().manual_seed(0))
+    ranks = TensorGroup(Alone(), device=torch.device("cpu"), host="127.0.0.1", timeout_s=1)
+    assert ranks.norm(gradient) == pytest.approx(np.linalg.norm(gradient.double().numpy()), rel=1e-5)
+    assert ranks.norm(gradient[:0]) == 0
+    assert np.isnan(ranks.norm(torch.tensor([1.0, float("nan")])))
 
 
 def test_alone_there_is_nobody_to_ask() -> None:
