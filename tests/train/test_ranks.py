@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from train_reference import HORIZON, adapter_steps, reference_gradient, relative_error, samples
+from train_reference import HORIZON, reference_gradient, relative_error, samples
 
 from asyncflow.algorithms.aggregation import Aggregation
 from asyncflow.algorithms.grpo import GrpoLoss
@@ -65,17 +65,6 @@ def test_two_ranks_make_the_gradient_of_one_padded_batch(tmp_path: Path, tiny_fo
         if name.startswith("gradient1/")
     }
     assert relative_error(got, expected) < 1e-5
-
-
-@pytest.mark.process
-def test_two_ranks_train_the_adapters_of_one(tmp_path: Path, tiny_folder: Path) -> None:
-    shutil.copytree(tiny_folder, tmp_path / "model")
-    first, second = gang("adapters", tmp_path, 2)
-    alone = adapter_steps(tiny_folder, Alone(), list(range(len(samples()))))
-    assert first.keys() == second.keys() == alone.keys()
-    for name, array in alone.items():
-        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
-        np.testing.assert_allclose(first[name], array, atol=1e-6, err_msg=name)
 
 
 def test_the_norm_of_a_long_gradient_is_exact() -> None:
