@@ -126,12 +126,28 @@ def test_weights_in_several_parts_must_all_be_there(manifest, model, capsys):
 
 def test_layers_for_adapters_are_looked_up_in_the_files_of_the_model(manifest, model, capsys):
     layers = {f"model.layers.0.self_attn.{name}.weight": np.zeros((4, 4), np.float32) for name in ("q_proj", "k_proj")}
-    vocabulary = {"model.embed_tokens.weight": np.zeros((4, 4), np.float32)}
-    save_file({**layers, **vocabulary, "model.norm.weight": np.zeros(4, np.float32)}, model / "model.safetensors")
+    others = ("model.embed_tokens.weight", "model.layers.0.mlp.experts.0.gate_proj.weight")
+    save_file(
+        {
+            **layers,
+            **{name: np.zeros((4, 4), np.float32) for name in others},
+            "model.norm.weight": np.zeros(4, np.float32),
+        },
+        model / "model.safetensors",
+    )
     said = refused(capsys, manifest, "model.source=model", *TORCH, "trainer.lora={targets: [q_proj, query]}")
     assert "no linear layer called 'query'" in said
     assert "It has k_proj, q_proj" in said
+    said = refused(capsys, manifest, "model.source=model", *TORCH, "trainer.lora={targets: [gate_proj]}")
+    assert "It has k_proj, q_proj" in said
     assert validated(capsys, manifest, "model.source=model", *TORCH, "trainer.lora={targets: [q_proj]}")[0] == 0
+
+
+def test_layers_for_adapters_of_the_tiny_model_are_known_before_it_is_made(manifest, capsys):
+    said = refused(capsys, manifest, *TORCH, "trainer.lora={targets: [q_proj, query]}")
+    assert "no linear layer called 'query'" in said
+    assert "It has down_proj, gate_proj, k_proj" in said
+    assert validated(capsys, manifest, *TORCH, "trainer.lora={targets: [q_proj]}")[0] == 0
 
 
 def test_adapters_need_peft(manifest):

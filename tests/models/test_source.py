@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncflow.data.sources import SourceSpec, open_source
 from asyncflow.errors import ManifestError
 from asyncflow.models import warmup
 from asyncflow.models.folders import whole_folder
 from asyncflow.models.source import ModelSource, materialize_config, materialize_weights
+from asyncflow.models.tiny import linear_layers
 from asyncflow.models.tokenizer import Tokenizer
 
 TINY = "tiny://reverse-digits"
@@ -39,6 +40,14 @@ def test_sources_are_understood(source: str, kind: str, folder: str) -> None:
 def test_other_sources_are_refused(source: str, tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match=r"model\.source"):
         materialize_config(source, tmp_path)
+
+
+def test_the_linear_layers_of_the_tiny_model_are_known_without_it(tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(materialize_config(TINY, tmp_path))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layers = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert {*linear_layers(), "lm_head"} == layers
 
 
 def test_config_and_tokenizer_need_no_torch_and_are_the_same_bytes_for_all_who_write_at_once(tmp_path: Path) -> None:

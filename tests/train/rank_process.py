@@ -179,14 +179,26 @@ def gradients(group: HostGroup) -> dict[str, Any]:
     return kept | whole(group, backend) | {"metrics": np.array(sorted(metrics.items()), dtype="U32")}
 
 
-def adapters(group: HostGroup) -> dict[str, Any]:
-    """Two steps of two updates each on adapters; rank 1 has no sample of the second mini-batch."""
-    from train_reference import adapter_steps, samples
+def kinds(group: HostGroup) -> dict[str, Any]:
+    from train_kinds import all_runs
 
-    return adapter_steps(FOLDER / "model", group, [i for i in range(len(samples())) if (i < 6 and i % 2 == 0) == RANK])
+    return all_runs(FOLDER, group)
 
 
-KINDS = {"gathers": gathers, "counts": counts, "gradients": gradients, "shards": shards, "adapters": adapters}
+def compiled(group: HostGroup) -> dict[str, Any]:
+    from train_kinds import compiled_run
+
+    return compiled_run(FOLDER, group)
+
+
+KINDS = {
+    "gathers": gathers,
+    "counts": counts,
+    "gradients": gradients,
+    "shards": shards,
+    "kinds": kinds,
+    "compiled": compiled,
+}
 
 
 async def main() -> None:

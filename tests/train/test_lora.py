@@ -20,14 +20,15 @@ from train_reference import (
     relative_error,
     samples,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from asyncflow.algorithms.grpo import GrpoLoss
 from asyncflow.api.workers import LoraSpec
 from asyncflow.errors import CheckpointError, ManifestError
 from asyncflow.identity import SampleKey, Version
 from asyncflow.models.export import export_folder
-from asyncflow.models.lora import MergedWeights, adapters_of, export_adapters, weight_of
+from asyncflow.models.lora import MergedWeights, adapters_of, export_adapters, merge_folder, weight_of
+from asyncflow.models.source import stored_matrices
 from asyncflow.net.frames import Jagged
 from asyncflow.rollout.engines.base import GenerationRequest
 from asyncflow.rollout.engines.transformers import TransformersEngine
@@ -183,3 +184,41 @@ def test_a_target_that_the_model_lacks_is_refused_before_anything_is_trained(tin
     for wrong in ("query", "lm_head", "embed_tokens"):
         with pytest.raises(ManifestError, match=rf"called '{wrong}'.*It has down_proj, gate_proj, k_proj"):
             backend(tiny_folder, lora=LoraSpec(targets=("q_proj", wrong)))
+
+
+def test_dense_layers_beside_experts_have_adapters_and_experts_have_none(tmp_path: Path) -> None:
+    config = DeepseekV3Config(
+        hidden_size=32,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=24,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+        head_dim=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=12,
+        vocab_size=64,
+        max_position_embeddings=64,
+    )
+    folder = tmp_path / "model"
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    lora = LoraSpec(rank=4, alpha=6)
+    trainer = backend(folder, lora=lora)
+    train(trainer, 1, 2)
+    names = {weight_of(name) for name in weights(trainer)}
+    assert names == {f"{layer}.weight" for layer in stored_matrices(folder) if not layer.endswith("mlp.gate")}
+    assert {name.split(".", 3)[-1] for name in names} >= {"mlp.up_proj.weight", "mlp.shared_experts.up_proj.weight"}
+    whole, base = merged(trainer, folder), MergedWeights(folder, scale=1, dtype="float32")({})
+    assert {name for name, array in whole.items() if not np.array_equal(array, base[name])} == names
+    export_adapters(weights(trainer), lora, base=str(folder), target=tmp_path / "export")
+    with pytest.raises(ManifestError, match="does not load"):
+        merge_folder(tmp_path / "export", tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()

@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from train_reference import HORIZON, adapter_steps, reference_gradient, relative_error, samples
+from train_reference import HORIZON, reference_gradient, relative_error, samples
 
 from asyncflow.algorithms.aggregation import Aggregation
 from asyncflow.algorithms.grpo import GrpoLoss
 from asyncflow.errors import DeadlineExceeded, DiskError, Fenced, ProtocolError
 from asyncflow.net.rpc import RpcClient, RpcServer
+from asyncflow.train.backends.torch.ranks import TensorGroup
 from asyncflow.train.ranks import Alone, GatherService, Group, HostGroup, Left, Share, Shares, jointly
 
 SCRIPT = str(Path(__file__).with_name("rank_process.py"))
@@ -66,15 +67,12 @@ def test_two_ranks_make_the_gradient_of_one_padded_batch(tmp_path: Path, tiny_fo
     assert relative_error(got, expected) < 1e-5
 
 
-@pytest.mark.process
-def test_two_ranks_train_the_adapters_of_one(tmp_path: Path, tiny_folder: Path) -> None:
-    shutil.copytree(tiny_folder, tmp_path / "model")
-    first, second = gang("adapters", tmp_path, 2)
-    alone = adapter_steps(tiny_folder, Alone(), list(range(len(samples()))))
-    assert first.keys() == second.keys() == alone.keys()
-    for name, array in alone.items():
-        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
-        np.testing.assert_allclose(first[name], array, atol=1e-6, err_msg=name)
+def test_the_norm_of_a_long_gradient_is_exact() -> None:
+    gradient = torch.randn(1 << 23, generator=torch.Generator().manual_seed(0))
+    ranks = TensorGroup(Alone(), device=torch.device("cpu"), host="127.0.0.1", timeout_s=1)
+    assert ranks.norm(gradient) == pytest.approx(np.linalg.norm(gradient.double().numpy()), rel=1e-5)
+    assert ranks.norm(gradient[:0]) == 0
+    assert np.isnan(ranks.norm(torch.tensor([1.0, float("nan")])))
 
 
 def test_alone_there_is_nobody_to_ask() -> None:

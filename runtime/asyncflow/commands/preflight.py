@@ -162,6 +162,7 @@ def _check_model(spec: RLJobSpec, scratch: Path, findings: _Findings, *, elsewhe
     """Return the model's tokenizer, None where the model is not on this machine. Raises ManifestError."""
     from asyncflow.models.lora import chosen_layers
     from asyncflow.models.source import ModelSource, check_weights, materialize_config, stored_matrices
+    from asyncflow.models.tiny import linear_layers
     from asyncflow.models.tokenizer import Tokenizer
 
     source = spec.model.source
@@ -185,8 +186,10 @@ def _check_model(spec: RLJobSpec, scratch: Path, findings: _Findings, *, elsewhe
     with findings.gather():
         if spec.trainer.backend.name == "torch":
             check_weights(source, folder)
-            if spec.trainer.lora is not None and (layers := stored_matrices(folder)):
-                chosen_layers(spec.trainer.lora, layers)
+            if spec.trainer.lora is not None:
+                layers = linear_layers() if kind == "tiny" else stored_matrices(folder)
+                if layers:
+                    chosen_layers(spec.trainer.lora, layers)
     return Tokenizer.load(folder)
 
 

@@ -30,6 +30,7 @@ PARTS = ("lora_A", "lora_B")
 INSTALL = "pip install 'asyncflow[torch,lora]'"
 TARGETS = "spec.trainer.lora.targets"
 _CONFIG = "adapter_config.json"
+_TENSORS = "adapter_model.safetensors"
 _SHOWN = 40
 """Most names of layers in an error."""
 
@@ -150,19 +151,20 @@ def export_adapters(adapters: Mapping[str, NDArray[Any]], lora: LoraSpec, *, bas
     with whole_folder(target, replace=True) as made:
         config.save_pretrained(str(made))
         contiguous = {name: np.ascontiguousarray(array) for name, array in adapters.items()}
-        save_file(contiguous, made / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(contiguous, made / _TENSORS, metadata={"format": "pt"})
 
 
 def merge_folder(adapters: Path, target: Path) -> Path:
     """Write the ordinary model folder ``target`` of a folder of adapters and the model that it names; return the model.
 
-    Raises ManifestError where either cannot be read, peft is not installed, or ``target`` is there already.
+    Raises ManifestError where either cannot be read, peft is not installed or leaves adapters out, or ``target`` is
+    there already.
     """
     where = "model merge"
     if target.exists():
         raise ManifestError(f"{target} exists", where=where, hint="Remove it first, or give another folder")
     try:
-        from peft import PeftConfig, PeftModel
+        from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     except ImportError as error:
         raise ManifestError(str(error), where=where, hint=INSTALL) from error
     if not (adapters / _CONFIG).is_file():
@@ -170,11 +172,26 @@ def merge_folder(adapters: Path, target: Path) -> Path:
     try:
         named = PeftConfig.from_pretrained(str(adapters)).base_model_name_or_path or ""
         base = materialize_config(named if named.startswith("/") else f"hf://{named}", target)
-        whole = PeftModel.from_pretrained(_open(base), str(adapters)).merge_and_unload()
+        opened = PeftModel.from_pretrained(_open(base), str(adapters))
+        lost = _stored(adapters) - get_peft_model_state_dict(opened).keys()
+        if lost:
+            raise ManifestError(
+                f"peft does not load {len(lost)} of the adapters' tensors, first {min(lost)}",
+                where=str(adapters),
+                hint="In models of this type it takes names of dense layers for experts: train with other lora.targets",
+            )
+        whole = opened.merge_and_unload()
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as wrong:
         raise ManifestError(f"cannot be merged: {wrong}", where=str(adapters)) from wrong
     export_folder(whole.state_dict(), base, target)
     return base
+
+
+def _stored(adapters: Path) -> set[str]:
+    from safetensors import safe_open
+
+    with safe_open(adapters / _TENSORS, framework="np") as stored:
+        return set(stored.keys())
 
 
 def _open(folder: Path) -> Any:

@@ -123,7 +123,8 @@ def check_weights(source: str, folder: Path) -> None:
 def stored_matrices(folder: Path) -> list[str]:
     """Return the names of the layers whose weights are matrices in the safetensors files of ``folder``.
 
-    They come without ``.weight``; embeddings and output layers are left out. Only headers are read.
+    They come without ``.weight``; embeddings and output layers are left out, and experts, which transformers opens as
+    one tensor of all. Only headers are read.
     """
     from safetensors import safe_open
 
@@ -132,13 +133,13 @@ def stored_matrices(folder: Path) -> list[str]:
         with safe_open(file, framework="np") as stored:
             for name in stored.keys():  # noqa: SIM118  a safetensors file is no mapping
                 layer, _, kind = name.rpartition(".")
-                if kind == "weight" and len(stored.get_slice(name).get_shape()) == 2 and not _is_vocabulary(layer):
+                if kind == "weight" and len(stored.get_slice(name).get_shape()) == 2 and not _has_no_adapter(layer):
                     found.append(layer)
     return found
 
 
-def _is_vocabulary(layer: str) -> bool:
-    return layer.endswith(("lm_head", "embed_tokens", "wte", "wpe"))
+def _has_no_adapter(layer: str) -> bool:
+    return layer.endswith(("lm_head", "embed_tokens", "wte", "wpe")) or ".experts." in layer
 
 
 def _index(file: Path) -> list[str]:

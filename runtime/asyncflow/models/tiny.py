@@ -40,6 +40,11 @@ _QWEN3: dict[str, Any] = {
     "use_sliding_window": False,
 }
 
+_LINEAR = (
+    *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
+
 
 def write_config(folder: Path) -> None:
     """Write config.json, generation_config.json, tokenizer.json and tokenizer_config.json into ``folder``."""
@@ -62,6 +67,11 @@ def write_config(folder: Path) -> None:
             "clean_up_tokenization_spaces": False,
         },
     )
+
+
+def linear_layers() -> list[str]:
+    """Return the full names of the model's linear layers without the output layer."""
+    return [f"model.layers.{number}.{name}" for number in range(_QWEN3["num_hidden_layers"]) for name in _LINEAR]
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:

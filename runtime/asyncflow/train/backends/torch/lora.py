@@ -37,7 +37,8 @@ def add_adapters(model: nn.Module, lora: LoraSpec) -> None:
     head = model.get_output_embeddings()
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=chosen_layers(lora, layers))
-    inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
+    # In a model whose type it knows, peft would take names of dense layers for those of fused experts.
+    inject_adapter_in_model(config, nn.Sequential(model), adapter_name=_ADAPTER)
 
 
 def begin_adapters(model: nn.Module, *, seed: int) -> None:

@@ -62,6 +62,8 @@ def open_sharded(
         if isinstance(unit, FSDPModule):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
+    # Tokens of one rank may reach experts that those of another do not: ranks must sum the same gradients.
+    sharded.set_reduce_scatter_unused_params(True)
     _allocate(sharded, device)
     return sharded
 
