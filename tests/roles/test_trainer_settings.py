@@ -25,6 +25,18 @@ def test_the_learning_rate_follows_its_curve_to_the_last_step(curve: str, halfwa
     assert settings.loss.entropy == 0.02
 
 
+@pytest.mark.parametrize(
+    ("precision", "compute", "held"),
+    [("float32", "float32", "float32"), ("bf16", "bfloat16", "float32"), ("bf16-stochastic", "bfloat16", "bfloat16")],
+)
+def test_the_precision_says_what_computes_what_is_held_and_what_is_published(
+    precision: str, compute: str, held: str
+) -> None:
+    spec = job(algorithm={"steps": 1}, trainer={"backend": {"precision": precision}}).spec
+    settings = backend_settings(spec, host="127.0.0.1")
+    assert (settings.compute, settings.weights, spec.published_dtype) == (compute, held, held)
+
+
 def test_a_trainer_uses_its_share_of_the_device() -> None:
     trainer = {"accelerator": {"profile": "nvidia", "count": 1, "share": 0.6}}
     settings = backend_settings(job(algorithm={"steps": 1}, trainer=trainer).spec, host="127.0.0.1")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from train_reference import HALF, aged_samples, held_numbers, settings_of_shards, train_share
+from train_reference import HALF, STOCHASTIC, aged_samples, held_bytes, settings_of_shards, train_share
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from asyncflow.train.backends.torch.backend import TorchBackend
@@ -58,7 +58,7 @@ def one(folder: Path) -> Found:
     """What one rank finds; its checkpoint is there for two."""
     backend = alone()
     backend.load(folder / "model", checkpoint=None)
-    found: Found = {"held": held_numbers(backend)}
+    found: Found = {"held": held_bytes(backend)}
     train_share(backend, 1, 3)
     (folder / "shared-1").mkdir()
     backend.save(folder / "shared-1")
@@ -72,6 +72,15 @@ def one(folder: Path) -> Found:
     half = TorchBackend(settings_of_shards(**HALF), group=Alone())
     half.load(folder / "model", checkpoint=None)
     found["half"] = train_share(half, 1, 1)["grad_norm"]
+    rounding = TorchBackend(settings_of_shards(**STOCHASTIC), group=Alone())
+    rounding.load(folder / "model", checkpoint=None)
+    found["rounding held"] = held_bytes(rounding)
+    train_share(rounding, 1, 2)
+    found["rounding after 2"] = weights(rounding)
+    (folder / "rounding-1").mkdir()
+    rounding.save(folder / "rounding-1")
+    train_share(rounding, 3, 3)
+    found["rounding straight"] = weights(rounding)
     return found
 
 
@@ -166,6 +175,26 @@ def test_older_weights_are_measured_in_the_place_of_the_own_ones(gangs: Any, one
 def test_bfloat16_computes_as_on_one_rank(gangs: Any, one: Found, world: int) -> None:
     for rank in gangs[world]:
         assert rank["half"] == pytest.approx(one["half"], rel=0.02)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_stochastic_rounding_resumes_with_the_same_bits_on_as_many_ranks(gangs: Any, world: int) -> None:
+    for rank in gangs[world]:
+        assert_same_bits(of(rank, f"rounding read {world}"), of(rank, "rounding after 2"))
+        assert_same_bits(of(rank, f"rounding resumed from {world}"), of(rank, "rounding straight"))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_stochastic_rounding_goes_on_with_other_random_bits_on_more_ranks(gangs: Any, one: Found, world: int) -> None:
+    for rank in gangs[world]:
+        assert rank["rounding held"] <= 1.2 / world * one["rounding held"]
+        assert_same_bits(of(rank, "rounding read 1"), one["rounding after 2"])
+        differing = []
+        for name, array in of(rank, "rounding resumed from 1").items():
+            expected = one["rounding straight"][name]
+            np.testing.assert_allclose(array, expected, rtol=2**-7, atol=1e-3, err_msg=name)  # neighbours in bfloat16
+            differing.append((array != expected).ravel())
+        assert 0.01 < np.concatenate(differing).mean() < 0.5
 
 
 @pytest.mark.parametrize("world", WORLDS)
