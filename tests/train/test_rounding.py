@@ -12,7 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from train_reference import STOCHASTIC, held_bytes, samples, settings_of_shards, train_share
+from train_reference import (
+    STOCHASTIC,
+    assert_same_bits,
+    held_bytes,
+    samples,
+    settings_of_shards,
+    train_share,
+    weights,
+)
 
 from asyncflow.errors import CheckpointError
 from asyncflow.train.backends.torch import rounding
@@ -30,16 +38,6 @@ def backend(folder: Path, *, checkpoint: Path | None = None, **more: Any) -> Tor
     made = TorchBackend(settings_of_shards(**more), group=Alone())
     made.load(folder, checkpoint=checkpoint)
     return made
-
-
-def weights(trainer: TorchBackend) -> dict[str, np.ndarray]:
-    return {name: array.copy() for name, array in trainer.tensors()}
-
-
-def assert_same_bits(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert a[name].tobytes() == b[name].tobytes(), name
 
 
 def generator(seed: int) -> torch.Generator:

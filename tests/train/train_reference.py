@@ -154,6 +154,17 @@ def held_bytes(backend: TorchBackend) -> int:
     return sum(tensor.nbytes for tensor in (*kept, backend._optimizer.gradient))
 
 
+def weights(backend: TorchBackend) -> dict[str, np.ndarray]:
+    return {name: np.array(array) for name, array in backend.tensors()}
+
+
+def assert_same_bits(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert got.keys() == expected.keys()
+    assert got
+    for name, array in expected.items():
+        assert got[name].tobytes() == array.tobytes(), name
+
+
 def aged_samples() -> MicroBatch:
     return part(samples(), range(6))
 
