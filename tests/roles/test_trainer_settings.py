@@ -49,21 +49,23 @@ def test_a_trainer_uses_its_share_of_the_device() -> None:
     assert (settings.device, settings.share) == ("cuda", 0.6)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-stochastic"])
-def test_a_checkpoint_is_exported_as_the_trainer_holds_it(tmp_path: Path, precision: str) -> None:
+def test_a_checkpoint_is_exported_as_the_trainer_holds_it(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     from asyncflow.train.backends.torch.backend import TorchBackend
 
-    spec = job(algorithm={"steps": 1}, trainer={"backend": {"precision": precision}}).spec
-    model = materialize_config(spec.model.source, tmp_path)
-    materialize_weights(spec.model.source, model)
-    backend = TorchBackend(backend_settings(spec, host="127.0.0.1"), group=Alone())
-    backend.load(model, checkpoint=None)
-    held = {name: np.array(array) for name, array in backend.tensors()}
-    Checkpoints(tmp_path / "checkpoints").write(CheckpointManifest(attempt=0, step=1, samples=0), backend.save)
-    assert export_checkpoint(spec, run=tmp_path, step="newest", target=tmp_path / "export") == 1
-    exported = load_file(tmp_path / "export" / "model.safetensors")
-    assert {str(tensor.dtype) for tensor in exported.values()} == {f"torch.{backend.settings.weights}"}
-    assert exported.keys() == held.keys()
-    assert all(np.array_equal(tensor.float().numpy(), held[name]) for name, tensor in exported.items())
+    for precision in ("bf16", "bf16-stochastic"):
+        trainer = {"backend": {"precision": precision}}
+        spec = job(algorithm={"steps": 1}, trainer=trainer).spec
+        model = materialize_config(spec.model.source, tmp_path)
+        materialize_weights(spec.model.source, model)
+        backend = TorchBackend(backend_settings(spec, host="127.0.0.1"), group=Alone())
+        backend.load(model, checkpoint=None)
+        held = {name: np.array(array) for name, array in backend.tensors()}
+        Checkpoints(tmp_path / "checkpoints").write(CheckpointManifest(attempt=0, step=1, samples=0), backend.save)
+        target = tmp_path / precision
+        assert export_checkpoint(spec, run=tmp_path, step="newest", target=target) == 1
+        exported = load_file(target / "model.safetensors")
+        assert {str(tensor.dtype) for tensor in exported.values()} == {f"torch.{backend.settings.weights}"}
+        assert exported.keys() == held.keys()
+        assert all(np.array_equal(tensor.float().numpy(), held[name]) for name, tensor in exported.items())
