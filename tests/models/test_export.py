@@ -46,8 +46,12 @@ def test_an_exported_folder_is_loaded_by_transformers(tmp_path: Path, tied: bool
 
 def test_bfloat16_is_exported_as_such_and_named_in_the_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"dtype": "float32"}))
-    export_folder({"a": torch.ones(2, dtype=torch.bfloat16)}, tmp_path, tmp_path / "export")
-    assert load_file(tmp_path / "export" / "model.safetensors")["a"].dtype == torch.bfloat16
+    ones = torch.ones(2, dtype=torch.bfloat16)
+    for given in (ones, ones.view(torch.uint16).numpy()):
+        export_folder({"a": given}, tmp_path, tmp_path / "export")
+        stored = load_file(tmp_path / "export" / "model.safetensors")["a"]
+        assert stored.dtype == torch.bfloat16
+        assert stored.equal(ones)
     assert json.loads((tmp_path / "export" / "config.json").read_text())["dtype"] == "bfloat16"
 
 

@@ -1,9 +1,15 @@
 """What the trainer's backend is told of a job."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from asyncflow.api.job import RLJob
-from asyncflow.roles.backend import backend_settings
+from asyncflow.models.source import materialize_config, materialize_weights
+from asyncflow.roles.backend import backend_settings, export_checkpoint
+from asyncflow.train.checkpoint import CheckpointManifest, Checkpoints
+from asyncflow.train.ranks import Alone
 
 
 def job(**spec: object) -> RLJob:
@@ -25,7 +31,41 @@ def test_the_learning_rate_follows_its_curve_to_the_last_step(curve: str, halfwa
     assert settings.loss.entropy == 0.02
 
 
+@pytest.mark.parametrize(
+    ("precision", "compute", "held"),
+    [("float32", "float32", "float32"), ("bf16", "bfloat16", "float32"), ("bf16-stochastic", "bfloat16", "bfloat16")],
+)
+def test_the_precision_says_what_computes_what_is_held_and_what_is_published(
+    precision: str, compute: str, held: str
+) -> None:
+    spec = job(algorithm={"steps": 1}, trainer={"backend": {"precision": precision}}).spec
+    settings = backend_settings(spec, host="127.0.0.1")
+    assert (settings.compute, settings.weights, spec.published_dtype) == (compute, held, held)
+
+
 def test_a_trainer_uses_its_share_of_the_device() -> None:
     trainer = {"accelerator": {"profile": "nvidia", "count": 1, "share": 0.6}}
     settings = backend_settings(job(algorithm={"steps": 1}, trainer=trainer).spec, host="127.0.0.1")
     assert (settings.device, settings.share) == ("cuda", 0.6)
+
+
+def test_a_checkpoint_is_exported_as_the_trainer_holds_it(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from asyncflow.train.backends.torch.backend import TorchBackend
+
+    for precision in ("bf16", "bf16-stochastic"):
+        trainer = {"backend": {"precision": precision}}
+        spec = job(algorithm={"steps": 1}, trainer=trainer).spec
+        model = materialize_config(spec.model.source, tmp_path)
+        materialize_weights(spec.model.source, model)
+        backend = TorchBackend(backend_settings(spec, host="127.0.0.1"), group=Alone())
+        backend.load(model, checkpoint=None)
+        held = {name: np.array(array) for name, array in backend.tensors()}
+        Checkpoints(tmp_path / "checkpoints").write(CheckpointManifest(attempt=0, step=1, samples=0), backend.save)
+        target = tmp_path / precision
+        assert export_checkpoint(spec, run=tmp_path, step="newest", target=target) == 1
+        exported = load_file(target / "model.safetensors")
+        assert {str(tensor.dtype) for tensor in exported.values()} == {f"torch.{backend.settings.weights}"}
+        assert exported.keys() == held.keys()
+        assert all(np.array_equal(tensor.float().numpy(), held[name]) for name, tensor in exported.items())

@@ -64,7 +64,7 @@ def counts(group: HostGroup) -> dict[str, Any]:
 
 def shards(group: HostGroup) -> dict[str, Any]:
     """Train five steps; then again the last two, from each checkpoint after the third that the folder has."""
-    from train_reference import HALF, aged_samples, held_numbers, settings_of_shards, train_share
+    from train_reference import HALF, STOCHASTIC, aged_samples, held_bytes, settings_of_shards, train_share
 
     from asyncflow.errors import ManifestError
     from asyncflow.train.backends.torch.backend import TorchBackend
@@ -73,11 +73,11 @@ def shards(group: HostGroup) -> dict[str, Any]:
     backend = TorchBackend(settings_of_shards(), group=group)
     found: dict[str, Any] = {}
 
-    def keep(what: str) -> None:
-        found.update({f"{what}/{name}": array for name, array in whole(group, backend).items()})
+    def keep(what: str, trainer: TrainerBackend = backend) -> None:
+        found.update({f"{what}/{name}": array for name, array in whole(group, trainer).items()})
 
     backend.load(model, checkpoint=None)
-    found["held"] = np.array(held_numbers(backend))
+    found["held"] = np.array(held_bytes(backend))
     train_share(backend, 1, 3)
     for kind in ("shared", "gathered"):
         saved = FOLDER / f"{kind}-{WORLD}"
@@ -106,6 +106,24 @@ def shards(group: HostGroup) -> dict[str, Any]:
     half._ranks = backend._ranks
     half.load(model, checkpoint=None)
     found["half"] = np.array(train_share(half, 1, 1)["grad_norm"])
+    if WORLD == 2:
+        rounding = TorchBackend(settings_of_shards(**STOCHASTIC), group=group)
+        rounding._ranks = backend._ranks
+        rounding.load(model, checkpoint=None)
+        found["rounding held"] = np.array(held_bytes(rounding))
+        train_share(rounding, 1, 2)
+        keep("rounding after 2", rounding)
+        mine = FOLDER / "rounding-2" / (f"rank-{RANK:04d}" if RANK else "")
+        mine.mkdir(parents=True, exist_ok=True)
+        rounding.save(mine)
+        group.gather(np.zeros(1), what="what was saved")
+        train_share(rounding, 3, 3)
+        keep("rounding straight", rounding)
+        for world in (1, 2):
+            rounding.load(model, checkpoint=FOLDER / f"rounding-{world}")
+            keep(f"rounding read {world}", rounding)
+            train_share(rounding, 3, 3)
+            keep(f"rounding resumed from {world}", rounding)
     broken = FOLDER / f"broken-{WORLD}-{RANK}"
     broken.mkdir()
     (broken / "config.json").write_text((model / "config.json").read_text())

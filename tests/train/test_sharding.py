@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from train_reference import HALF, aged_samples, held_numbers, settings_of_shards, train_share
+from train_reference import (
+    HALF,
+    STOCHASTIC,
+    aged_samples,
+    assert_same_bits,
+    held_bytes,
+    settings_of_shards,
+    train_share,
+    weights,
+)
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from asyncflow.train.backends.torch.backend import TorchBackend
@@ -24,10 +33,6 @@ WORLDS = (2, 4)
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 Found = dict[str, Any]
-
-
-def weights(backend: TorchBackend) -> Found:
-    return {name: np.array(array) for name, array in backend.tensors()}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +63,7 @@ def one(folder: Path) -> Found:
     """What one rank finds; its checkpoint is there for two."""
     backend = alone()
     backend.load(folder / "model", checkpoint=None)
-    found: Found = {"held": held_numbers(backend)}
+    found: Found = {"held": held_bytes(backend)}
     train_share(backend, 1, 3)
     (folder / "shared-1").mkdir()
     backend.snapshot()(folder / "shared-1")
@@ -72,6 +77,15 @@ def one(folder: Path) -> Found:
     half = TorchBackend(settings_of_shards(**HALF), group=Alone())
     half.load(folder / "model", checkpoint=None)
     found["half"] = train_share(half, 1, 1)["grad_norm"]
+    rounding = TorchBackend(settings_of_shards(**STOCHASTIC), group=Alone())
+    rounding.load(folder / "model", checkpoint=None)
+    found["rounding held"] = held_bytes(rounding)
+    train_share(rounding, 1, 2)
+    found["rounding after 2"] = weights(rounding)
+    (folder / "rounding-1").mkdir()
+    rounding.save(folder / "rounding-1")
+    train_share(rounding, 3, 3)
+    found["rounding straight"] = weights(rounding)
     return found
 
 
@@ -92,13 +106,6 @@ def assert_close(got: Found, expected: Found, *, within: float) -> None:
     assert got.keys() == expected.keys()
     for name, array in expected.items():
         np.testing.assert_allclose(got[name], array, atol=within, rtol=0, err_msg=name)
-
-
-def assert_same_bits(got: Found, expected: Found) -> None:
-    assert got.keys() == expected.keys()
-    assert got
-    for name, array in expected.items():
-        assert got[name].tobytes() == array.tobytes(), name
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -166,6 +173,24 @@ def test_older_weights_are_measured_in_the_place_of_the_own_ones(gangs: Any, one
 def test_bfloat16_computes_as_on_one_rank(gangs: Any, one: Found, world: int) -> None:
     for rank in gangs[world]:
         assert rank["half"] == pytest.approx(one["half"], rel=0.02)
+
+
+def test_stochastic_rounding_resumes_with_the_same_bits_on_as_many_ranks(gangs: Any) -> None:
+    for rank in gangs[2]:
+        assert_same_bits(of(rank, "rounding read 2"), of(rank, "rounding after 2"))
+        assert_same_bits(of(rank, "rounding resumed from 2"), of(rank, "rounding straight"))
+
+
+def test_stochastic_rounding_goes_on_with_other_random_bits_on_more_ranks(gangs: Any, one: Found) -> None:
+    for rank in gangs[2]:
+        assert rank["rounding held"] <= 0.6 * one["rounding held"]
+        assert_same_bits(of(rank, "rounding read 1"), one["rounding after 2"])
+        differing = []
+        for name, array in of(rank, "rounding resumed from 1").items():
+            expected = one["rounding straight"][name]
+            np.testing.assert_allclose(array, expected, rtol=2**-7, atol=1e-3, err_msg=name)  # neighbours in bfloat16
+            differing.append((array != expected).ravel())
+        assert 0.01 < np.concatenate(differing).mean() < 0.5
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from train_reference import HORIZON, TEMPERATURE, padded_logprobs, part, samples
+from train_reference import HORIZON, TEMPERATURE, assert_same_bits, padded_logprobs, part, samples, weights
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -50,16 +50,6 @@ def train(trainer: TorchBackend, first: int, last: int) -> dict[str, float]:
             trainer.micro_batch(part(batch, range(start, min(start + 6, len(batch)))), version=step - 1)
         metrics = trainer.finish_step(step)
     return metrics
-
-
-def weights(trainer: TorchBackend) -> dict[str, np.ndarray]:
-    return {name: array.copy() for name, array in trainer.tensors()}
-
-
-def assert_same_bits(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert a[name].tobytes() == b[name].tobytes(), name
 
 
 def test_two_runs_and_a_resumed_one_have_the_same_bits(tiny_folder: Path, tmp_path: Path) -> None:

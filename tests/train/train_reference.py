@@ -122,6 +122,7 @@ def reference_gradient(folder: Path, batch: MicroBatch, loss: GrpoLoss) -> dict[
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+STOCHASTIC: dict[str, Any] = {"compute": "bfloat16", "weights": "bfloat16"}
 HALF: dict[str, Any] = {"compute": "bfloat16", "options": {"gradient_checkpointing": True, "head_tokens": 5}}
 
 
@@ -147,10 +148,21 @@ def train_share(backend: TorchBackend, first: int, last: int) -> dict[str, float
     return metrics
 
 
-def held_numbers(backend: TorchBackend) -> int:
-    """Parameters, gradients and moments on this rank."""
+def held_bytes(backend: TorchBackend) -> int:
+    """Bytes of parameters, gradients and moments on this rank."""
     kept = [piece.tensor for piece in (*backend._pieces, *backend._optimizer.state())]
-    return sum(tensor.numel() for tensor in (*kept, backend._optimizer.gradient))
+    return sum(tensor.nbytes for tensor in (*kept, backend._optimizer.gradient))
+
+
+def weights(backend: TorchBackend) -> dict[str, np.ndarray]:
+    return {name: np.array(array) for name, array in backend.tensors()}
+
+
+def assert_same_bits(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert got.keys() == expected.keys()
+    assert got
+    for name, array in expected.items():
+        assert got[name].tobytes() == array.tobytes(), name
 
 
 def aged_samples() -> MicroBatch:

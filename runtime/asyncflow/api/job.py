@@ -88,8 +88,8 @@ class RLJobSpec(Spec):
     @property
     def published_dtype(self) -> PublishedDtype:
         """The dtype to which weights are rounded when they are published."""
-        usual: PublishedDtype = "bfloat16" if self.rollout.engine.dtype == "bfloat16" else "float32"
-        return self.weight_sync.dtype or usual
+        narrow = self.rollout.engine.dtype == "bfloat16" or self.trainer.backend.precision == "bf16-stochastic"
+        return self.weight_sync.dtype or ("bfloat16" if narrow else "float32")
 
     @property
     def output_bytes(self) -> dict[str, int]:

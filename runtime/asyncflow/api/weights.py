@@ -32,7 +32,7 @@ class JobWeightsSpec(WeightsSpec):
 
     dtype: PublishedDtype | None = None
     """What weights are rounded to when they are published. Absent: bfloat16 where the engine computes in it, which
-    rounds them anyway, else float32."""
+    rounds them anyway, or the trainer holds them in it (``precision: bf16-stochastic``), else float32."""
 
     name: Name | None = None
     """An existing WeightSync in the job's namespace. Absent: the job makes its own."""

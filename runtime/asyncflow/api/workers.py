@@ -84,8 +84,10 @@ class BackendSpec(Spec):
 
     name: PluginName = "torch"
     """``torch``, ``counting`` (adds one per sample, for tests), or a third party's."""
-    precision: Literal["float32", "bf16"] = "float32"
-    """Precision of forward and backward; weights and optimizer state are float32."""
+    precision: Literal["float32", "bf16", "bf16-stochastic"] = "float32"
+    """Precision of forward, backward and weights. ``bf16`` computes in bfloat16 and holds weights in float32;
+    ``bf16-stochastic`` holds them in bfloat16 too and rounds each update to it stochastically. The moments of the
+    optimizer and the sum of gradients are always float32."""
     packing: Literal["separate", "shared-prompt"] = "separate"
     """Whether the responses of a group share one copy of their prompt in a micro-batch."""
     tokens_per_micro_batch: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
@@ -179,6 +181,20 @@ class TrainerSpec(Spec):
             cel="!has(self.lora) || self.backend.name == 'torch'",
             why="only the back end torch trains adapters",
             fix="Give backend.name: torch, or leave lora out",
+        ),
+        Rule(
+            reads=("backend.precision", "backend.name"),
+            ok=lambda trainer: trainer.backend.precision != "bf16-stochastic" or trainer.backend.name == "torch",
+            cel="self.backend.precision != 'bf16-stochastic' || self.backend.name == 'torch'",
+            why="only the back end torch rounds stochastically",
+            fix="Give bf16, or backend.name: torch",
+        ),
+        Rule(
+            reads=("backend.precision", "lora"),
+            ok=lambda trainer: trainer.backend.precision != "bf16-stochastic" or trainer.lora is None,
+            cel="self.backend.precision != 'bf16-stochastic' || !has(self.lora)",
+            why="adapters are trained in float32",
+            fix="Give bf16, or leave lora out",
         ),
     )
 

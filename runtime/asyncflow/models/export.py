@@ -40,14 +40,15 @@ COMPANIONS = (
 def export_folder(tensors: Mapping[str, Tensor], source: Path, target: Path) -> None:
     """Write ``target`` from ``tensors``, by their names in transformers' state dict, and the folder ``source``.
 
-    tensors: torch tensors, or numpy arrays (bfloat16 as torch tensors only); a ``target`` that exists is replaced at
+    tensors: torch tensors, or numpy arrays (uint16: the bits of bfloat16); a ``target`` that exists is replaced at
     once. Raises CheckpointError where a tensor of a safetensors source is missing or has another shape.
     """
     import torch
     from safetensors.torch import save_file
 
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    plain = {name: torch.as_tensor(tensor).detach().cpu().contiguous() for name, tensor in tensors.items()}
+    given = {name: torch.as_tensor(tensor).detach().cpu().contiguous() for name, tensor in tensors.items()}
+    plain = {name: t.view(torch.bfloat16) if t.dtype == torch.uint16 else t for name, t in given.items()}
     if config.get("tie_word_embeddings", False):
         plain.pop(TIED, None)
     plain = _as_saved(plain, source)

@@ -62,7 +62,8 @@ def backend_settings(spec: RLJobSpec, *, host: str, local_rank: int = 0) -> Back
         ),
         lora=spec.trainer.lora,
         temperature=spec.sampling.temperature,
-        compute="bfloat16" if backend.precision == "bf16" else "float32",
+        compute="float32" if backend.precision == "float32" else "bfloat16",
+        weights="bfloat16" if backend.precision == "bf16-stochastic" else "float32",
         layout=backend.packing,
         pack_tokens=backend.tokens_per_micro_batch,
         longest=spec.longest,
@@ -114,7 +115,8 @@ def export_weights(spec: RLJobSpec, backend: TrainerBackend, model: Path, *, run
 
     run: the role's folder, from which the model's source is resolved; model: the model's folder.
     """
-    first, whole = backend.group.rank == 0, backend.whole(dict(backend.tensors()))
+    first, held = backend.group.rank == 0, dict(backend.tensors(dtype=backend.settings.weights))
+    whole = backend.whole(held)
     weights = {name: array for name, array in whole if first}
     if not first:
         return

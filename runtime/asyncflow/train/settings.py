@@ -19,7 +19,7 @@ from asyncflow.flow.schedule import Schedule
 from asyncflow.train.packing import LayoutName
 
 WeightsDtype = Literal["float32", "bfloat16"]
-"""The dtype to which weights are rounded when they leave a backend."""
+"""The dtypes in which a backend holds weights, and to which it rounds them when they leave it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +57,14 @@ class BackendSettings:
     """What a backend needs to know.
 
     lora: adapters to train in place of the weights, None for all weights; temperature: of the sampling that made the
-    responses, applied to the trainer's logits too; compute: dtype of forward and backward (weights, gradients and
-    optimizer are always float32); layout: see ``packing``; pack_tokens: most tokens of a rank's part of a slot, which
-    is computed as one pack (None: the backend's choice); longest: most tokens of one sample (None: not known);
-    threads: of this rank, 0 = the library's choice; group_size: samples of one prompt; device: torch's name of the kind
-    of device; local_rank: which of the devices that this process sees is its own; share: part of its memory that this
-    rank may use; host: the address at which other ranks reach this one; deterministic: the same bits again on an
-    accelerator too, which costs speed (the CPU gives them always); options: the backend's own.
+    responses, applied to the trainer's logits too; compute: dtype of forward and backward; weights: dtype in
+    which weights are held (bfloat16: each update is rounded stochastically; moments and the sum of gradients are always
+    float32); layout: see ``packing``; pack_tokens: most tokens of a rank's part of a slot, which is computed as one
+    pack (None: the backend's choice); longest: most tokens of one sample (None: not known); threads: of this rank, 0 =
+    the library's choice; group_size: samples of one prompt; device: torch's name of the kind of device; local_rank:
+    which of the devices that this process sees is its own; share: part of its memory that this rank may use; host: the
+    address at which other ranks reach this one; deterministic: the same bits again on an accelerator too, which costs
+    speed (the CPU gives them always); options: the backend's own.
     """
 
     optimizer: OptimizerSettings
@@ -71,6 +72,7 @@ class BackendSettings:
     lora: LoraSpec | None = None
     temperature: float = 1.0
     compute: Literal["float32", "bfloat16"] = "float32"
+    weights: WeightsDtype = "float32"
     layout: LayoutName = "separate"
     pack_tokens: int | None = None
     longest: int | None = None

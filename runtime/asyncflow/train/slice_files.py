@@ -32,17 +32,21 @@ _SAMPLE = 1 << 16
 class SliceFiles:
     """Open ``files``; framework: whose arrays are read, torch's ("pt") or numpy's.
 
-    shapes: of the whole tensors, by name. Raises CheckpointError where a file cannot be read.
+    shapes: of the whole tensors, by name; dtypes: as safetensors names them, such as F32 and BF16. Raises
+    CheckpointError where a file cannot be read.
     """
 
     def __init__(self, files: Iterable[Path], *, framework: Literal["pt", "numpy"]) -> None:
         self._held: dict[str, list[tuple[Path, Any, Box]]] = {}
+        self.dtypes: dict[str, str] = {}
         for path in files:
             try:
                 file: Any = safe_open(path, framework=framework)
                 offsets = _offsets(file.metadata() or {})
                 for name in file.keys():  # noqa: SIM118  an open file is no mapping
-                    extent = tuple(file.get_slice(name).get_shape())
+                    stored = file.get_slice(name)
+                    self.dtypes[name] = stored.get_dtype()
+                    extent = tuple(stored.get_shape())
                     box = Box(offsets.get(name, (0,) * len(extent)), extent)
                     self._held.setdefault(name, []).append((path, file, box))
             except (OSError, SafetensorError, msgspec.MsgspecError) as wrong:

@@ -130,7 +130,8 @@ class TorchBackend(TrainerBackend):
             checkpoint_layers(self._model)
         if self._options.compile:
             compile_layers(self._model, device=self._device)
-        self._optimizer = FlatAdamW(self._model, self.settings.optimizer)
+        seed = self.settings.seed, self.group.rank
+        self._optimizer = FlatAdamW(self._model, self.settings.optimizer, seed=seed)
         if resumed:
             generator, state = self._generator(), list(self._optimizer.state())
             if read_saved(checkpoint, STATE_FILE, state, optional=generator, group=self.group, ranks=self._ranks):
@@ -168,22 +169,15 @@ class TorchBackend(TrainerBackend):
     def _open(self, folder: Path, *, first: bool, frozen: bool = False, lora: LoraSpec | None = None) -> LogprobModel:
         """Open the model, cut over the ranks, with the weights of the folder (``first``) or arbitrary ones."""
         mesh = self._ranks.mesh
+        dtype: torch.dtype = getattr(torch, self.settings.weights)
+        held: dict[str, Any] = {"device": self._device, "dtype": dtype, "longest": self.settings.longest}
         if mesh is None:
-            longest = self.settings.longest
-            model = open_model(folder, weights=first, device=self._device, longest=longest).requires_grad_(not frozen)
+            model = open_model(folder, weights=first, **held).requires_grad_(not frozen)
             if lora is not None:
                 add_adapters(model, lora)
             opened = LogprobModel(model, **self._how)
         else:
-            opened = open_sharded(
-                folder,
-                mesh=mesh,
-                device=self._device,
-                frozen=frozen,
-                lora=lora,
-                longest=self.settings.longest,
-                how=self._how,
-            )
+            opened = open_sharded(folder, mesh=mesh, frozen=frozen, lora=lora, how=self._how, **held)
             if first:
                 longest = self.settings.longest
                 read_first(folder, base_pieces(opened.model), longest=longest, group=self.group, ranks=self._ranks)
@@ -405,7 +399,7 @@ class TorchBackend(TrainerBackend):
         self._updates.append(metrics_of(meter, divisor=divisor, applied=applied))
 
     def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any] | Shard]]:
-        """Yield what is trained, by transformers' or peft's names; float32 on the CPU is shared with the model.
+        """Yield what is trained, by transformers' or peft's names; on the CPU what is not rounded is shared.
 
         Elsewhere it is copied on a stream of its own, behind what made it and beside what computes with it.
         """

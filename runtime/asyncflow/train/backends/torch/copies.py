@@ -23,13 +23,13 @@ def on_device(array: NDArray[Any], device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def weights_on_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return published weights on ``device``; those that were rounded come as the equal float32.
+def weights_on_device(array: NDArray[Any], device: torch.device, *, dtype: torch.dtype) -> Tensor:
+    """Return published weights on ``device`` in the ``dtype`` that the model holds them in.
 
     Not by way of page-locked memory, of which torch would keep as much as the whole model.
     """
     tensor = torch.from_numpy(array).to(device)
-    return tensor.view(torch.bfloat16).float() if array.dtype == np.uint16 else tensor
+    return (tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor).to(dtype)
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:

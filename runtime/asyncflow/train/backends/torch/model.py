@@ -42,8 +42,15 @@ _LARGE = 100.0
 """Size of states whose logits any capping changes."""
 
 
-def open_model(folder: Path, *, weights: bool, device: torch.device | None, longest: int | None = None) -> nn.Module:
-    """Open the model folder in float32: with its weights, or (``weights`` False) with arbitrary ones.
+def open_model(
+    folder: Path,
+    *,
+    weights: bool,
+    device: torch.device | None,
+    dtype: torch.dtype = torch.float32,
+    longest: int | None = None,
+) -> nn.Module:
+    """Open the model folder with its weights, or (``weights`` False) with arbitrary ones, held in ``dtype``.
 
     device: None leaves the model where it was made; longest: most tokens of a sequence, None where it is not known.
     Raises ManifestError where the folder holds no model that transformers can open, and NotYetError for one that packs
@@ -52,7 +59,7 @@ def open_model(folder: Path, *, weights: bool, device: torch.device | None, long
     try:
         config = AutoConfig.from_pretrained(folder)
         check_model(config.to_dict(), longest=longest or sys.maxsize, where=str(folder))
-        kind = {"attn_implementation": ATTENTION, "dtype": torch.float32}
+        kind = {"attn_implementation": ATTENTION, "dtype": dtype}
         model = (
             AutoModelForCausalLM.from_pretrained(folder, config=config, **kind)
             if weights
@@ -136,8 +143,9 @@ class LogprobModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
 
     def _look(self, cast: Callable[[], AbstractContextManager[Any]]) -> None:
         """Find out what the model is like, in its first pass. Raises NotYetError where packs cannot hold it."""
-        rounds = isinstance(self, FSDPModule) and self._compute != torch.float32
-        # Of a model that is cut over ranks the layers compute in the narrower dtype, whoever calls them.
+        # Layers that are cut over ranks or hold narrower weights compute in the narrower dtype, whoever calls them.
+        narrow = isinstance(self, FSDPModule) or next(self.model.parameters()).dtype == self._compute
+        rounds = narrow and self._compute != torch.float32
         with cast() if rounds else nullcontext():
             _check_packs(self.model, leak=_ROUNDED_LEAK if rounds else _LEAK)
             self._ends_in_its_head = _ends_in_its_head(self.model)

@@ -2,15 +2,17 @@
 
 Every parameter's ``grad`` is a view of one float32 buffer: accumulation, the norm and the clipping are one operation
 each, and a parameter that no micro-batch reached has gradient 0 instead of none, on every rank alike. Of a model that
-is cut over ranks, buffer and moments are of this rank's pieces: AdamW treats each number by itself.
+is cut over ranks, buffer and moments are of this rank's pieces: AdamW treats each number by itself. Of weights in
+bfloat16 the gradient and the moments are float32 too (``rounding``).
 
-Invariant: ``apply`` is a function of (weights, moments, summed gradient, divisor, step); what is copied out of
+Invariant: ``apply`` is a function of (weights, moments, summed gradient, divisor, step, seed); what is copied out of
 ``state`` and into it again continues bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from asyncflow.train.backends.torch.pieces import Piece, piece_of
+from asyncflow.train.backends.torch.rounding import StochasticAdamW
 from asyncflow.train.settings import OptimizerSettings
 
 
@@ -36,9 +39,9 @@ def has_fused_kernel(device: torch.device) -> bool:
 
 
 class FlatAdamW:
-    """AdamW over all trainable parameters of ``model``."""
+    """AdamW over all trainable parameters of ``model``. seed: of stochastic rounding; of each rank another."""
 
-    def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
+    def __init__(self, model: nn.Module, settings: OptimizerSettings, *, seed: tuple[int, ...]) -> None:
         self._settings = settings
         named = [(name, p) for name, p in model.named_parameters(remove_duplicate=True) if p.requires_grad]
         pieces = [piece_of(name, parameter) for name, parameter in named]
@@ -47,15 +50,16 @@ class FlatAdamW:
         self._held: list[tuple[Piece, Tensor]] = []
         for (_, parameter), piece, view in zip(named, pieces, views, strict=True):
             gradient = view.view_as(piece.tensor)
-            parameter.grad = _like(parameter, gradient)
+            _set_gradient(parameter, _like(parameter, gradient))
             mine = parameter
             if isinstance(parameter, DTensor):
                 mine = nn.Parameter(piece.tensor)
-                mine.grad = gradient
+                _set_gradient(mine, gradient)
             self._held.append((piece, mine))
         parameters = [parameter for _, parameter in self._held]
         decay = settings.weight_decay
-        self._adam = torch.optim.AdamW(
+        rounds = any(p.dtype == torch.bfloat16 for p in parameters)
+        self._adam = (partial(StochasticAdamW, seed=seed) if rounds else torch.optim.AdamW)(
             [
                 {"params": [p for p in parameters if p.ndim > 1], "weight_decay": decay},
                 {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
@@ -68,8 +72,8 @@ class FlatAdamW:
         for parameter in parameters:
             self._adam.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
+                "exp_avg": torch.zeros_like(parameter, dtype=torch.float32),
+                "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.float32),
             }
 
     @property
@@ -106,6 +110,12 @@ class FlatAdamW:
         for piece, parameter in self._held:
             for kind, tensor in self._adam.state[parameter].items():
                 yield piece.beside(kind, tensor)
+
+
+def _set_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Have backward passes add to ``gradient``, which may have more precision than ``parameter``."""
+    parameter.grad_dtype = gradient.dtype
+    parameter.grad = gradient
 
 
 def _like(parameter: Tensor, gradient: Tensor) -> Tensor:

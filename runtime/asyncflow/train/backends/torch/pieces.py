@@ -62,6 +62,11 @@ def misfit(pieces: Iterable[Piece], files: SliceFiles) -> str | None:
     return next((piece.name for piece in pieces if files.shapes.get(piece.name) != piece.shape), None)
 
 
+def narrowed(pieces: Iterable[Piece], files: SliceFiles) -> bool:
+    """Return whether ``files`` have float32 where ``pieces`` are bfloat16, so that reading would round."""
+    return any(piece.tensor.dtype == torch.bfloat16 and files.dtypes[piece.name] == "F32" for piece in pieces)
+
+
 def fill(pieces: Iterable[Piece], read: Read | None, *, group: Group, ranks: TensorGroup) -> None:
     """Fill ``pieces``: each rank reads its own, or, unless all can, rank 0 reads whole tensors and sends them.
 
@@ -126,7 +131,7 @@ def read_saved(
     """Fill ``pieces`` from what any number of ranks saved under ``name``; collective.
 
     checkpoint: its folder, None on a rank other than 0 that does not see it. optional: is filled, and True returned,
-    where it was saved in this shape. Raises CheckpointError where tensors are missing or do not fit.
+    where it was saved in this shape. Raises CheckpointError where tensors are missing, do not fit, or would be rounded.
     """
     files: SliceFiles | None = None
     there = False
@@ -140,6 +145,13 @@ def read_saved(
                     f"tensors of the checkpoint do not fit the model, first at {odd}",
                     where=str(checkpoint),
                     hint="Resume with the model that the run began with.",
+                )
+            if narrowed(pieces, files):
+                raise CheckpointError(
+                    "the checkpoint's weights are float32, and reading them in bfloat16 would round them",
+                    where=str(checkpoint),
+                    hint="Resume with the precision that the run began with, or begin a new run with the weights that "
+                    "`asyncflow model export` writes.",
                 )
     there = bool(group.gather(np.array([there]), what=f"what is in {name}")[0, 0])
     more = [optional] if optional is not None and there else []

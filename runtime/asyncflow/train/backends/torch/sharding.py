@@ -34,6 +34,7 @@ def open_sharded(
     *,
     mesh: DeviceMesh,
     device: torch.device,
+    dtype: torch.dtype,
     frozen: bool = False,
     lora: LoraSpec | None = None,
     longest: int | None = None,
@@ -41,11 +42,11 @@ def open_sharded(
 ) -> LogprobModel:
     """Open the model folder cut over ``mesh``, with parameters of arbitrary content; ``how``: as ``LogprobModel``'s.
 
-    frozen: it is not trained; lora: adapters that alone are trained. Raises ManifestError where the folder holds no
-    model that transformers can open.
+    dtype: of the parameters; frozen: it is not trained; lora: adapters that alone are trained. Raises ManifestError
+    where the folder holds no model that transformers can open.
     """
     with _parameters_on_meta():
-        model = open_model(folder, weights=False, device=None, longest=longest).requires_grad_(not frozen)
+        model = open_model(folder, weights=False, device=None, dtype=dtype, longest=longest).requires_grad_(not frozen)
         if lora is not None:
             add_adapters(model, lora)
     sharded = LogprobModel(model, **how)
@@ -55,9 +56,8 @@ def open_sharded(
     for block in _blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     # The output layer is used after the root's forward, where its pieces are computed again: it stays gathered.
-    fully_shard(
-        sharded, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), reshard_after_forward=frozen
-    )
+    of_root = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    fully_shard(sharded, mesh=mesh, mp_policy=of_root, reshard_after_forward=frozen)
     for unit in sharded.modules():
         if isinstance(unit, FSDPModule):
             unit.set_gradient_divide_factor(1.0)
@@ -111,15 +111,20 @@ def older(
     what they were, bit for bit.
     """
     if not isinstance(policy, FSDPModule):
-        device = next(policy.parameters()).device
-        named = {f"model.{own[name]}": weights_on_device(array, device) for name, array in weights.items()}
+        named = {
+            f"model.{own[piece.name]}": weights_on_device(
+                weights[piece.name], piece.tensor.device, dtype=piece.tensor.dtype
+            )
+            for piece in pieces
+        }
         yield lambda *args, **how: functional_call(policy, named, args=args, kwargs=how)
         return
     kept = [piece.tensor.clone() for piece in pieces]
     try:
         for piece in pieces:
             if piece.tensor.numel():
-                piece.tensor.copy_(weights_on_device(weights[piece.name], piece.tensor.device))
+                given = weights_on_device(weights[piece.name], piece.tensor.device, dtype=piece.tensor.dtype)
+                piece.tensor.copy_(given)
         yield policy
     finally:
         policy.reshard()
