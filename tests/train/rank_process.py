@@ -115,7 +115,7 @@ def shards(group: HostGroup) -> dict[str, Any]:
         keep("rounding after 2", rounding)
         mine = FOLDER / "rounding-2" / (f"rank-{RANK:04d}" if RANK else "")
         mine.mkdir(parents=True, exist_ok=True)
-        rounding.save(mine)
+        rounding.snapshot()(mine)
         group.gather(np.zeros(1), what="what was saved")
         train_share(rounding, 3, 3)
         keep("rounding straight", rounding)

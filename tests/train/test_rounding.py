@@ -187,7 +187,7 @@ def test_training_is_near_that_with_float32_weights(tiny_folder: Path, monkeypat
 def test_a_resumed_run_has_the_same_bits(tiny_folder: Path, tmp_path: Path, more: dict[str, Any]) -> None:
     straight = backend(tiny_folder, **STOCHASTIC, **more)
     train_share(straight, 1, 2)
-    straight.save(tmp_path)
+    straight.snapshot()(tmp_path)
     resumed = backend(tiny_folder, checkpoint=tmp_path, **STOCHASTIC, **more)
     assert_same_bits(weights(resumed), weights(straight))
     assert train_share(straight, 3, 4) == train_share(resumed, 3, 4)
@@ -199,7 +199,7 @@ def test_a_checkpoint_is_never_rounded_by_a_resume(tiny_folder: Path, tmp_path: 
         (tmp_path / name).mkdir()
         trainer = backend(tiny_folder, **more)
         train_share(trainer, 1, 1)
-        trainer.save(tmp_path / name)
+        trainer.snapshot()(tmp_path / name)
         if name == "narrow":
             widened = backend(tiny_folder, checkpoint=tmp_path / name)
             assert_same_bits(weights(widened), weights(trainer))

@@ -83,7 +83,7 @@ def one(folder: Path) -> Found:
     train_share(rounding, 1, 2)
     found["rounding after 2"] = weights(rounding)
     (folder / "rounding-1").mkdir()
-    rounding.save(folder / "rounding-1")
+    rounding.snapshot()(folder / "rounding-1")
     train_share(rounding, 3, 3)
     found["rounding straight"] = weights(rounding)
     return found
