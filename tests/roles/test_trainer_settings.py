@@ -62,7 +62,8 @@ def test_a_checkpoint_is_exported_as_the_trainer_holds_it(tmp_path: Path) -> Non
         backend = TorchBackend(backend_settings(spec, host="127.0.0.1"), group=Alone())
         backend.load(model, checkpoint=None)
         held = {name: np.array(array) for name, array in backend.tensors()}
-        Checkpoints(tmp_path / "checkpoints").write(CheckpointManifest(attempt=0, step=1, samples=0), backend.save)
+        manifest = CheckpointManifest(attempt=0, step=1, samples=0)
+        Checkpoints(tmp_path / "checkpoints").write(manifest, backend.snapshot())
         target = tmp_path / precision
         assert export_checkpoint(spec, run=tmp_path, step="newest", target=target) == 1
         exported = load_file(target / "model.safetensors")
