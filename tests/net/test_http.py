@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -39,6 +40,19 @@ async def serving(*routes: web.RouteDef, token_file: Path | None = None) -> Asyn
     finally:
         async with asyncio.timeout(5):
             await server.close()
+
+
+class Slow:
+    """A handler that answers when it may. begun: released by each request that has come to it."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Semaphore(0)
+        self.may = asyncio.Event()
+
+    async def answer(self, _request: web.Request) -> web.Response:
+        self.begun.release()
+        await self.may.wait()
+        return web.Response(text="done")
 
 
 def port_of(url: str) -> int:
@@ -154,15 +168,12 @@ async def test_errors_are_answered_in_their_own_words(
 async def test_a_port_in_use_is_refused_and_close_does_not_wait_for_slow_clients(
     session: aiohttp.ClientSession,
 ) -> None:
-    async def slow(_request: web.Request) -> web.Response:
-        await asyncio.sleep(60)
-        return web.Response()
-
-    async with serving(web.get("/slow", slow)) as url:
+    slow = Slow()
+    async with serving(web.get("/slow", slow.answer)) as url:
         with pytest.raises(Refused, match="cannot listen"):
             await HttpServer([]).start(port=port_of(url))
         pending = asyncio.create_task(session.get(f"{url}/slow"))
-        await asyncio.sleep(0.1)
+        await slow.begun.acquire()
     with pytest.raises(aiohttp.ClientError):
         await pending
 
@@ -311,15 +322,10 @@ def is_open(caller: socket.socket) -> bool:
 
 @pytest.mark.parametrize("count", [513, 2000])
 async def test_idle_connections_keep_no_probe_waiting(idle: list[socket.socket], count: int) -> None:
-    working = asyncio.Event()
-
-    async def slow(_request: web.Request) -> web.Response:
-        await working.wait()
-        return web.Response(text="done")
-
-    async with serving(web.get("/slow", slow)) as url:
+    slow = Slow()
+    async with serving(web.get("/slow", slow.answer)) as url:
         worked = asyncio.create_task(said(port_of(url), b"GET /slow HTTP/1.0\r\n\r\n"))
-        await asyncio.sleep(0.1)
+        await slow.begun.acquire()
         for number in range(count):
             idle.append(await connected(port_of(url)))
             with suppress(OSError):
@@ -329,7 +335,7 @@ async def test_idle_connections_keep_no_probe_waiting(idle: list[socket.socket],
         still = [is_open(caller) for caller in idle]
         assert MAX_CONNECTIONS - 10 < sum(still) < MAX_CONNECTIONS
         assert still == sorted(still)
-        working.set()
+        slow.may.set()
         assert (await worked).endswith(b"done")
 
 
@@ -337,18 +343,14 @@ async def test_where_all_are_busy_one_more_is_turned_away(
     idle: list[socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http, "MAX_CONNECTIONS", 2)
-    working = asyncio.Event()
-
-    async def slow(_request: web.Request) -> web.Response:
-        await working.wait()
-        return web.Response(text="done")
-
-    async with serving(web.get("/slow", slow)) as url:
+    slow = Slow()
+    async with serving(web.get("/slow", slow.answer)) as url:
         worked = [asyncio.create_task(said(port_of(url), b"GET /slow HTTP/1.0\r\n\r\n")) for _ in range(2)]
-        await asyncio.sleep(0.1)
+        for _ in worked:
+            await slow.begun.acquire()
         with suppress(ConnectionError):
             assert await said(port_of(url), PROBE) == b""
-        working.set()
+        slow.may.set()
         assert all(answer.endswith(b"done") for answer in await asyncio.gather(*worked))
         assert status(await said(port_of(url), PROBE)) == 200
 
@@ -362,12 +364,13 @@ async def test_a_caller_that_does_not_read_makes_room_too(monkeypatch: pytest.Mo
     async with serving(web.get("/much", much)) as url:
         greedy = await connected(port_of(url))
         greedy.send(b"GET /much HTTP/1.1\r\nHost: h\r\n\r\n")
-        await asyncio.sleep(0.1)
+        assert (await asyncio.get_running_loop().sock_recv(greedy, 8)).startswith(b"HTTP")
         assert status(await said(port_of(url), PROBE)) == 200
         greedy.close()
 
 
-async def test_probes_are_answered_while_no_descriptor_is_left(no_descriptors: Any) -> None:
+@pytest.mark.parametrize("probe", [PROBE, PROBE.replace(b"close", b"keep-alive")], ids=["close", "keep-alive"])
+async def test_probes_are_answered_while_no_descriptor_is_left(no_descriptors: Any, probe: bytes) -> None:
     loop = asyncio.get_running_loop()
     async with serving() as url:
         callers = [socket.socket() for _ in range(6)]
@@ -376,8 +379,12 @@ async def test_probes_are_answered_while_no_descriptor_is_left(no_descriptors: A
                 caller.setblocking(False)
                 async with asyncio.timeout(10):
                     await loop.sock_connect(caller, ("127.0.0.1", port_of(url)))
-                    await loop.sock_sendall(caller, PROBE)
+                    await loop.sock_sendall(caller, probe)
                     assert status(await loop.sock_recv(caller, 1 << 10)) == 200
+                    if probe == PROBE:
+                        assert await loop.sock_recv(caller, 1) == b""
+                with pytest.raises(OSError, match="Too many open files"):
+                    os.dup(0)
         for caller in callers:
             caller.close()
         assert status(await said(port_of(url), PROBE)) == 200

@@ -172,7 +172,8 @@ class HttpServer:
 class _Listener:
     """Accepts connections for a server of aiohttp, which bounds neither their number nor who has to go first.
 
-    Invariant: while this process has no descriptor left, one caller is served by the descriptor held in reserve.
+    Invariant: while this process has no descriptor left, one caller is served by the descriptor held in reserve, which
+    is held again as soon as that connection is closed.
     """
 
     def __init__(self, bound: socket.socket, server: web.Server, busy: Collection[web.RequestHandler]) -> None:
@@ -195,12 +196,14 @@ class _Listener:
             await asyncio.wait(self._beginning)
 
     def _listen(self) -> None:
-        if self._socket.fileno() < 0:
-            return
-        if self._reserve.fileno() < 0:
+        if self._socket.fileno() >= 0:
+            self._hold_reserve()
+            self._loop.add_reader(self._socket, self._accept)
+
+    def _hold_reserve(self) -> None:
+        if self._reserve.fileno() < 0 <= self._socket.fileno():
             with contextlib.suppress(OSError):
                 self._reserve = socket.socket()
-        self._loop.add_reader(self._socket, self._accept)
 
     def _accept(self) -> None:
         """Accept one caller; the event loop comes back for the others, and for one who waits for a descriptor."""
@@ -212,7 +215,7 @@ class _Listener:
                 self._loop.call_later(_PAUSE_S, self._listen)
                 self._reserve.close()
                 with contextlib.suppress(OSError):
-                    self._begin(self._socket.accept()[0])
+                    self._begin(_ByReserve(self._socket.accept()[0], closed=self._hold_reserve))
             return
         if len(self._server.connections) + len(self._beginning) < self._most or self._close_oldest_idle():
             self._begin(connection)
@@ -233,6 +236,18 @@ class _Listener:
                 transport.abort()  # close() would wait for a caller that does not read
                 return True
         return False
+
+
+class _ByReserve(socket.socket):
+    """A connection accepted by the descriptor in reserve. closed: called as soon as that is free again."""
+
+    def __init__(self, accepted: socket.socket, *, closed: Callable[[], None]) -> None:
+        super().__init__(fileno=accepted.detach())
+        self._when_closed = closed
+
+    def close(self) -> None:
+        super().close()
+        self._when_closed()
 
 
 class _AiohttpLog(logging.LoggerAdapter[logging.Logger]):
