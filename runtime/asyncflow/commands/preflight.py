@@ -147,10 +147,9 @@ def _check_packages(spec: RLJobSpec, findings: _Findings, *, elsewhere: bool) ->
     needed = ["tokenizers", "safetensors"]
     if spec.rollout.engine.name in HEAVY or spec.trainer.backend.name in HEAVY:
         needed += ["torch", "transformers"]
-    absent = [name for name in ("vllm", "aiohttp") if find_spec(name) is None]
-    if spec.rollout.engine.name == "vllm" and absent:
+    if spec.rollout.engine.name == "vllm" and find_spec("vllm") is None:
         hint = "make vllm installs the build for the CPU; for others see docs/vllm.md"
-        error = ManifestError(f"not installed: {', '.join(absent)}", where="spec.rollout.engine", hint=hint)
+        error = ManifestError("not installed: vllm", where="spec.rollout.engine", hint=hint)
         _lacking(error, findings, elsewhere=elsewhere)
     if absent := [name for name in needed if find_spec(name) is None]:
         raise ManifestError(f"not installed: {', '.join(absent)}", hint="pip install 'asyncflow[torch]'")

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from aiohttp import web
+
 from asyncflow.api.status import DriverStatus
-from asyncflow.net.http import Answer, Request, RoleHttp
 
 
 class Control(Protocol):
@@ -29,30 +30,33 @@ class Control(Protocol):
         """Go on after a pause. Raises Refused where the job is not paused."""
 
 
-def add_routes(http: RoleHttp, *, status: Callable[[], DriverStatus], control: Control) -> None:
-    """Add the driver's routes to ``http``, before it starts."""
+def routes(*, status: Callable[[], DriverStatus], control: Control) -> list[web.RouteDef]:
+    """Return the driver's routes."""
 
-    async def get_status(_request: Request) -> Answer:
-        return Answer.json(status().model_dump_json(by_alias=True))
+    async def get_status(_request: web.Request) -> web.Response:
+        return web.json_response(text=status().model_dump_json(by_alias=True))
 
-    async def drain(request: Request) -> Answer:
-        control.drain(request.params["id"])
-        return Answer.json({"draining": request.params["id"]}, status=202)
+    async def drain(request: web.Request) -> web.Response:
+        worker = request.match_info["id"]
+        control.drain(worker)
+        return web.json_response({"draining": worker}, status=202)
 
-    async def checkpoint(_request: Request) -> Answer:
+    async def checkpoint(_request: web.Request) -> web.Response:
         control.checkpoint()
-        return Answer.json({"checkpoint": "asked for"}, status=202)
+        return web.json_response({"checkpoint": "asked for"}, status=202)
 
-    async def suspend(_request: Request) -> Answer:
+    async def suspend(_request: web.Request) -> web.Response:
         control.suspend()
-        return Answer.json({"suspend": "asked for"}, status=202)
+        return web.json_response({"suspend": "asked for"}, status=202)
 
-    async def resume(_request: Request) -> Answer:
+    async def resume(_request: web.Request) -> web.Response:
         control.resume()
-        return Answer.json({"resume": "done"}, status=202)
+        return web.json_response({"resume": "done"}, status=202)
 
-    http.add_get("/v1/status", get_status)
-    http.add_post("/v1/rollouts/{id}/drain", drain)
-    http.add_post("/v1/checkpoint", checkpoint)
-    http.add_post("/v1/suspend", suspend)
-    http.add_post("/v1/resume", resume)
+    return [
+        web.get("/v1/status", get_status),
+        web.post("/v1/rollouts/{id}/drain", drain),
+        web.post("/v1/checkpoint", checkpoint),
+        web.post("/v1/suspend", suspend),
+        web.post("/v1/resume", resume),
+    ]

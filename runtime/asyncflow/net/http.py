@@ -1,33 +1,55 @@
-"""The HTTP face of a role: ``/metrics``, ``/healthz``, ``/readyz``, and what else the role adds.
+"""HTTP of a role, by aiohttp: its metrics, its probes, and the routes that the role adds.
 
-Invariants: a POST is only heard with the bearer token that lies in the token file (no file: never); an error is
-answered as JSON with the words of the error tree, and never with a traceback.
+Invariants: only GET and HEAD are answered without the bearer token of the token file (no file: nothing else is); the
+error of a handler is answered as JSON in the words of the error tree, never with a traceback; a new caller is let in at
+the cost of the oldest idle connection where there are too many or no descriptor is left, so idle callers keep no probe
+waiting.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import errno
 import hmac
+import json
 import logging
+import resource
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from http import HTTPStatus
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, Final, TypeAlias
 
+from aiohttp import web
+from aiohttp.http import HttpProcessingError
+from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, Refused
 from asyncflow.net import hosts
-from asyncflow.net.http_server import Answer, Handler, HttpServer, Request
 
-__all__ = ["Answer", "HttpHandler", "Ready", "Request", "RoleHttp", "ready"]
+__all__ = ["HttpServer", "Ready", "ready", "role_routes"]
 
 log = logging.getLogger(__name__)
 
-HttpHandler: TypeAlias = Handler
 Ready: TypeAlias = Callable[[], tuple[bool, str]]
+"""Whether a role is ready, and the reason in a few words."""
 
+MAX_BODY: Final = 1 << 20
+"""Bytes of a request's body that a handler may read."""
+MAX_LINE: Final = 2 << 10
+"""Bytes of the request line, and of each header field, of which there may be ``_MAX_FIELDS``."""
+MAX_CONNECTIONS: Final = 512
+"""Connections of one server; fewer where they would be more than an eighth of the process's descriptors."""
+_MAX_FIELDS = 32
+_IDLE_S = 75.0
+_CLOSE_S = 0.25
+"""Seconds that aiohttp gives a handler to end, and then again to be cancelled."""
+_BACKLOG = 1024
+_PAUSE_S = 0.1
+_SHORTAGE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _STATUS: list[tuple[type[AsyncFlowError], HTTPStatus]] = [
     (ManifestError, HTTPStatus.BAD_REQUEST),
     (Refused, HTTPStatus.CONFLICT),
@@ -40,66 +62,103 @@ def ready() -> tuple[bool, str]:
     return True, "ready"
 
 
-class RoleHttp:
-    """Serves one role over HTTP.
+def role_routes(
+    registry: CollectorRegistry, *, ready: Ready = ready, refreshed: Sequence[Callable[[], Awaitable[None]]] = ()
+) -> list[web.RouteDef]:
+    """Return the routes that every role has: ``/metrics``, ``/healthz`` and ``/readyz``.
 
-    registry: the metrics that ``/metrics`` shows; ready: asked by ``/readyz``, gives whether, and the reason in a few
-    words; token_file: holds the bearer token for POST, read anew at each request so that it can be changed; refreshed:
-    called before the metrics are read.
+    registry: the metrics that are shown; ready: asked by ``/readyz``; refreshed: called before the metrics are read.
     """
 
-    def __init__(
-        self,
-        *,
-        registry: CollectorRegistry,
-        ready: Ready = ready,
-        token_file: Path | None = None,
-        refreshed: Sequence[Callable[[], Awaitable[None]]] = (),
-    ) -> None:
-        self._registry = registry
-        self._refreshed = refreshed
-        self._ready = ready
+    async def metrics(request: web.Request) -> web.Response:
+        for refresh in refreshed:
+            await refresh()
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        return web.Response(body=encode(registry), headers={"Content-Type": content_type})
+
+    async def healthz(_request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def readyz(_request: web.Request) -> web.Response:
+        is_ready, reason = ready()
+        status = HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE
+        return web.Response(text=f"{reason}\n", status=status)
+
+    return [web.get("/metrics", metrics), web.get("/healthz", healthz), web.get("/readyz", readyz)]
+
+
+class HttpServer:
+    """Serves ``routes`` from the running event loop.
+
+    token_file: holds the bearer token of all but GET and HEAD, read at each request so that it can be changed.
+    """
+
+    def __init__(self, routes: Iterable[web.RouteDef], *, token_file: Path | None = None) -> None:
         self._token_file = token_file
-        self._server = HttpServer()
-        self.add_get("/metrics", self._metrics)
-        self.add_get("/healthz", self._healthz)
-        self.add_get("/readyz", self._readyz)
-
-    def add_get(self, path: str, handler: HttpHandler) -> None:
-        """Answer GET ``path`` by ``handler``; parts of it in braces are ``params`` of the request."""
-        self._server.route("GET", path, _in_words(handler))
-
-    def add_post(self, path: str, handler: HttpHandler) -> None:
-        """Answer POST ``path`` by ``handler``, for holders of the token only."""
-
-        async def guarded(request: Request) -> Answer:
-            if not self._authorized(request):
-                return Answer.json({"what": "the bearer token is missing or wrong"}, status=HTTPStatus.UNAUTHORIZED)
-            return await handler(request)
-
-        self._server.route("POST", path, _in_words(guarded))
+        self._busy: set[web.RequestHandler] = set()
+        app = web.Application(middlewares=[self._answer], client_max_size=MAX_BODY)
+        app.add_routes(routes)
+        self._runner = web.AppRunner(
+            app,
+            logger=_AiohttpLog(log, {}),
+            access_log=None,
+            keepalive_timeout=_IDLE_S,
+            shutdown_timeout=_CLOSE_S,
+            max_line_size=MAX_LINE,
+            max_field_size=MAX_LINE,
+            max_headers=_MAX_FIELDS,
+        )
+        self._listener: _Listener | None = None
 
     async def start(
         self, host: str = "127.0.0.1", port: int = 0, *, advertise: str = "", bound: socket.socket | None = None
     ) -> str:
-        """Serve from the running loop; return the URL that others dial (at the host ``advertise``, if set).
+        """Start to serve and return the URL that others dial, at the host ``advertise`` if that is set.
 
         Port 0 takes any free one; bound: a socket to listen on that already has host and port. Raises Refused where it
         cannot listen.
         """
         try:
-            taken = await self._server.start(host, port, bound=bound)
+            if bound is None:
+                places = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                bound = socket.create_server(places[0][4], family=places[0][0])
+            bound.listen(_BACKLOG)
         except OSError as error:
             hint = "Another process may hold that port"
             raise Refused(f"cannot listen at http://{host}:{port}: {error}", hint=hint) from error
-        return f"http://{await hosts.dialled(host, advertise)}:{taken}"
+        await self._runner.setup()
+        assert self._runner.server is not None
+        self._listener = _Listener(bound, self._runner.server, self._busy)
+        return f"http://{await hosts.dialled(host, advertise)}:{bound.getsockname()[1]}"
 
     async def close(self) -> None:
-        """Stop serving, within a second."""
-        await self._server.close()
+        """Stop serving and end all connections, within a second."""
+        if self._listener is not None:
+            await self._listener.close()
+        await self._runner.cleanup()
 
-    def _authorized(self, request: Request) -> bool:
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    @web.middleware
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self._busy.add(request.protocol)
+        try:
+            if request.method not in ("GET", "HEAD") and not self._authorized(request):
+                raise web.HTTPUnauthorized(text="the bearer token is missing or wrong")
+            return await handler(request)
+        except web.HTTPException as error:
+            error.text = json.dumps({"what": error.text})
+            error.content_type = "application/json"
+            raise
+        except AsyncFlowError as error:
+            status = next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+            return web.json_response(error.to_wire(), status=status)
+        except Exception:
+            log.exception("%s %s failed", request.method, request.path)
+            return web.json_response({"what": "an error of the server; its log says which"}, status=500)
+        finally:
+            self._busy.discard(request.protocol)
+
+    def _authorized(self, request: web.Request) -> bool:
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         if self._token_file is None or scheme.lower() != "bearer":
             return False
         try:
@@ -107,28 +166,93 @@ class RoleHttp:
         except OSError as error:
             log.error("the token file cannot be read: %s", error)
             return False
-        return bool(token) and hmac.compare_digest(token, given.strip().encode("latin-1"))
-
-    async def _metrics(self, request: Request) -> Answer:
-        for refresh in self._refreshed:
-            await refresh()
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Answer(encode(self._registry), content_type=content_type)
-
-    async def _healthz(self, _request: Request) -> Answer:
-        return Answer.text("ok\n")
-
-    async def _readyz(self, _request: Request) -> Answer:
-        ready, reason = self._ready()
-        return Answer.text(f"{reason}\n", status=HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE)
+        return bool(token) and hmac.compare_digest(token, given.strip().encode(errors="surrogateescape"))
 
 
-def _in_words(handler: HttpHandler) -> HttpHandler:
-    async def answer(request: Request) -> Answer:
+class _Listener:
+    """Accepts connections for a server of aiohttp, which bounds neither their number nor who has to go first.
+
+    Invariant: while this process has no descriptor left, one caller is served by the descriptor held in reserve, which
+    is held again as soon as that connection is closed.
+    """
+
+    def __init__(self, bound: socket.socket, server: web.Server, busy: Collection[web.RequestHandler]) -> None:
+        bound.setblocking(False)
+        self._socket = bound
+        self._reserve = socket.socket()
+        self._server = server
+        self._busy = busy
+        self._most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
+        self._beginning: set[asyncio.Task[Any]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._listen()
+
+    async def close(self) -> None:
+        """Accept nobody any more; whoever was accepted is known to the server from then on."""
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+        self._reserve.close()
+        if self._beginning:
+            await asyncio.wait(self._beginning)
+
+    def _listen(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._hold_reserve()
+            self._loop.add_reader(self._socket, self._accept)
+
+    def _hold_reserve(self) -> None:
+        if self._reserve.fileno() < 0 <= self._socket.fileno():
+            with contextlib.suppress(OSError):
+                self._reserve = socket.socket()
+
+    def _accept(self) -> None:
+        """Accept one caller; the event loop comes back for the others, and for one who waits for a descriptor."""
         try:
-            return await handler(request)
-        except AsyncFlowError as error:
-            status = next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
-            return Answer.json(error.to_wire(), status=status)
+            connection = self._socket.accept()[0]
+        except OSError as error:
+            if error.errno in _SHORTAGE and not self._close_oldest_idle():
+                self._loop.remove_reader(self._socket)
+                self._loop.call_later(_PAUSE_S, self._listen)
+                self._reserve.close()
+                with contextlib.suppress(OSError):
+                    self._begin(_ByReserve(self._socket.accept()[0], closed=self._hold_reserve))
+            return
+        if len(self._server.connections) + len(self._beginning) < self._most or self._close_oldest_idle():
+            self._begin(connection)
+        else:
+            connection.close()
 
-    return answer
+    def _begin(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        beginning = self._loop.create_task(self._loop.connect_accepted_socket(self._server, connection))
+        self._beginning.add(beginning)
+        beginning.add_done_callback(self._beginning.discard)
+
+    def _close_oldest_idle(self) -> bool:
+        """Close the oldest connection that no handler works for; return whether there was one."""
+        for handler in self._server.connections:
+            transport = handler.transport
+            if handler not in self._busy and transport is not None and not transport.is_closing():
+                transport.abort()  # close() would wait for a caller that does not read
+                return True
+        return False
+
+
+class _ByReserve(socket.socket):
+    """A connection accepted by the descriptor in reserve. closed: called as soon as that is free again."""
+
+    def __init__(self, accepted: socket.socket, *, closed: Callable[[], None]) -> None:
+        super().__init__(fileno=accepted.detach())
+        self._when_closed = closed
+
+    def close(self) -> None:
+        super().close()
+        self._when_closed()
+
+
+class _AiohttpLog(logging.LoggerAdapter[logging.Logger]):
+    """What aiohttp logs, but for requests that are no HTTP: a port scan would fill the log with their tracebacks."""
+
+    def exception(self, msg: object, *args: object, exc_info: Any = True, **kwargs: Any) -> None:
+        level = logging.DEBUG if isinstance(exc_info, (HttpProcessingError, web.RequestPayloadError)) else logging.ERROR
+        self.log(level, msg, *args, exc_info=exc_info, **kwargs)

@@ -10,7 +10,8 @@ for a role that starts after it.
 
 Invariants: a role's exit status says how it ended (0: done, or told to by the driver; 1: an error that a restart may
 mend; 2: one that it cannot; 3: what it worked on was lost with another process; 128 + n: ended by signal n), and an
-error is logged with its words; the event loop of a role never computes, so that heartbeats go on.
+error is logged with its words; the event loop of a role never computes, so that heartbeats go on; a role may open as
+many files and sockets as the hard limit of its process allows.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import errno
 import gc
 import logging
 import os
+import resource
 import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
@@ -56,6 +58,8 @@ def run_role(
     alone: how to be it in a queue that stands alone, if it can.
     """
     setup_logging(options.role, options.index)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     status = 0
     try:
         with asyncio.Runner(loop_factory=Loop) as runner:

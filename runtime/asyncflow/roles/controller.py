@@ -10,14 +10,15 @@ Invariant: what a member of such a queue held when it went is given to others at
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from aiohttp import web
 
 from asyncflow.api.queue import QueueStatus
 from asyncflow.driver.tasks import tasks_of
 from asyncflow.errors import RoleFailed
 from asyncflow.net.directory import Directory, Member
-from asyncflow.net.http import Answer, HttpHandler, Request
 from asyncflow.net.membership import Membership
 from asyncflow.net.rpc import RpcServer
 from asyncflow.queue.controller.controller import Controller
@@ -73,7 +74,7 @@ async def serve_alone(post: QueuePost) -> None:
         address = await controller.start()
     metrics.watch_rpc(controller.server.counters)
     membership = others.membership = await post.join(
-        metrics=metrics, address=address, directory=await front.start(), pages=_pages(controller, directory)
+        metrics=metrics, address=address, directory=await front.start(), routes=[_status_route(controller, directory)]
     )
     await _until_told(post, controller, metrics)
     await directory.close()
@@ -123,12 +124,12 @@ async def _close(membership: Membership, controller: Controller) -> None:
         raise RoleFailed(str(controller.failed.exception()), where="controller", hint="Free some space, then resume")
 
 
-def _pages(controller: Controller, directory: Directory) -> Mapping[str, HttpHandler]:
-    async def get_status(_request: Request) -> Answer:
+def _status_route(controller: Controller, directory: Directory) -> web.RouteDef:
+    async def get_status(_request: web.Request) -> web.Response:
         status = _status(controller, units=len(directory.members("storage")))
-        return Answer.json(status.model_dump_json(by_alias=True, exclude_unset=True))
+        return web.json_response(text=status.model_dump_json(by_alias=True, exclude_unset=True))
 
-    return {"/v1/status": get_status}
+    return web.get("/v1/status", get_status)
 
 
 def _status(controller: Controller, *, units: int) -> QueueStatus:

@@ -11,7 +11,7 @@ from asyncflow.api.names import LAST_WORD_ENV
 from asyncflow.api.status import Phase
 from asyncflow.data.sources import CACHE, open_held_out, open_training
 from asyncflow.driver.driver import Driver
-from asyncflow.driver.service import add_routes
+from asyncflow.driver.service import routes
 from asyncflow.models.source import materialize_config
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.net.directory import Directory
@@ -65,8 +65,7 @@ async def serve(post: JobPost) -> None:
         metrics=metrics,
     )
     metrics.watch_rpc(server.counters)
-    http = post.http(metrics)
-    add_routes(http, status=driver.status, control=driver)
+    http = post.http(metrics, routes=routes(status=driver.status, control=driver))
     await server.start()
     await http.start(post.host, options.http_port)
     try:

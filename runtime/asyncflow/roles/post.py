@@ -12,10 +12,11 @@ import os
 import socket
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
+
+from aiohttp import web
 
 from asyncflow import clock
 from asyncflow.api.durability import LedgerSpec, LimitsSpec
@@ -30,14 +31,13 @@ from asyncflow.api.names import (
 )
 from asyncflow.api.queue import QueueSpec, TransferQueue
 from asyncflow.errors import ManifestError
-from asyncflow.net.http import HttpHandler, Ready, RoleHttp, ready
+from asyncflow.net.http import HttpServer, Ready, ready, role_routes
 from asyncflow.net.keys import Keys
 from asyncflow.net.membership import Membership
 from asyncflow.net.roster import AGE, Directives, Member, Status
 from asyncflow.telemetry.metrics import RoleMetrics
 
 LOOPBACK = "127.0.0.1"
-_NO_PAGES: Mapping[str, HttpHandler] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,15 +112,11 @@ class Post(ABC):
     def start_s(self) -> float:
         """Seconds that this process may take to become ready."""
 
-    def http(self, metrics: RoleMetrics, *, ready: Ready = ready) -> RoleHttp:
-        """Give the HTTP server of this role, not yet started."""
+    def http(self, metrics: RoleMetrics, *, ready: Ready = ready, routes: Iterable[web.RouteDef] = ()) -> HttpServer:
+        """Return the HTTP server of this role, not yet started. routes: those that not every role has."""
         token = os.environ.get(TOKEN_FILE_ENV)
-        return RoleHttp(
-            registry=metrics.registry,
-            ready=ready,
-            token_file=Path(token) if token else None,
-            refreshed=metrics.refreshed,
-        )
+        common = role_routes(metrics.registry, ready=ready, refreshed=metrics.refreshed)
+        return HttpServer([*common, *routes], token_file=Path(token) if token else None)
 
     async def join(
         self,
@@ -130,22 +126,20 @@ class Post(ABC):
         status: Callable[[], Status] = dict,
         info: dict[str, str | int | float | bool] | None = None,
         ready: Ready = ready,
-        pages: Mapping[str, HttpHandler] = _NO_PAGES,
+        routes: Iterable[web.RouteDef] = (),
         directory: str = "",
     ) -> Membership:
         """Serve metrics, register with the directory, and obey its directives from now on.
 
-        ready: asked by ``/readyz``, which says no until this process is registered; pages: further GET routes, by path;
-        directory: its address, by default the one that all dial.
+        ready: asked by ``/readyz``, which says no until this process is registered; routes: further ones of this
+        role; directory: its address, by default the one that all dial.
         """
         registered = False
 
         def readiness() -> tuple[bool, str]:
             return ready() if registered else (False, "the driver has not registered it yet")
 
-        http = self.http(metrics, ready=readiness)
-        for path, page in pages.items():
-            http.add_get(path, page)
+        http = self.http(metrics, ready=readiness, routes=routes)
         given = self.options.http_socket
         bound = socket.socket(fileno=given) if given is not None else None
         url = await http.start(self.host, self.options.http_port, bound=bound)

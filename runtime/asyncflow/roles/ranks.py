@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 
+from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
-from asyncflow.errors import Refused
 from asyncflow.leash import PARENT
-from asyncflow.net.http_server import Answer, HttpServer, Request
+from asyncflow.net.http import HttpServer
 from asyncflow.plan.job import plan
 from asyncflow.roles.post import JobPost
 from asyncflow.telemetry.metrics import labelled
@@ -47,13 +47,9 @@ async def serve_ranks(post: JobPost) -> int:
     Raises Refused where the HTTP port is taken, OSError where a rank cannot be started.
     """
     launcher = _Launcher(post)
-    http = HttpServer()
-    for path, handler in (("/healthz", launcher.agree), ("/readyz", launcher.agree), ("/metrics", launcher.metrics)):
-        http.route("GET", path, handler)
-    try:
-        await http.start(post.host, post.options.http_port)
-    except OSError as error:
-        raise Refused(f"cannot listen at {post.host}:{post.options.http_port}: {error}", where="trainer") from error
+    agree, metrics = launcher.agree, launcher.metrics
+    http = HttpServer([web.get("/healthz", agree), web.get("/readyz", agree), web.get("/metrics", metrics)])
+    await http.start(post.host, post.options.http_port)
     status = await launcher.run()
     await http.close()
     return status
@@ -101,20 +97,23 @@ class _Launcher:
         passing.cancel()
         return self._status
 
-    async def agree(self, request: Request) -> Answer:
+    async def agree(self, request: web.Request) -> web.Response:
         """Answer as all ranks do, or with the first that says no."""
         answers = await self._ask_all(request.path)
         for number, (status, body) in answers.items():
             if status != HTTPStatus.OK:
-                return Answer(b"rank %d: %s" % (number, body), HTTPStatus.SERVICE_UNAVAILABLE)
-        return Answer(next(iter(answers.values()))[1]) if answers else Answer.text("starting\n", status=503)
+                words = f"rank {number}: {body.decode(errors='replace')}"
+                return web.Response(text=words, status=HTTPStatus.SERVICE_UNAVAILABLE)
+        if not answers:
+            return web.Response(text="starting\n", status=HTTPStatus.SERVICE_UNAVAILABLE)
+        return web.Response(text=next(iter(answers.values()))[1].decode())
 
-    async def metrics(self, request: Request) -> Answer:
+    async def metrics(self, request: web.Request) -> web.Response:
         """Answer with the metrics of all ranks that answer in time, each with the label ``rank``."""
         answers = await self._ask_all(request.path)
         texts = {str(number): body.decode() for number, (status, body) in answers.items() if status == HTTPStatus.OK}
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Answer(encode(labelled(texts, label="rank")), content_type=content_type)
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        return web.Response(body=encode(labelled(texts, label="rank")), headers={"Content-Type": content_type})
 
     async def _ask_all(self, path: str) -> Mapping[int, tuple[int, bytes]]:
         ranks = tuple(self._ranks)

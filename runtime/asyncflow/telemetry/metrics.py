@@ -2,7 +2,7 @@
 
 Names are ``asyncflow_<role>_<what>``, with a unit (``_seconds``, ``_bytes``, ``_steps``, ``_ratio`` for shares of one)
 where there is one, and ``_total`` for what only grows; which instance it was is no label, since the scraper adds whom
-it asked. Every class has a registry of its own, for ``net.http.RoleHttp``.
+it asked. Every class has a registry of its own, which ``net.http`` shows.
 
 Invariant: what an object counts itself (busy seconds, calls) is read from it when ``/metrics`` is asked, never copied.
 """

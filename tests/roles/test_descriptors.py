@@ -1,0 +1,32 @@
+"""A role may open as many files and sockets as its process is allowed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COUNTING = Path(__file__).parents[2] / "examples" / "counting.yaml"
+ROLE = """
+import resource, sys
+from pathlib import Path
+from asyncflow.roles.base import run_role
+from asyncflow.roles.post import RoleOptions
+
+async def serve(post):
+    print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 300))
+job = Path(sys.argv[1])
+options = RoleOptions(role="storage", job=job, driver="tcp://a:1", index=0, attempt=0, workdir=job.parent)
+sys.exit(run_role(serve, options))
+"""
+
+
+@pytest.mark.process
+def test_a_role_raises_its_limit_of_descriptors_to_the_hard_one() -> None:
+    command = [sys.executable, "-c", ROLE, str(COUNTING)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "300 300\n"
