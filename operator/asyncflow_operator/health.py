@@ -42,7 +42,7 @@ class Vitals:
             self._lag_s = max(0.0, time.monotonic() - begun - _TICK_S)
 
     def ailments(self) -> list[str]:
-        """Give what is wrong, nothing if all is well."""
+        """Return what is wrong, nothing if all is well."""
         limits = (
             ("the event loop is late by", self._lag_s, MOST_LAG_S),
             ("an object waits for its turn since", self._oldest_s(), MOST_WAIT_S),

@@ -85,7 +85,7 @@ class Settings(BaseModel):
 
 
 def options(command: Command) -> Command:
-    """Give ``command`` one option for each setting, which also reads the variable of that name."""
+    """Return ``command`` one option for each setting, which also reads the variable of that name."""
     for name, field in reversed(Settings.model_fields.items()):
         flag = f"--{name.replace('_', '-')}"
         switch = field.annotation is bool

@@ -31,13 +31,13 @@ class DesiredJob(Protocol):
         """Return every object of the job, except its pods and custom resources."""
 
     def children(self, state: JobState) -> tuple[Manifest, ...]:
-        """Give the job's own TransferQueue and WeightSync."""
+        """Return the job's own TransferQueue and WeightSync."""
 
     def pod(self, state: JobState, role: RoleName, index: int, attempt: int) -> Manifest:
-        """Give one pod."""
+        """Return one pod."""
 
     def images(self, job: RLJob) -> dict[str, str]:
-        """Give the image of each role, as this operator would have it now."""
+        """Return the image of each role, as this operator would have it now."""
 
 
 class DesiredQueue(Protocol):
@@ -50,7 +50,7 @@ class DesiredQueue(Protocol):
         """Return every object of the queue, except its pods."""
 
     def queue_pod(self, state: QueueState, role: RoleName, index: int, attempt: int) -> Manifest:
-        """Give one pod."""
+        """Return one pod."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ class Draft(Generic[S]):
         self.alarm = Alarm(self.now)
 
     def after(self) -> S:
-        """Give the status as it will be."""
+        """Return the status as it will be."""
         shown = {"conditions": self.board.shown, "observed_generation": self.owner.generation}
         return self.before.model_copy(update={**self.fields, **shown})
 
@@ -65,7 +65,7 @@ class Draft(Generic[S]):
         self.then.extend(actions)
 
     def plan(self, *, figures: Collection[str]) -> Plan:
-        """Give the plan. figures: the fields of the status that may wait."""
+        """Return the plan. figures: the fields of the status that may wait."""
         status = to_write(self.before, self.after(), figures=figures, alarm=self.alarm)
         stages = tuple(tuple(stage) for stage in (self.first, self.then) if stage)
         return Plan(status=status, stages=stages, notes=tuple(self.notes), again_in_s=self.alarm.again_in_s)

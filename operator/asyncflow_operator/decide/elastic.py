@@ -34,7 +34,7 @@ class Target:
 
 
 def target(spec: RLJobSpec, state: JobState, alarm: Alarm) -> Target:
-    """Give the number of rollouts that counts now."""
+    """Return the number of rollouts that counts now."""
     asked = spec.rollout.replicas
     if not (spec.elasticity.enabled or spec.elasticity.dry_run):
         return Target(replicas=asked, fields=_OFF)

@@ -28,12 +28,12 @@ SPARE_S: Final = 60.0
 
 
 def driver_of(state: JobState) -> PodView | None:
-    """Give the driver's pod."""
+    """Return the driver's pod."""
     return next((pod for pod in state.pods if pod.role == "driver"), None)
 
 
 def left_as(driver: PodView, state: JobState) -> str:
-    """Give the phase in which a driver that is done has left the job: its last word, or what it answered last."""
+    """Return the phase in which a driver that is done has left the job: its last word, or what it answered last."""
     seen = state.probe.status
     return driver.last_words or (seen.phase if seen is not None else "")
 
@@ -96,7 +96,7 @@ def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
 
 
 def resumed(status: JobStatus) -> dict[str, Any]:
-    """Give the fields of the status with which a suspended job begins again, as the next attempt of every role."""
+    """Return the fields of the status with which a suspended job begins again, as the next attempt of every role."""
     failures = {
         name: next_attempt(record).model_copy(update={"in_a_row": 0, "counted": ()})
         for name, record in status.failures.items()

@@ -56,7 +56,7 @@ _UNFIT: Final = frozenset(("Refused", "BudgetExceeded"))
 
 
 def decide_job(state: JobState, *, now: float, desired: DesiredJob) -> Plan:
-    """Give the plan for a job as it is at ``now`` (unix seconds)."""
+    """Return the plan for a job as it is at ``now`` (unix seconds)."""
     job, phase = state.job, state.status.phase
     if state.owner.deleting or (job is not None and job.spec.managed_by not in (None, MANAGER)):
         return Plan()
@@ -247,7 +247,7 @@ class _Running:
         return since is not None and 0 <= self._draft.now - since < _MOMENT_S
 
     def _remembered(self) -> dict[str, Any]:
-        """Give the records as fields of the status."""
+        """Return the records as fields of the status."""
         queue = self._state.queue
         every = self._records | (queue.failures if queue is not None else {})
         trainer = self._records.get("trainer", RoleRecord())

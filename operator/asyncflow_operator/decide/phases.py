@@ -43,7 +43,7 @@ def may_start(role: Role, roles: Sequence[Role], ready: Counter[str], *, ran: bo
 def reached(
     before: Phase, roles: Sequence[Role], pods: Collection[PodView], ready: Counter[str], *, begun: bool
 ) -> Phase:
-    """Give the phase of an active job. begun: the trainer's gang is on record, so that this costs no status write."""
+    """Return the phase of an active job. begun: the trainer's gang is on record, so that this costs no status write."""
     if before == "Running" or not lacking(roles, ready):
         return "Running"
     starts = before == "Starting" or (begun and any(pod.started is not None or pod.ready for pod in pods))

@@ -49,7 +49,7 @@ class _Setting:
 
 
 def decide_queue(state: QueueState, *, now: float, desired: DesiredQueue) -> Plan:
-    """Give the plan for a queue as it is at ``now`` (unix seconds)."""
+    """Return the plan for a queue as it is at ``now`` (unix seconds)."""
     if state.owner.deleting:
         return Plan()
     draft = Draft(owner=state.owner, before=state.status, now=now)
@@ -173,7 +173,7 @@ def _tell(draft: Draft[QueueStatus], state: QueueState, setting: _Setting, verdi
 
 
 def _figures(job: JobState | None) -> dict[str, Any]:
-    """Give what the job's driver says of the queue; of a queue that stands alone nobody says it."""
+    """Return what the job's driver says of the queue; of a queue that stands alone nobody says it."""
     seen = job.probe.status if job is not None else None
     if job is None or seen is None:
         return {}

@@ -76,7 +76,7 @@ class Blueprint:
     granted: Membership = Membership()
 
     def said(self, field: str, *, otherwise: Any) -> Any:
-        """Give what the templates say about a field of the pod's spec, the last word where several do."""
+        """Return what the templates say about a field of the pod's spec, the last word where several do."""
         said = [template.pod_spec[field] for template in self.templates if field in template.pod_spec]
         return said[-1] if said else otherwise
 
@@ -142,7 +142,7 @@ def job_blueprint(
 def queue_blueprint(
     queue: TransferQueue, name: RoleName, *, family: Family, keys: str, registry: Registry
 ) -> Blueprint:
-    """Give the blueprint of a role of a queue that stands alone. Raises KeyError where a queue has no such role."""
+    """Return the blueprint of a role of a queue that stands alone. Raises KeyError where a queue has no such role."""
     spec = queue.spec
     role = queue_role(queue, name)
     return Blueprint(
@@ -164,7 +164,7 @@ def queue_blueprint(
 
 
 def templates_of(job: RLJob, name: RoleName) -> tuple[TemplateSpec, ...]:
-    """Give the user's templates for a role; the later wins."""
+    """Return the user's templates for a role; the later wins."""
     spec = job.spec
     of_role = {"trainer": (spec.trainer.template,), "rollout": (spec.rollout.template,)}
     return (spec.template, *of_role.get(name, ()))
@@ -176,7 +176,7 @@ def _before(role: Role, roles: Sequence[Role]) -> int:
 
 
 def wish_of(job: RLJob, name: RoleName) -> dict[str, object]:
-    """Give what shapes a pod of the role; not what its processes read from the manifest, nor how many there are."""
+    """Return what shapes a pod of the role; not what its processes read from the manifest, nor how many there are."""
     spec = job.spec
     of_role: dict[str, dict[str, object]] = {
         "driver": {"resources": spec.driver.resources},
@@ -203,14 +203,14 @@ def wish_of(job: RLJob, name: RoleName) -> dict[str, object]:
 
 
 def queue_wish(queue: TransferQueue) -> dict[str, object]:
-    """Give what shapes the pods of a queue that stands alone."""
+    """Return what shapes the pods of a queue that stands alone."""
     spec = queue.spec
     held, ledger = spec.bytes_per_unit, spec.ledger.claim
     return _said(template=spec.template, resources=spec.resources, bytes=held, ledger=ledger, store=spec.store)
 
 
 def _said(**wishes: object) -> dict[str, object]:
-    """Give wishes as JSON values without what is left open, which may get another default one day."""
+    """Return wishes as JSON values without what is left open, which may get another default one day."""
     values = (
         (name, wish.model_dump(mode="json", exclude_defaults=True) if isinstance(wish, Spec) else wish)
         for name, wish in wishes.items()

@@ -102,7 +102,7 @@ def priority_class(job: RLJob, owner: Owner) -> Ref | None:
 
 
 def membership(blueprint: Blueprint, index: int) -> Membership:
-    """Give what ties process ``index`` to the core's group, or keeps it out: the lowest indices are the core."""
+    """Return what ties process ``index`` to the core's group, or keeps it out: the lowest indices are the core."""
     scheduling, in_core = blueprint.scheduling, index < blueprint.role.core
     if scheduling.gang == "volcano":
         queue = {VOLCANO_QUEUE: scheduling.queue} if scheduling.queue is not None else {}

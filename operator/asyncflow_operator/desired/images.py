@@ -23,12 +23,12 @@ class Registry:
     tag: str
 
     def image(self, name: str) -> str:
-        """Give the full name of an image."""
+        """Return the full name of an image."""
         return f"{self.prefix}/{name}:{self.tag}" if self.prefix else f"{name}:{self.tag}"
 
 
 def image_of(role: Role, *, templates: Sequence[TemplateSpec], pinned: Mapping[str, str], registry: Registry) -> str:
-    """Give the image of a role. templates: the user's, the later wins; pinned: by role, from the job's status."""
+    """Return the image of a role. templates: the user's, the later wins; pinned: by role, from the job's status."""
     stated = [template.image for template in templates if template.image is not None]
     if stated:
         return stated[-1]

@@ -21,7 +21,7 @@ _NEAR_WEIGHT: Final = 10
 
 
 def make_placement(blueprint: Blueprint) -> Manifest:
-    """Give the fields of a pod's spec that say where it may run."""
+    """Return the fields of a pod's spec that say where it may run."""
     resources = blueprint.role.resources
     facts = PROFILES[resources.profile]
     placement: Manifest = {}

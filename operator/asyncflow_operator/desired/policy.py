@@ -18,7 +18,7 @@ _DNS_PORT: Final = 53
 
 
 def make_account(family: Family) -> Manifest:
-    """Give a ServiceAccount that nothing is granted to, and whose token no pod gets."""
+    """Return a ServiceAccount that nothing is granted to, and whose token no pod gets."""
     body = {"automountServiceAccountToken": False}
     return stamped(make_object("v1", "ServiceAccount", family, name=family.name, body=body))
 

@@ -71,7 +71,7 @@ class GrpoLoss:
         entropy: Tensor | None,
         before: Tensor | None = None,
     ) -> TokenLoss:
-        """Give the loss of N tokens, each argument [N]: the policy's, the engine's and the reference's log-probs.
+        """Return the loss of N tokens, each argument [N]: the policy's, the engine's and the reference's log-probs.
 
         before: the policy's at the start of the step, which ``recompute`` needs once an update has been made.
 

@@ -56,7 +56,7 @@ class PolicyTerms(NamedTuple):
 
 
 def ppo_clip(logprobs: Tensor, old: Tensor, advantages: Tensor, clip: Clip) -> PolicyTerms:
-    """Give max(-A r, -A clip(r)), r = exp(logprobs - old), for tensors [N]; ``old`` and ``advantages`` are constants.
+    """Return max(-A r, -A clip(r)), r = exp(logprobs - old), for tensors [N]; ``old`` and ``advantages`` are constants.
 
     With ``clip.dual`` = c, tokens of negative advantage lose at most -A c.
     """

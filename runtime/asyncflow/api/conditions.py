@@ -36,7 +36,7 @@ Conditions = Annotated[tuple[Condition, ...], Field(max_length=16, json_schema_e
 
 
 def with_condition(conditions: tuple[Condition, ...], new: Condition) -> tuple[Condition, ...]:
-    """Give ``conditions`` with ``new`` in place of the one of its type; the time stays where the status does."""
+    """Return ``conditions`` with ``new`` in place of the one of its type; the time stays where the status does."""
     before = next((condition for condition in conditions if condition.type == new.type), None)
     if before is None:
         return (*conditions, new)

@@ -83,17 +83,17 @@ REWARD_CONTAINER: Final = "rewards"
 
 
 def instance(job: str, role: RoleName, index: int) -> str:
-    """Give the name of one process of a job, e.g. ``quickstart-rollout-2``."""
+    """Return the name of one process of a job, e.g. ``quickstart-rollout-2``."""
     return f"{job}-{role}-{index}"
 
 
 def labels(job: str, role: RoleName) -> dict[str, str]:
-    """Give the labels by which the processes of a role are found."""
+    """Return the labels by which the processes of a role are found."""
     return {LABEL_JOB: job, LABEL_ROLE: role}
 
 
 def service(owner: str, role: RoleName) -> str:
-    """Give the name of the service of a role, e.g. ``quickstart-driver``: of the leader, or of a gang (headless)."""
+    """Return the name of the service of a role, e.g. ``quickstart-driver``: of the leader, or of a gang (headless)."""
     return f"{owner}-{role}"
 
 
@@ -103,5 +103,5 @@ def keys_secret(owner: str, mark: str) -> str:
 
 
 def claim(owner: str, volume: str) -> str:
-    """Give the name of a claim that is made for ``volume`` (``ledger`` or ``checkpoints``)."""
+    """Return the name of a claim that is made for ``volume`` (``ledger`` or ``checkpoints``)."""
     return f"{owner}-{volume}"

@@ -50,13 +50,13 @@ class Problem:
 
 
 def shown(value: object) -> str:
-    """Give a value in few characters."""
+    """Return a value in few characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 def refusal(problems: Sequence[Problem], *, source: str) -> ManifestError:
-    """Give the one error for all problems; a NotYetError where nothing else is wrong."""
+    """Return the one error for all problems; a NotYetError where nothing else is wrong."""
     kind = NotYetError if all(problem.later for problem in problems) else ManifestError
     if len(problems) == 1:
         return kind(problems[0].what, where=source, hint=problems[0].fix)

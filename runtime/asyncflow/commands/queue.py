@@ -192,7 +192,7 @@ def _look(
 
 
 async def _values(queue: QueueClient, sight: Sight, column: str) -> dict[int, str]:
-    """Give the values of a column in words, by row."""
+    """Return the values of a column in words, by row."""
     sizes = sight.sizes.get(column, [])
     there = [row for row, size in zip(sight.rows, sizes, strict=False) if size >= 0]
     fetched = await queue.fetch(there, [column], timeout=_CALL_S)

@@ -67,7 +67,7 @@ def check(file: Path) -> bool:
 
 
 def _sections(model: type[Spec], place: str, schema: Schema, known: dict[type[Spec], str]) -> Iterator[str]:
-    """Give the section of ``model``, which stands at ``place``, and of each model in it that has none yet."""
+    """Yield the section of ``model``, which stands at ``place``, and of each model in it that has none yet."""
     known[model] = place
     inner: list[tuple[type[Spec], str, Schema]] = []
     rows = []
@@ -135,7 +135,7 @@ def _default(info: FieldInfo) -> str:
 
 
 def _prose(text: str | None) -> str:
-    """Give a docstring as a line of Markdown."""
+    """Return a docstring as a line of Markdown."""
     return re.sub(r"``([^`]+)``", r"`\1`", " ".join((text or "").split())).replace("|", "\\|")
 
 

@@ -75,5 +75,5 @@ def make_dataset(name: str, config: Mapping[str, Any], *, where: str) -> Any:
 
 
 def _plain(metadata: Any) -> Any:
-    """Give the metadata as JSON values: a checker sees lists for tuples, and text for what JSON cannot say."""
+    """Return the metadata as JSON values: a checker sees lists for tuples, and text for what JSON cannot say."""
     return json.loads(json.dumps(metadata, default=str))

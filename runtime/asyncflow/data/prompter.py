@@ -31,14 +31,14 @@ class PromptFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rena
     chat_options: dict[str, Any] = {}
 
     def messages(self, prompt: Prompt) -> tuple[Message, ...]:
-        """Give the conversation that asks ``prompt``."""
+        """Return the conversation that asks ``prompt``."""
         system = (Message(role="system", content=self.system),) if self.system else ()
         if prompt.messages:
             return system + prompt.messages
         return (*system, Message(role="user", content=self.text(prompt)))
 
     def text(self, prompt: Prompt) -> str:
-        """Give the question inside the template."""
+        """Return the question inside the template."""
         return self.template.replace(QUESTION, prompt.question)
 
 
@@ -69,7 +69,7 @@ class Encoder(Protocol):
     """What a prompter needs of a tokenizer."""
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Give the ids of a text."""
+        """Return the ids of a text."""
 
     def chat(self, messages: Sequence[Mapping[str, str]], *, options: Mapping[str, Any]) -> list[int]:
         """Return the ids of a conversation. Raises ManifestError where the model's chat template cannot make them."""
@@ -84,11 +84,11 @@ class Prompter:
         self._tokenizer = tokenizer
 
     def ids(self, serial: int) -> list[int]:
-        """Give the token ids of task ``serial``."""
+        """Return the token ids of task ``serial``."""
         return self.encode(self.source.prompt(serial))
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Give the token ids of ``prompt``. Raises ManifestError where the model cannot be asked so."""
+        """Return the token ids of ``prompt``. Raises ManifestError where the model cannot be asked so."""
         if self.form.chat or prompt.messages:
             messages = self.form.messages(prompt)
             turns = [{"role": turn.role, "content": turn.content} for turn in messages]

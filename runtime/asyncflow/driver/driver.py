@@ -198,7 +198,7 @@ class Driver:
         await self._ending.conclude(self.phase)
 
     def status(self) -> DriverStatus:
-        """Give what ``GET /v1/status`` answers."""
+        """Return what ``GET /v1/status`` answers."""
         newest = self.versions.newest
         return build_status(
             self.progress,

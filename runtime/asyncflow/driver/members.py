@@ -102,7 +102,7 @@ class Members:
         return [self._directory.status(member.incarnation) for member in self._directory.members(role)]
 
     def rollouts(self, *, newest: int | None, lag: int) -> list[RolloutState]:
-        """Give the state of each rollout; newest: step of the newest version; lag: how far behind is allowed."""
+        """Return the state of each rollout; newest: step of the newest version; lag: how far behind is allowed."""
         return [
             rollout_state(member, self._directory.status(member.incarnation), newest=newest, lag=lag)
             for member in self._directory.members("rollout")

@@ -34,12 +34,12 @@ Standing = Literal["starting", "ready", "lagging", "draining", "lost"]
 
 
 def timestamp(at: float) -> str:
-    """Give unix seconds as RFC 3339 in UTC."""
+    """Return unix seconds as RFC 3339 in UTC."""
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def rollout_state(member: Member, status: Status, *, newest: int | None, lag: int) -> RolloutState:
-    """Give one rollout's state from its last heartbeat; it lags when it is further behind than the schedule says."""
+    """Return one rollout's state from its last heartbeat; it lags when it is further behind than the schedule says."""
     packed = status.get("version")
     version = Version.unpack(packed).step if isinstance(packed, int) and packed >= 0 else None
     standing: Standing = "ready"

@@ -42,7 +42,7 @@ class Schedule:
 
     @classmethod
     def of(cls, spec: RLJobSpec) -> Schedule:
-        """Give the schedule that a manifest asks for."""
+        """Return the schedule that a manifest asks for."""
         return cls(
             steps=spec.algorithm.steps,
             lag=spec.schedule.lag,
@@ -52,7 +52,7 @@ class Schedule:
         )
 
     def window(self, step: int) -> Window:
-        """Give the versions that may generate D_step; the oldest is the first published one that keeps the lag."""
+        """Return the versions that may generate D_step; the oldest is the first published one that keeps the lag."""
         oldest = -(-max(0, step - 1 - self.lag) // self.sync_every) * self.sync_every
         return Window(oldest, oldest if self.exact else NEWEST)
 
@@ -66,9 +66,9 @@ class Schedule:
         return step in (0, self.steps) or (regular and self.publishes(step))
 
     def evaluations(self) -> list[int]:
-        """Give the steps whose weights are evaluated, in order."""
+        """Return the steps whose weights are evaluated, in order."""
         return [step for step in range(self.steps + 1) if self.evaluates(step)]
 
     def required(self, unfinished: set[int]) -> set[int]:
-        """Give the versions that the samples of unfinished steps still need exactly; none where newer ones serve."""
+        """Return the versions that the samples of unfinished steps still need exactly; none where newer ones serve."""
         return {self.window(step).oldest for step in unfinished} if self.exact else set()

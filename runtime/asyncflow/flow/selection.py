@@ -78,7 +78,7 @@ def _heaviest_first(indices: Iterable[int], weights: Sequence[int]) -> list[int]
 
 
 def _shares(weights: Sequence[int], totals: list[int]) -> tuple[list[list[int]], list[int]]:
-    """Give each item, heaviest first, to the rank that has least (LPT)."""
+    """Return each item, heaviest first, to the rank that has least (LPT)."""
     shares: list[list[int]] = [[] for _ in totals]
     loads = [(total, rank) for rank, total in enumerate(totals)]
     heapq.heapify(loads)
@@ -109,7 +109,7 @@ def _even_out(shares: list[list[int]], totals: list[int], weights: Sequence[int]
 
 
 def _best_swap(most: list[int], least: list[int], gap: int, weights: Sequence[int]) -> tuple[int, int] | None:
-    """Give the pair whose difference comes closest to half of ``gap``; None where no swap makes it smaller."""
+    """Return the pair whose difference comes closest to half of ``gap``; None where no swap makes it smaller."""
     light = sorted(least, key=lambda index: (weights[index], index))
     sizes = [weights[index] for index in light]
     best: tuple[int, int, int] | None = None

@@ -63,7 +63,7 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def materialize_config(source: str, workdir: Path) -> Path:
-    """Give a folder with config.json and the tokenizer's files, written under ``workdir`` where the project makes them.
+    """Return a folder with config.json and the tokenizer's files, written under ``workdir`` if the project makes them.
 
     Raises ManifestError where there is no such model.
     """

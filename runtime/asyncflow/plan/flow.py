@@ -17,7 +17,7 @@ _SWAPS = {
 
 
 def edges(spec: RLJobSpec) -> tuple[Edge, ...]:
-    """Give the data flow in the order in which a sample meets it."""
+    """Return the data flow in the order in which a sample meets it."""
     schedule = spec.schedule
     judged = f"responses, log-probs, versions, reward ({spec.reward.function})"
     return (

@@ -131,7 +131,7 @@ class Role:
         http_port: int | None = None,
         python: str = "python",
     ) -> list[str]:
-        """Give the command line of process ``index``.
+        """Return the command line of process ``index``.
 
         attempt: counts from 0, grows with every restart; driver: the driver's address, for the driver itself the one
         to listen on; job: path of the manifest; workdir: where the process may write; http_port: where /metrics is
@@ -165,7 +165,7 @@ class JobPlan:
     edges: tuple[Edge, ...]
 
     def role(self, name: RoleName) -> Role:
-        """Give a role by name. Raises KeyError where the job has none of it."""
+        """Return a role by name. Raises KeyError where the job has none of it."""
         for role in self.roles:
             if role.name == name:
                 return role

@@ -25,7 +25,7 @@ class RewardFunction(Protocol):
     """What scores a response."""
 
     def __call__(self, *, response: str, prompt: str, answer: Any, meta: dict[str, Any]) -> float:
-        """Give the reward, a finite number; may raise anything and take for ever."""
+        """Return the reward, a finite number; may raise anything and take for ever."""
 
 
 BUILT_IN = {

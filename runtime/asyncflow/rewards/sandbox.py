@@ -128,7 +128,7 @@ def _prctl(option: int, argument: int) -> int:
 
 
 def _drop_capabilities() -> None:
-    """Give up all capabilities, also for programs that root starts later."""
+    """Drop all capabilities, also for programs that root starts later."""
     for capability in range(_CAPABILITIES):
         try:
             if _prctl(_PR_CAPBSET_READ, capability):

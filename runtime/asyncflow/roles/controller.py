@@ -88,7 +88,7 @@ class _Others:
     membership: Membership | None = None
 
     def address(self, index: int) -> str | None:
-        """Give the address of a controller."""
+        """Return the address of a controller."""
         return self.membership.address("controller", index) if self.membership is not None else None
 
 

@@ -81,7 +81,7 @@ async def serve(post: JobPost) -> None:
 
 
 async def _until_told(post: JobPost, driver: Driver) -> bool:
-    """Give whether the job came to its own end."""
+    """Return whether the job came to its own end."""
     running, told = asyncio.create_task(driver.run()), asyncio.create_task(post.stopping.wait())
     await asyncio.wait((running, told), return_when=asyncio.FIRST_COMPLETED)
     told.cancel()

@@ -113,7 +113,7 @@ class Post(ABC):
         """Seconds that this process may take to become ready."""
 
     def http(self, metrics: RoleMetrics, *, ready: Ready = ready) -> RoleHttp:
-        """Give the HTTP server of this role, not yet started."""
+        """Return the HTTP server of this role, not yet started."""
         token = os.environ.get(TOKEN_FILE_ENV)
         return RoleHttp(
             registry=metrics.registry,
@@ -230,12 +230,12 @@ class QueuePost(Post):
 
 
 def job_folder(job: RLJob, options: RoleOptions) -> Path:
-    """Give the folder where the job's relative paths and modules are: that of its manifest, unless the job says."""
+    """Return the folder where the job's relative paths and modules are: that of its manifest, unless the job says."""
     return Path((job.metadata.annotations or {}).get(FOLDER, options.job.parent))
 
 
 def keys_of_job() -> Keys | None:
-    """Give the job's key, where the substrate has put one."""
+    """Return the job's key, where the substrate has put one."""
     named = os.environ.get(KEY_FILE_ENV)
     path = Path(named or KEY_FILE)
     return Keys.load(path) if named or path.exists() else None

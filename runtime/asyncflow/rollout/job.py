@@ -86,7 +86,7 @@ class Job:
         return Work(self, self.purpose, Window(meta.min_version, meta.max_version))
 
     def request(self, settings: RolloutSettings) -> GenerationRequest:
-        """Give what the engine is asked for."""
+        """Return what the engine is asked for."""
         meta = self.row.meta
         return GenerationRequest(
             key=meta.key,
@@ -100,7 +100,7 @@ class Job:
         )
 
     def example(self, response: str) -> Example:
-        """Give what the reward function is asked."""
+        """Return what the reward function is asked."""
         assert self.prompt is not None
         return Example(prompt=self.prompt.question, response=response, answer=self.prompt.answer, meta=self.prompt.meta)
 
@@ -134,7 +134,7 @@ class Outcome:
 
 
 def columns(outcomes: Sequence[Outcome]) -> dict[str, Jagged]:
-    """Give the columns response_ids int32, logprobs float32, versions int64 and reward float32[1], a row an outcome."""
+    """Return the columns response_ids int32, logprobs float32, versions int64 and reward float32[1], by outcome."""
     made = [outcome.completion for outcome in outcomes]
     return {
         "response_ids": Jagged.from_rows([completion.ids for completion in made], np.int32),

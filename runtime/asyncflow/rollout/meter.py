@@ -64,7 +64,7 @@ class Meter:
             (self.occupied.begin if self._holding else self.occupied.end)("rows")
 
     def lap(self) -> Lap:
-        """Give the seconds since it was asked last, or since the start."""
+        """Return the seconds since it was asked last, or since the start."""
         before, self._lap = self._lap, (time.monotonic(), self.stall_s, self.generate_s)
         wall_s, stall_s, generate_s = (new - old for new, old in zip(self._lap, before, strict=True))
         return Lap(wall_s, stall_s, wall_s - generate_s)

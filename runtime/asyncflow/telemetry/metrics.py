@@ -39,7 +39,7 @@ class Total(Collector):
         self._value = value
 
     def collect(self) -> Iterable[Metric]:
-        """Give the counter."""
+        """Yield the counter."""
         yield CounterMetricFamily(*self._family, value=self._value)
 
 

@@ -136,7 +136,7 @@ class Checkpoints:
         self.shared = bool(self.group.gather(np.array([seen]), what="who sees the checkpoints").all())
 
     def latest(self) -> Checkpoint | None:
-        """Give the complete checkpoint of the highest step, or None; unfinished folders are passed over."""
+        """Return the complete checkpoint of the highest step, or None; unfinished folders are passed over."""
         complete = self._complete()
         return complete[-1] if complete else None
 
@@ -223,7 +223,7 @@ class Checkpoints:
         return sorted(found, key=lambda checkpoint: checkpoint.manifest.step)
 
     def _replace(self, final: Path, draft: Path) -> None:
-        """Give ``draft`` its name; what an older attempt left there is undone first, manifest before files."""
+        """Rename ``draft`` to its name; what an older attempt left there is undone first, manifest before files."""
         (final / MANIFEST).unlink(missing_ok=True)
         if final.exists():
             sync(final)

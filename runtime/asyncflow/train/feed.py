@@ -37,10 +37,10 @@ class TrainQueue(Protocol):
     async def slot(
         self, *, partition: str, attempt: int, step: int, slot: int, rank: int, tokens: int, timeout: float
     ) -> Slot | None:
-        """Give this rank's part of a slot, or None when it was not decided in time."""
+        """Return this rank's part of a slot, or None when it was not decided in time."""
 
     async def fetch(self, rows: Lot, columns: Sequence[str], *, timeout: float) -> dict[str, Jagged]:
-        """Give columns of rows."""
+        """Return columns of rows."""
 
     async def step_done(self, *, partition: str, attempt: int, step: int, rank: int, timeout: float) -> None:
         """Say that this rank has finished the step."""

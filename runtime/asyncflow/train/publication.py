@@ -159,7 +159,7 @@ class Publication:
         return copied
 
     def carried(self, step: int) -> list[int]:
-        """Give the steps, oldest first, of the versions that a checkpoint of θ_step has to carry."""
+        """Return the steps, oldest first, of the versions that a checkpoint of θ_step has to carry."""
         return sorted(number for number in self._held.keys() & self._needed(step) if number < step)
 
     def slices(self, step: int) -> Tensors:

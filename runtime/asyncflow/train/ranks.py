@@ -66,7 +66,7 @@ class Group(Protocol):
     world: int
 
     def gather(self, array: NDArray[Any], *, what: str) -> NDArray[Any]:
-        """Give every rank's ``array`` (same shape and dtype everywhere) as [world, ...]; ``what`` is for the errors.
+        """Return every rank's ``array`` (same shape and dtype everywhere) as [world, ...]; ``what`` is for the errors.
 
         Blocks: call it from the compute thread, never from the event loop. Raises DeadlineExceeded when a rank is
         missing for too long, Left when one leaves before all have given theirs.
@@ -129,7 +129,7 @@ class Alone:
     world = 1
 
     def gather(self, array: NDArray[Any], *, what: str) -> NDArray[Any]:  # noqa: ARG002
-        """Give ``array`` as [1, ...]."""
+        """Return ``array`` as [1, ...]."""
         return array[None]
 
     def leave(self) -> None:
@@ -291,7 +291,7 @@ class HostGroup:
         self._limit: asyncio.Timeout | None = None
 
     def gather(self, array: NDArray[Any], *, what: str) -> NDArray[Any]:
-        """Give every rank's ``array`` as [world, ...], from the compute thread."""
+        """Return every rank's ``array`` as [world, ...], from the compute thread."""
         array = np.ascontiguousarray(array)
         self._round += self._onwards
         share = Share(

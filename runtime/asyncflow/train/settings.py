@@ -42,7 +42,7 @@ class OptimizerSettings:
     max_grad_norm: float = 1.0
 
     def rate(self, step: int) -> float:
-        """Give the learning rate of optimizer step ``step`` >= 1."""
+        """Return the learning rate of optimizer step ``step`` >= 1."""
         if step <= self.warmup_steps:
             return self.learning_rate * step / self.warmup_steps
         if self.curve == "constant":

@@ -190,13 +190,13 @@ class Trainer:
         return self.step
 
     async def steps(self) -> AsyncIterator[int]:
-        """Give the steps that are left, one after another."""
+        """Yield the steps that are left, one after another."""
         while self.step < self._settings.schedule.steps:
             await self._attend()
             yield self.step + 1
 
     def slots(self, step: int) -> AsyncGenerator[Filled, None]:
-        """Give the slots of D_step."""
+        """Return the slots of D_step."""
         return self._feed.slots(step, tokens=self._backend.slot_tokens)
 
     async def accumulate(self, step: int, slot: Filled) -> None:

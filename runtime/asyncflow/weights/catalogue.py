@@ -78,23 +78,23 @@ class Catalogue:
         return version in self._records and self._records[version].available
 
     def find(self, step: int) -> Version | None:
-        """Give the available version of ``step``, that of the newest attempt, or None."""
+        """Return the available version of ``step``, that of the newest attempt, or None."""
         return max((v for v, record in self._records.items() if v.step == step and record.available), default=None)
 
     def manifest(self, version: Version) -> Manifest:
-        """Give the manifest of ``version``. Raises StaleHandle where it is unknown or not complete."""
+        """Return the manifest of ``version``. Raises StaleHandle where it is unknown or not complete."""
         record = self._records.get(version)
         if record is None or record.manifest is None:
             raise StaleHandle(f"{version} is not in the catalogue", where="weights catalogue")
         return record.manifest
 
     def digest(self, version: Version) -> str | None:
-        """Give the digest of ``version``, None while it is unknown or not complete."""
+        """Return the digest of ``version``, None while it is unknown or not complete."""
         record = self._records.get(version)
         return record.manifest.digest if record is not None and record.manifest is not None else None
 
     def holders(self, version: Version) -> list[Holding]:
-        """Give who holds ``version`` or a part of it."""
+        """Return who holds ``version`` or a part of it."""
         record = self._records.get(version)
         return list(record.holders.values()) if record is not None else []
 
@@ -167,7 +167,7 @@ class Catalogue:
             self.revision += 1
 
     def releasable(self, worker: str) -> list[Version]:
-        """Give the versions that ``worker`` holds and may forget, oldest first."""
+        """Return the versions that ``worker`` holds and may forget, oldest first."""
         if self._required is None:
             return []
         kept = self._kept(self._required)

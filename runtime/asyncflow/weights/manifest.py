@@ -147,7 +147,7 @@ def merge(parts: Iterable[Part]) -> Manifest:
 
 
 def dtype_name(array: AnyArray) -> str:
-    """Give the name under which an array's dtype is published. Raises Refused for a dtype that weights cannot have."""
+    """Return the name under which an array's dtype is published. Raises Refused for one that weights cannot have."""
     name = _NAMES.get(array.dtype)
     if name is None:
         hint = f"Weights may be {', '.join(DTYPES)}; bfloat16 as its bits in uint16."

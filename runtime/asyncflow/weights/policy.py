@@ -22,7 +22,7 @@ def next_version(
     asked: Iterable[int],
     wanted: int | None,
 ) -> Version | None:
-    """Give the version to fetch now, which may be the unfinished one; None: nothing new, an unfinished one goes on.
+    """Return the version to fetch now, which may be the unfinished one; None: nothing new, an unfinished one goes on.
 
     asked: steps that somebody waits for, in that order; wanted: the step that the worker's policy names. A version
     older than all that is held is fetched only when its step is asked for or required.

@@ -67,7 +67,7 @@ class CatalogueService:
         self._wake()
 
     def view(self, worker: str = "") -> CatalogueView:
-        """Give the catalogue as ``worker`` sees it."""
+        """Return the catalogue as ``worker`` sees it."""
         catalogue = self.catalogue
         return CatalogueView(
             epoch=self._epoch,

@@ -206,7 +206,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def stats(self) -> EngineStats:
-        """Give the counters; cheap, from any thread."""
+        """Return the counters; cheap, from any thread."""
 
     @abstractmethod
     async def close(self) -> None:

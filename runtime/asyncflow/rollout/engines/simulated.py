@@ -116,7 +116,7 @@ class SimulatedEngine(RolloutEngine):
         return self._made_up(request, length, version, finish)
 
     def _length(self, request: GenerationRequest) -> int:
-        """Give the response's length: lognormal by Box and Muller from two uniforms keyed by the sample."""
+        """Return the response's length: lognormal by Box and Muller from two uniforms keyed by the sample."""
         typical = self._set.tokens or request.max_tokens
         state = np.array([stream(seed=request.seed, key=request.key)], dtype=np.uint64)
         first, second = uniforms(state, np.array(_LENGTH_POSITIONS)).tolist()
@@ -141,7 +141,7 @@ class SimulatedEngine(RolloutEngine):
                 aborted.set()
 
     def stats(self) -> EngineStats:
-        """Give the counters."""
+        """Return the counters."""
         ongoing = time.monotonic() - self._busy_since if self._running else 0.0
         return EngineStats(
             running=len(self._running),

@@ -113,13 +113,13 @@ class Crew:
         self._verdict = self._verdict or Verdict(ok=False, reason=reason)
 
     def wake_at(self) -> float | None:
-        """Give the time at which ``due`` has something to start, or None."""
+        """Return the time at which ``due`` has something to start, or None."""
         return min(
             (unit.start_at for seat, unit in self._unit_of.items() if unit.states[seat] is State.WAITING), default=None
         )
 
     def due(self, now: float) -> list[Start]:
-        """Give the seats to start at ``now``, in plan order; from here on they count as running."""
+        """Return the seats to start at ``now``, in plan order; from here on they count as running."""
         starts = []
         for seat, unit in self._unit_of.items():
             if self._verdict is None and unit.states[seat] is State.WAITING and unit.start_at <= now:

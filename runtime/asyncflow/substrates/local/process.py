@@ -83,7 +83,7 @@ class Process:
 
 
 def _inheritable() -> list[int]:
-    """Give the descriptors beyond the first three that whoever started us has left open for our children."""
+    """Return the descriptors beyond the first three that whoever started us has left open for our children."""
     found = []
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):

@@ -75,7 +75,7 @@ def open_model(
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Give each parameter once, tied ones under their first name, and then the buffers that belong to the state."""
+    """Yield each parameter once, tied ones under their first name, and then the buffers that belong to the state."""
     yield from model.named_parameters(remove_duplicate=True)
     persistent = model.state_dict().keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
