@@ -19,7 +19,7 @@ class Condition(Spec):
     """One aspect of an object's state."""
 
     type: Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z]*$", max_length=64)]
-    """What it is about, e.g. Ready, Progressing, Stalled."""
+    """Aspect that it is about, e.g. Ready, Progressing, Stalled."""
     status: Literal["True", "False", "Unknown"]
     """Whether it holds."""
     reason: Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z0-9]*$", max_length=64)]
@@ -29,7 +29,7 @@ class Condition(Spec):
     observed_generation: Annotated[int, Field(ge=0)] = 0
     """Generation of the spec that it speaks of."""
     last_transition_time: Time
-    """When status last changed."""
+    """Time at which status last changed."""
 
 
 Conditions = Annotated[tuple[Condition, ...], Field(max_length=16, json_schema_extra=keyed_by("type"))]

@@ -113,7 +113,7 @@ def write(directory: Path) -> list[Path]:
 
 
 def check(directory: Path) -> list[str]:
-    """Say in one line each which files of ``directory`` differ from what the models say; [] where none does."""
+    """Return one line for each file of ``directory`` that differs from what the models say; [] where none does."""
     wanted = render()
     found = {file.name: file.read_text(encoding="utf-8") for file in sorted(directory.glob("*.yaml"))}
     return [

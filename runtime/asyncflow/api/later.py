@@ -1,4 +1,4 @@
-"""What the contract names and this version does not do.
+"""Features that the API names and this version does not implement.
 
 Invariant: whoever makes one of these work deletes its line here; until then ``validate`` refuses it with "not yet".
 """

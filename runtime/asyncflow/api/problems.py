@@ -1,4 +1,4 @@
-"""What is wrong with a manifest: where, which value, why, and what would be right.
+"""Problems of a manifest: where each is, which value it has, why it is wrong, and what would be right.
 
 Invariant: a manifest is refused once, with every problem that was found, each in one line.
 """

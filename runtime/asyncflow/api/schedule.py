@@ -1,4 +1,4 @@
-"""When samples are generated, with which weights, and when they are trained.
+"""Schedule of a job: when samples are generated, with which weights, and when they are trained.
 
 Invariant: under ``swapAt: quota``, and in the modes sync and periodic, the version that generates D_k is a function of
 k alone; the rules below refuse what would break that. Where verl has another word for a field, its docstring names it.
@@ -44,10 +44,10 @@ class ScheduleSpec(Spec):
     """``sync``: generate D_k with θ_{k-1}, then train. ``periodic``: the same samples, trained as they arrive.
     ``async``: generation never waits for training."""
     update: Update = Field(default_factory=_usual_update)
-    """How new weights reach rollouts. ``sync``: all wait. ``delayed``: received while generating, one step behind.
+    """Way that new weights reach rollouts. ``sync``: all wait. ``delayed``: received while generating, one step behind.
     ``staggered``: some instances at a time. Absent: delayed in mode async, else sync."""
     swap_at: SwapAt = "quota"
-    """Where an instance changes weights: when its share of the step is done, between sequences, or between tokens
+    """Point where an instance changes weights: when its share of the step is done, between sequences, or between tokens
     (verl: ``partial_rollout``)."""
     sync_every: Annotated[int, Field(ge=1, le=1000)] = 1
     """Optimizer steps between publications of weights (verl: ``trigger_parameter_sync_step``). With 4 the rollouts hear
@@ -56,7 +56,7 @@ class ScheduleSpec(Spec):
     """Most versions between a sample's oldest token and the gradient: (k-1) - v. A promise, kept by holding back
     publication, never by throwing samples away. Absent: the least: syncEvery, less 1 with update sync."""
     staleness_threshold: Annotated[float, Field(ge=0, le=1000)] = 1.0
-    """How far generation may run ahead, as a fraction of a cycle (the ``syncEvery`` steps between two publications):
+    """Lead that generation may take, as a fraction of a cycle (the ``syncEvery`` steps between two publications):
     with 0 the prompts of one cycle are out, with 0.5 half a cycle more (verl: ``staleness_threshold``). Counts with
     swapAt sequence and token; quota admits whole steps."""
     require_batches: Annotated[int, Field(ge=0, le=1000)] = 0

@@ -33,7 +33,7 @@ _Amount = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is simulated.
+    """Options of the simulated engine.
 
     tokens: mean response length (the median where sigma > 0; 0: max_tokens, always); sigma: of the log of the length
     (lognormal); token_s, prefill_s, load_s: seconds per token, per response and per load; time_scale: multiplies all
