@@ -77,7 +77,7 @@ class PeerLost(AsyncFlowError):
 
 
 class Elsewhere(AsyncFlowError):
-    """What was asked for is not here, or nothing new is taken here any more; whoever keeps the books knows where."""
+    """The rows asked for are not here, or nothing new is taken here any more; the controller knows where they are."""
 
     code = "elsewhere"
 

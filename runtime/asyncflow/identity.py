@@ -1,4 +1,4 @@
-"""Who is who: samples, rows and weight versions.
+"""Identifiers of samples, rows and weight versions.
 
 Invariants: a ``SampleKey`` names one sample for ever, also when it is generated again; a row id is never reused;
 a row id says where the row was put, which is where it lies unless it was moved since; versions are totally ordered by
@@ -48,7 +48,7 @@ class Version(NamedTuple):
 
 
 class RowPlace(NamedTuple):
-    """Where a row was put: the epoch that the controller granted to the unit, the unit, a counter within both."""
+    """Place where a row was put: the epoch that the controller granted to the unit, the unit, a counter within both."""
 
     epoch: int
     unit: int

@@ -22,7 +22,7 @@ AggregationName = Literal[
 
 
 class LossTotals(NamedTuple):
-    """What a whole step holds, over all ranks: loss tokens, and sequences that have at least one of them."""
+    """Counts of a whole step, over all ranks: loss tokens, and sequences that have at least one of them."""
 
     tokens: int
     sequences: int

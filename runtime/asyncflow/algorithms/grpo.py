@@ -57,7 +57,7 @@ class GrpoLoss:
             )
 
     def silent(self, advantages: NDArray[np.float32]) -> NDArray[np.bool_]:
-        """Say of each sample, advantages [n], whether its gradient is exactly 0: bool[n]."""
+        """Return for each sample, advantages [n], whether its gradient is exactly 0: bool[n]."""
         only_policy = self.kl == 0 and self.entropy == 0
         return np.equal(advantages, 0) & only_policy
 

@@ -1,4 +1,4 @@
-"""How far the policy is from a reference, per token, as estimators that can be put into a loss (Schulman, "kl approx").
+"""Per-token estimators of KL(policy || reference) that can be put into a loss (Schulman, "kl approx").
 
 Invariant: every estimator is 0, with gradient 0 in value k2, k3 and k3+, where policy and reference agree.
 """

@@ -58,7 +58,7 @@ class PromptSource(Protocol):
 
     @property
     def size(self) -> int | None:
-        """How many different serials there are; None where the source is endless."""
+        """Number of different serials; None where the source is endless."""
 
     def prompt(self, serial: int) -> Prompt:
         """Return task ``serial`` >= 0; a finite training source starts again after its end, in another order.

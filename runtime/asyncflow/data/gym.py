@@ -15,7 +15,7 @@ from asyncflow.errors import ManifestError
 
 SHARE = "held_out"
 INDICES = 1_000_000
-"""How many tasks a dataset is asked to have; ``size`` in the config overrides it, for datasets that limit it."""
+"""Number of tasks that a dataset is asked to have; ``size`` in the config overrides it, for datasets that limit it."""
 
 
 def open_gym(

@@ -1,4 +1,4 @@
-"""How a task becomes the token ids that a model is asked: template, system prompt, chat template.
+"""Conversion of a task into the token ids of a prompt: template, system prompt, chat template.
 
 Invariant: the ids are a pure function of (prompt, format, tokenizer), for training and held-out prompts alike.
 """
@@ -18,7 +18,7 @@ QUESTION = "{question}"
 
 
 class PromptFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
-    """How a question is put.
+    """Format in which a question is put to the model.
 
     template: the text around ``{question}``, the only placeholder; system: a system message, for chat only;
     chat: whether the model's chat template is applied (instruct models) or the text is given as it is (base models);
@@ -66,7 +66,7 @@ def split_config(config: Mapping[str, Any], *, where: str) -> tuple[PromptFormat
 
 
 class Encoder(Protocol):
-    """What a prompter needs of a tokenizer."""
+    """Interface of a tokenizer, as far as a prompter needs it."""
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of a text."""
@@ -97,7 +97,7 @@ class Prompter:
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
-    """What the first prompts of a source are like.
+    """Findings about the first prompts of a source.
 
     prompts: how many were looked at; longest: tokens of the longest; too_long: the questions with more tokens than
     allowed; too_large: those whose packed task has more bytes than allowed; unanswered: those without an answer.

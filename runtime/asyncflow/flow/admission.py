@@ -1,4 +1,4 @@
-"""How many more prompts may be dispatched now.
+"""Admission of prompts: how many more may be dispatched now.
 
 One policy, one formula. They are combined by taking the smallest allowance (``admit``), so each can only make a run
 more cautious, never less.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
-    """What a policy looks at; all in prompts but ``published``.
+    """Counts by which an admission policy decides; all in prompts but ``published``.
 
     published: step of the newest published version. dispatched: prompts given out that were not filtered or dropped.
     running: dispatched whose responses are not complete.

@@ -1,4 +1,4 @@
-"""When one rollout instance claims, holds, starts and swaps, for ``swapAt: quota`` and ``sequence``.
+"""Decisions of one rollout instance: when it claims, holds, starts and swaps, for ``swapAt: quota`` and ``sequence``.
 
     GENERATE(v) --staged(v+1)--> GENERATE(v, staged) --nothing left for v--> SWAP --> GENERATE(v+1)
 
@@ -40,7 +40,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What to claim: ``version`` is the step of the loaded weights, ``accept`` are others that could be loaded."""
+    """Claim to make: ``version`` is the step of the loaded weights, ``accept`` are others that could be loaded."""
 
     version: int
     accept: tuple[int, ...]
@@ -176,7 +176,7 @@ class Instance:
         return min(pinned).step if pinned else max(newer).step
 
     def waits(self, wish: int | None, *, required: Collection[int]) -> bool:
-        """Say whether there is work for this instance and none of it runs because other weights must be loaded first.
+        """Return whether this instance has work of which none runs because other weights must be loaded first.
 
         wish: what ``want`` gives now; required: as for ``want``. Whether those weights are still being received or are
         here already makes no difference. In ``sequence`` no step is required, so any newer version counts as needed.
@@ -215,11 +215,11 @@ class Instance:
         return self._in_memory | {step for step in self._available if step <= newest}
 
     def _forward(self) -> bool:
-        """Say whether a version newer than the loaded one is staged."""
+        """Return whether a version newer than the loaded one is staged."""
         return self._staged is not None and (self.current is None or self._staged > self.current)
 
     def _behind(self) -> bool:
-        """Say whether the loaded version is older than one loaded before."""
+        """Return whether the loaded version is older than one loaded before."""
         return self.current is not None and self._newest is not None and self.current < self._newest
 
     def _outdated(self, work: Work) -> bool:
@@ -227,13 +227,13 @@ class Instance:
         return not self._back and work.purpose == "train" and newest is not None and work.window.newest < newest.step
 
     def _suits(self, work: Work) -> bool:
-        """Say whether ``work`` may begin under the loaded version."""
+        """Return whether ``work`` may begin under the loaded version."""
         if self.current is None or (work.purpose == "train" and not self._back and self._behind()):
             return False
         return _within(work, self.current.step)
 
     def _better_at(self, target: int | None, work: Work) -> bool:
-        """Say whether ``work`` should wait for the version that comes next."""
+        """Return whether ``work`` should wait for the version that comes next."""
         if target is None or not _within(work, target):
             return False
         staged = self._staged

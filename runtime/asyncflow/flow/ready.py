@@ -1,4 +1,4 @@
-"""What is ready for a task, in the task's order, so that a claim takes the first items and never looks at the others.
+"""Index of items ready for a task, in the task's order: a claim takes the first and never looks at the others.
 
 ``ReadyIndex`` keeps one shelf for each window of versions that may begin an item. A shelf is a sorted list of runs,
 each of items that became ready at once and come one after another. What becomes ready goes to the end nearly always,

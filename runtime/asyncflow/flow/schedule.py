@@ -1,4 +1,4 @@
-"""Which weight version may generate the samples of step k.
+"""Choice of the weight version that may generate the samples of step k.
 
 The whole of asynchrony is in one number, the *lag* η: D_k may begin under θ_{k-1-η} or newer. ``sync`` and ``periodic``
 have η = 0; ``delayed`` with ``swapAt: quota`` has η = 1 and allows that one version only (AsyncFlow §4.2.1: D_1 and D_2
@@ -57,11 +57,11 @@ class Schedule:
         return Window(oldest, oldest if self.exact else NEWEST)
 
     def publishes(self, step: int) -> bool:
-        """Tell whether θ_step is published."""
+        """Return whether θ_step is published."""
         return step % self.sync_every == 0 or step == self.steps
 
     def evaluates(self, step: int) -> bool:
-        """Tell whether θ_step is evaluated: the first, the last, and each ``eval_every``-th that is published."""
+        """Return whether θ_step is evaluated: the first, the last, and each ``eval_every``-th that is published."""
         regular = self.eval_every > 0 and step % self.eval_every == 0
         return step in (0, self.steps) or (regular and self.publishes(step))
 

@@ -1,4 +1,4 @@
-"""Which rows a claimer can serve, and which rank gets which rows of a slot.
+"""Selection of the rows that a claimer can serve, and assignment of a slot's rows to ranks.
 
 ``Appetite`` is what a claimer can serve; ``balance`` deals samples or groups to ranks.
 
@@ -23,7 +23,7 @@ _CLOSE = 200
 
 @dataclass(frozen=True, slots=True)
 class Appetite:
-    """What a claimer can serve.
+    """Versions of the weights under which a claimer can serve items.
 
     version: step of the weights that it has (None: versions do not matter); accept: further ones that it could load.
     """
@@ -32,11 +32,11 @@ class Appetite:
     accept: tuple[int, ...] = ()
 
     def suits(self, window: Window) -> bool:
-        """Tell whether the claimer can begin such an item as it is."""
+        """Return whether the claimer can begin an item of this window as it is."""
         return self.version is None or window.oldest <= self.version <= window.newest
 
     def accepts(self, window: Window) -> bool:
-        """Tell whether the claimer could begin such an item, after loading another version if need be."""
+        """Return whether the claimer could begin an item of this window, after loading another version if need be."""
         return self.suits(window) or any(window.oldest <= step <= window.newest for step in self.accept)
 
 

@@ -1,4 +1,4 @@
-"""What a role is: how many processes, the command line of each, and what a substrate owes it.
+"""Description of a role: how many processes, the command line of each, and what a substrate must provide.
 
 Invariant: a role says everything that a substrate needs and nothing that only one substrate knows: no address, no path,
 no process and no pod. What only the substrate knows is given to ``command``.
@@ -43,7 +43,7 @@ class Readiness:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """What a role's failures may cost, over all its processes; for a gang one restart is one.
+    """Restart budget of a role, over all its processes; for a gang one restart is one.
 
     max_restarts: within ``window_s`` seconds; backoff_s: seconds before the first, doubled by each in a row.
     """
@@ -55,7 +55,7 @@ class RestartPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What one process needs.
+    """Resources that one process needs.
 
     cpu: cores; memory: bytes, None = unstated; accelerators: devices of ``resource``; share: part of each that it uses.
     """
