@@ -37,7 +37,7 @@ _OPTIONS = (
     ("spec.rollout.engine.options", "asyncflow.rollout_engines", RolloutEngine, ("simulated", "transformers")),
     ("spec.trainer.backend.options", "asyncflow.trainer_backends", TrainerBackend, ("counting", "torch")),
 )
-"""Where options are given, and the plug-ins of ours that read them."""
+"""Places in a manifest where options are given, and the plug-ins of ours that read them."""
 _WORDS = {"string": "text", "integer": "integer", "number": "number", "boolean": "true or false", "object": "mapping"}
 
 
@@ -62,7 +62,7 @@ def write(file: Path) -> None:
 
 
 def check(file: Path) -> bool:
-    """Say whether ``file`` is what the models say."""
+    """Return whether ``file`` holds what the models say."""
     return file.is_file() and file.read_text(encoding="utf-8") == render()
 
 

@@ -1,4 +1,4 @@
-"""Which prompt belongs to which step.
+"""Assignment of prompts to steps.
 
 Serials are given in data order, each to the lowest step that is short of prompts; a group that was filtered or dropped
 leaves its step short, and the next serial takes its place.

@@ -1,4 +1,4 @@
-"""How long each process of the job was there, how much of that it worked, and what it made.
+"""Lifetime of each process of the job, its working time, and its output.
 
 A role counts the seconds in which it worked (a running sequence; forward, backward, optimizer, checkpoint), a rollout
 also those in which it had something to do, and the tokens that it generated, and tells the sums with each heartbeat.

@@ -88,7 +88,7 @@ class Members:
 
     @property
     def counts(self) -> Counter[str]:
-        """How many there are of each role."""
+        """Number of members of each role."""
         return Counter(member.role for member in self._directory.members())
 
     @property
@@ -162,7 +162,7 @@ class Members:
         self._checkpoints_asked += 1
 
     async def dismiss(self, *, within_s: float) -> None:
-        """Tell everybody to stop, and wait until they have left, at most ``within_s`` seconds."""
+        """Direct all members to stop, and wait until they have left, at most ``within_s`` seconds."""
         self._stopping = True
         try:
             async with asyncio.timeout(within_s):

@@ -1,4 +1,4 @@
-"""How far the run has come: a line a step, a line an evaluation, and the figures drawn from them.
+"""Progress of the run: a line for each step, a line for each evaluation, and the figures drawn from them.
 
 The lines are the truth: ``metrics.jsonl`` (steps) and ``events.jsonl`` (start, evaluations, end) are read back by a
 restarted driver; where they are gone with its folder, the ledger still says which step was the last. A step that a
@@ -34,7 +34,7 @@ _Versions = Annotated[float, Meta(ge=-1e9, le=1e9)]
 
 
 class _Step(Struct, kw_only=True):
-    """What figures are drawn from in a line of ``metrics.jsonl``, with the bounds of what is said of them."""
+    """Fields of a line of ``metrics.jsonl`` from which figures are drawn, with the bounds of their values."""
 
     at: Moment
     step: Annotated[int, Meta(ge=1)]
@@ -54,14 +54,14 @@ class _Step(Struct, kw_only=True):
 
 
 class _Event(Struct, kw_only=True):
-    """What every line of ``events.jsonl`` has."""
+    """Fields of every line of ``events.jsonl``."""
 
     event: str
     at: Moment
 
 
 class _Again(Struct, kw_only=True):
-    """What ``AGAIN`` has besides."""
+    """Further fields of an event ``AGAIN``."""
 
     step: Count
 
@@ -110,7 +110,7 @@ class Progress:
 
     @property
     def started(self) -> float:
-        """When the run's first driver started, in unix seconds."""
+        """Time at which the run's first driver started, in unix seconds."""
         return self.at("driver started") or self.now
 
     def begin_at(self, step: int, *, attempt: int) -> None:
@@ -155,7 +155,7 @@ class Progress:
 
     @property
     def last_step_at(self) -> float | None:
-        """When the newest step that has a line was done, in unix seconds."""
+        """Time at which the newest step that has a line was done, in unix seconds."""
         return float(self.lines[-1]["at"]) if self._by_step else None
 
     def step_seconds(self) -> list[float]:

@@ -1,4 +1,4 @@
-"""What the driver says of the job: the answer of ``GET /v1/status``.
+"""Status of the job as the driver reports it: the answer of ``GET /v1/status``.
 
 Invariant: pure; a status says what is waited for whenever the job makes no progress.
 """
@@ -133,7 +133,7 @@ def waiting_for(
     stats: QueueStats | None,
     quiet_s: float,
 ) -> str:
-    """Say in a few words what keeps the job from its next step; "" while nothing does.
+    """Return in a few words what keeps the job from its next step; "" while nothing does.
 
     members: how many there are of each role; newest: step of the newest published version; evaluating: versions whose
     evaluation is not finished; exported: whether the trainer has written what the run leaves behind; quiet_s: seconds

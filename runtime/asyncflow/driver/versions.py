@@ -1,4 +1,4 @@
-"""Which versions of the weights the job still needs.
+"""Versions of the weights that the job still needs.
 
 Invariant: a version that an unfinished step or an unfinished evaluation names is required until neither does; one that
 can never be had again is not waited for.

@@ -83,7 +83,7 @@ async def serve_alone(post: QueuePost) -> None:
 
 @dataclass
 class _Others:
-    """Where the other controllers are. membership: None until this one is a member."""
+    """Addresses of the other controllers. membership: None until this one is a member."""
 
     membership: Membership | None = None
 
@@ -132,7 +132,7 @@ def _pages(controller: Controller, directory: Directory) -> Mapping[str, HttpHan
 
 
 def _status(controller: Controller, *, units: int) -> QueueStatus:
-    """Say what the controller knows of the queue's status. units: how many are registered."""
+    """Return the part of the queue's status that the controller knows. units: how many are registered."""
     stats, partitions = controller.stats(), controller.table.books.partitions.values()
     return QueueStatus(
         ready_units=min(stats.units, units),

@@ -24,7 +24,7 @@ from asyncflow.telemetry.metrics import DriverMetrics
 log = logging.getLogger(__name__)
 
 WORKER = "driver"
-"""Who holds the driver's leases: the same for all incarnations, so that each ends those of the one before."""
+"""Worker that holds the driver's leases: the same for all incarnations, so that each ends those of the one before."""
 
 
 def main(options: RoleOptions) -> int:

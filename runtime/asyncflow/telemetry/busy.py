@@ -1,4 +1,4 @@
-"""How long something was busy, and with what.
+"""Measurement of how long something was busy, and with what.
 
 Sections of one cause may overlap (many sequences run at once) and nest (a forward inside a step), in one thread or in
 many. Time is counted as the union of the sections: of each cause, and of all together.

@@ -54,7 +54,7 @@ def _evaluation(status: DriverStatus) -> tuple[float | None, ...]:
 
 
 def metrics_line(placed: Sequence[Placed]) -> str:
-    """Say where each process serves its metrics."""
+    """Return the line that says where each process serves its metrics."""
     return "metrics: " + ", ".join(f"{each.role}-{each.index} {each.http}/metrics" for each in placed if each.http)
 
 

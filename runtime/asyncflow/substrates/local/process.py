@@ -54,7 +54,7 @@ class Process:
         self._loop.add_reader(self._pidfd, self._ended)
 
     def terminate(self) -> None:
-        """Ask the process to end in order; a stopped one is continued so that it can."""
+        """Send the process SIGTERM, so that it ends in order; a stopped one is continued so that it can."""
         if self.alive:
             for number in (signal.SIGTERM, signal.SIGCONT):
                 with contextlib.suppress(ProcessLookupError):
