@@ -31,7 +31,7 @@ _MOST_DETAIL = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
-    """What all instances of a job have in common.
+    """Settings that all instances of a job have in common.
 
     temperature, max_tokens: unless a row's tags name others; stop_ids, stop_texts: end a response; seed: of the
     sampling; train, eval: names of the partitions; lease_s: of the ``rollout`` tasks; call_s: for one call to the
@@ -69,14 +69,14 @@ class Job:
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
     def needs(self, step: int, *, loaded: Version | None) -> bool:
-        """Say whether the row may begin under version step ``step`` but not under the one loaded."""
+        """Return whether the row may begin under version step ``step`` but not under the one loaded."""
         window = self.work.window
         here = loaded is not None and window.oldest <= loaded.step <= window.newest
         return window.oldest <= step <= window.newest and not here
 
     @property
     def purpose(self) -> Literal["train", "eval"]:
-        """What the row is for."""
+        """Purpose of the row."""
         return "eval" if self.row.meta.purpose == "eval" else "train"
 
     @property

@@ -1,4 +1,4 @@
-"""What a rollout counts of itself.
+"""Counters that a rollout keeps of itself.
 
 Invariant: ``generate`` counts the time with at least one running sequence; ``receive`` the time in which there was none
 although there was work, which waited for other weights (on their way, or here and not loaded yet); ``swap`` the time in

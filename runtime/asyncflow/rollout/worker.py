@@ -172,7 +172,7 @@ class RolloutWorker:
                 await self._swap(step)
 
     def _look(self) -> None:
-        """Tell the instance what can be loaded, the receiver what is wanted, and the claimers that things changed."""
+        """Inform the instance of what can be loaded, the receiver of what is wanted, and the claimers of the change."""
         receiver = self._receiver
         self._instance.know(staged=receiver.staged, in_memory=receiver.held, available=receiver.available())
         wish = wanted_by(self._instance)(receiver.view)

@@ -18,7 +18,7 @@ from asyncflow.identity import SampleKey
 from asyncflow.net.frames import Jagged
 
 COLUMNS = ("prompt_ids", "response_ids", "logprobs", "versions", "reward", "advantage")
-"""What a trainer fetches of each row."""
+"""Columns that a trainer fetches of each row."""
 
 LOSS_MASK = "loss_mask"
 """Optional column: bool for each response token, False where the policy did not choose it (an observation)."""

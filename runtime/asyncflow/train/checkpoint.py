@@ -50,7 +50,7 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint says of itself.
+    """Manifest of a checkpoint.
 
     step: its weights are θ_step, made by trainer ``attempt``; samples: trained in steps 1..step; carried: steps of
     earlier versions in it, oldest first; saved_at: unix time.

@@ -49,7 +49,7 @@ Weights: TypeAlias = Mapping[str, NDArray[Any]]
 
 
 class Publisher(Protocol):
-    """What a trainer uses of ``weights.sender.WeightSender``."""
+    """Methods of ``weights.sender.WeightSender`` that a trainer uses."""
 
     def copy(self, version: Version, tensors: Tensors) -> Copied:
         """Copy the tensors aside; blocks."""

@@ -394,7 +394,7 @@ class Trainer:
             await self._checkpoint_if(self._asked())
 
     def _asked(self) -> bool:
-        """Say whether the driver has asked for a checkpoint that would be new."""
+        """Return whether the driver has asked for a checkpoint that would be new."""
         asked, self._checkpoints_asked = self._checkpoints_asked, self._directives().checkpoint
         return self._checkpoints_asked > asked and self.step > self._saver.newest
 

@@ -1,4 +1,4 @@
-"""Which versions exist, who holds them, and which of them may be forgotten. Pure: no clock, no socket.
+"""Catalogue of versions: which exist, who holds them, and which may be forgotten. Pure: no clock, no socket.
 
 Invariants:
 * ``newest`` never goes back, and an older trainer attempt publishes nothing once a newer one is known.
@@ -20,7 +20,7 @@ from asyncflow.weights.slices import Box, subtract
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """What one worker has of a version and where it serves it; ``regions`` None means all of it."""
+    """Holding of a version by one worker, and where it serves it; ``regions`` None means all of it."""
 
     worker: str
     address: str
@@ -35,7 +35,7 @@ class _Record:
     available: bool = False
 
     def settle(self) -> None:
-        """Say again whether the holders together have every byte."""
+        """Compute again whether the holders together have every byte."""
         self.available = self.manifest is not None and (
             any(holding.regions is None for holding in self.holders.values())
             or all(self._covered(entry) for entry in self.manifest.tensors)
@@ -74,7 +74,7 @@ class Catalogue:
         return sorted(self._records)
 
     def available(self, version: Version) -> bool:
-        """Say whether live holders together have every byte of ``version``."""
+        """Return whether live holders together have every byte of ``version``."""
         return version in self._records and self._records[version].available
 
     def find(self, step: int) -> Version | None:
@@ -160,7 +160,7 @@ class Catalogue:
             self.drop(worker, version)
 
     def require(self, steps: Iterable[int]) -> None:
-        """Say which steps unfinished work needs. A step that is left out once may be gone when it is named again."""
+        """Set the steps that unfinished work needs. A step that is left out once may be gone when it is named again."""
         required = frozenset(steps)
         if required != self._required:
             self._required = required

@@ -1,4 +1,4 @@
-"""What holders and the catalogue say to each other, and the catalogue as one worker sees it.
+"""Messages between holders and the catalogue, and the catalogue as one worker sees it.
 
 Invariant: a ``CatalogueView`` is whole: who has it needs no earlier one. Revisions compare only within one ``epoch``,
 the life of one catalogue.
@@ -16,7 +16,7 @@ from asyncflow.weights.slices import Box
 
 
 class HolderView(msgspec.Struct, frozen=True, kw_only=True):
-    """Who has a version, or a part of it (``whole`` False), and where it serves it."""
+    """Holder of a version, or of a part of it (``whole`` False), and where it serves it."""
 
     worker: str
     address: str

@@ -1,4 +1,4 @@
-"""Which version a receiver fetches next, and from whom. Pure.
+"""Choice of the version that a receiver fetches next, and of the holders to fetch it from. Pure.
 
 Invariants: what a caller waits for comes before what the worker wants; an unfinished transfer is given up for a newer
 version only if no unfinished step needs it; receivers of one version spread over its holders, and a holder that failed

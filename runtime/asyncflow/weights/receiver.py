@@ -116,7 +116,7 @@ class WeightReceiver:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def notify(self) -> None:
-        """Ask ``want`` again: what it depends on has changed."""
+        """Have ``want`` evaluated again: what it depends on has changed."""
         self._holder.notify()
 
     def take(self, step: int) -> tuple[Version, Mapping[str, AnyArray]]:

@@ -53,7 +53,7 @@ class CatalogueService:
         server.route("weights.dropped", Dropped, self._dropped)
 
     def require(self, steps: Iterable[int]) -> None:
-        """Say which steps unfinished work needs, all of them each time. See ``Catalogue.require``."""
+        """Set the steps that unfinished work needs, all of them each time. See ``Catalogue.require``."""
         self.catalogue.require(steps)
         self._wake()
 

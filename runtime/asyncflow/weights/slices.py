@@ -38,7 +38,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
         return prod(self.extent)
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Say whether the box is well formed and lies inside a tensor of ``shape``."""
+        """Return whether the box is well formed and lies inside a tensor of ``shape``."""
         return len(self.offset) == len(self.extent) == len(shape) and all(
             start >= 0 and size >= 0 and start + size <= limit
             for start, size, limit in zip(self.offset, self.extent, shape, strict=True)
@@ -99,7 +99,7 @@ def split(box: Box, limit: int) -> Iterator[Box]:
 
 
 def route(wanted: Iterable[Box], sources: Mapping[H, Box | None]) -> tuple[dict[H, list[Box]], list[Box]]:
-    """Say which source gives which piece of the wanted boxes of one tensor, and what nobody has.
+    """Return which source gives which piece of the wanted boxes of one tensor, and the boxes that nobody has.
 
     sources: in order of preference, the box that each holds of this tensor (None: nothing).
     """

@@ -1,4 +1,4 @@
-"""What a way to move weights must be able to do: serve boxes of versions, and pull boxes from one peer.
+"""Interface of a transport of weights: serve boxes of versions, and pull boxes from one peer.
 
 Invariant: ``pull`` gives every region at most once to the sink, and those it gave stay given when it raises: the caller
 asks another peer only for the rest. A peer that is slow is waited for; one that makes no progress is not.

@@ -224,7 +224,7 @@ def _no_packs(model: nn.Module, why: str) -> NotYetError:
 
 
 def _ends_in_its_head(model: nn.Module) -> bool:
-    """Say whether logits are what the output layer makes of the last states: not scaled, not capped.
+    """Return whether logits are what the output layer makes of the last states: not scaled, not capped.
 
     Asked with states of its own, since those of a model that is not read yet, or of its padding, may be 0.
     """
