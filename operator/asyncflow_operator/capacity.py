@@ -1,4 +1,4 @@
-"""How much each node has left, for the sentence that says why a pod waits.
+"""Free capacity of each node, for the sentence that says why a pod waits.
 
 Invariant: nobody looks while every pod has its place, and nobody looks more than once a minute: this is the one list
 of all nodes and pods of the cluster, and only an operator of the whole cluster may read it. Of each object only what is

@@ -24,7 +24,10 @@ _TICK_S: Final = 1.0
 
 
 class Vitals:
-    """What ``/healthz`` goes by. oldest_s: wait of the object longest due; silent_s: silence of the quietest watch."""
+    """Measurements by which ``/healthz`` answers.
+
+    oldest_s: wait of the object longest due; silent_s: silence of the quietest watch.
+    """
 
     def __init__(self, *, oldest_s: Callable[[], float], silent_s: Callable[[], float], metrics: Metrics) -> None:
         self._oldest_s = oldest_s

@@ -60,7 +60,7 @@ class _Denied:
 
 
 class Refused:
-    """What the server refused: objects, and namespaces in which nothing can be made any more.
+    """Record of what the server refused: objects, and namespaces in which nothing can be made any more.
 
     What was refused is left alone for a while, longer each time, and everything else goes on; when the spec changes it
     is tried at once. A namespace may be made again under its name, so that it ends is believed for ``ENDING_S`` only.
@@ -115,7 +115,7 @@ class Refused:
         return frozenset(known.denials), known.until - self._clock()
 
     def ends(self, namespace: str) -> bool:
-        """Say whether nothing can be made in a namespace."""
+        """Return whether nothing can be made in a namespace."""
         until = self._ending.get(namespace)
         if until is not None and self._clock() >= until:
             del self._ending[namespace]

@@ -56,7 +56,7 @@ async def follow(
 
 
 class _Nothing(kopf.DiffBaseStorage):
-    """What kopf compares an object with. It copies every object twice for that by default, a third of its cost here."""
+    """Empty base of kopf's comparisons. By default kopf copies every object twice for it, a third of its cost here."""
 
     def build(self, **_: Any) -> kopf.BodyEssence:
         """Return the part of an object that matters: none."""

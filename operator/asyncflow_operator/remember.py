@@ -31,7 +31,7 @@ class _Built:
 
 
 class Remembered:
-    """What ``desired`` gives, quickly."""
+    """Cache of what ``desired`` builds."""
 
     def __init__(self, desired: Desired) -> None:
         self._desired = desired

@@ -1,4 +1,4 @@
-"""What the operator shows of itself: metrics, and one line of JSON for every log record.
+"""Telemetry of the operator: metrics, and one line of JSON for every log record.
 
 Invariant: every metric is declared here, once, as ``asyncflow_operator_*``; labels have few values, and no object's
 name is one. A log line is one JSON object: time, level, logger, what happened, and to which object.

@@ -1,4 +1,4 @@
-"""Which object is reconciled next: a set of keys, each with the time from which it is due.
+"""Order of reconciliation: a set of keys, each with the time from which it is due.
 
 Invariants: a key is in work at most once at a time and waits at most once, however often it is marked; whatever is due
 longest goes first, so none starves; a key that failed is left alone for its backoff, whatever marks it meanwhile,

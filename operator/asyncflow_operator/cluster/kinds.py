@@ -122,4 +122,4 @@ REFERRED: Final = (
 BY_NAME: Final = {kind.name: kind for kind in (*OURS, *_OWNED)}
 """Every kind that a plan may name."""
 MEMBERS: Final = tuple(kind for kind in _OWNED if kind.watched != "never")
-"""What the informers watch: everything of ours that is made for one of our objects."""
+"""Kinds that the informers watch: everything of ours that is made for one of our objects."""

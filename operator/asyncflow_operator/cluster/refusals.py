@@ -1,4 +1,4 @@
-"""What the API server says instead of yes, sorted by what the operator does about it.
+"""Failures of calls to the API server, sorted by what the operator does about them.
 
 Invariant: every failed call ends as one of these; what was asked for and why it failed are in its words, no secret is.
 """

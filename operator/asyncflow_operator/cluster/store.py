@@ -25,7 +25,7 @@ _REMEMBERED: Final = 4096
 
 
 class Group(NamedTuple):
-    """What belongs together: an object of ours with all that is made for it. kind, name: of that object."""
+    """Group of objects that belong together: one of ours with all that is made for it. kind, name: of that object."""
 
     namespace: str
     kind: str

@@ -45,7 +45,7 @@ class Draft(Generic[S]):
         return self.before.model_copy(update={**self.fields, **shown})
 
     def note(self, reason: str, message: str, *, warning: bool = False) -> None:
-        """Tell people of a transition."""
+        """Add an event about a transition, for people."""
         self.notes.append(Note(type="Warning" if warning else "Normal", reason=reason, message=message))
 
     def take_away(self, deletes: Iterable[Delete]) -> None:
@@ -72,7 +72,7 @@ class Draft(Generic[S]):
 
 
 def accept(draft: Draft[JobStatus] | Draft[QueueStatus], *, problem: str, reason: str, message: str = "") -> None:
-    """Say whether the newest spec counts; where ``problem`` says why not, the last that was accepted does."""
+    """Record whether the newest spec counts; where ``problem`` says why not, the last that was accepted does."""
     if not problem:
         draft.fields["accepted_generation"] = draft.owner.generation
         draft.board.say("Accepted", True, "Accepted", message)
@@ -86,7 +86,7 @@ def accept(draft: Draft[JobStatus] | Draft[QueueStatus], *, problem: str, reason
 
 
 def refuse(draft: Draft[Any], *, problem: str, reason: str) -> Plan:
-    """Say of an object that the contract refuses why, and what to do; what runs is left as it is."""
+    """Record why an object is invalid and what to do about it, and return its plan; what runs is left as it is."""
     draft.board.say("Accepted", False, reason or "Invalid", problem)
     if not draft.board.has("Ready"):
         draft.board.say("Ready", False, "NotAccepted", "See the condition Accepted")

@@ -105,7 +105,7 @@ def resumed(status: JobStatus) -> dict[str, Any]:
 
 
 def overdue(draft: Draft[JobStatus], spec: RLJobSpec) -> Verdict | None:
-    """Say whether a job has taken longer than it may."""
+    """Return the verdict on a job that has taken longer than it may, None on any other."""
     deadline, began = spec.limits.active_deadline_seconds, read(draft.before.start_time)
     if deadline is None or began is None or draft.alarm.until(began + deadline):
         return None
@@ -113,7 +113,7 @@ def overdue(draft: Draft[JobStatus], spec: RLJobSpec) -> Verdict | None:
 
 
 def _may_save(state: JobState) -> bool:
-    """Say whether the driver can still be brought to a checkpoint."""
+    """Return whether the driver can still be brought to a checkpoint."""
     seen = state.probe.status
     return seen is None or seen.phase not in ("Starting", "Pending", "Suspended", "Succeeded")
 

@@ -35,7 +35,7 @@ _WORDS: Final = 600
 
 
 class End(StrEnum):
-    """What the end of a pod counts as."""
+    """Classes of the end of a pod."""
 
     FAILED = "failed"
     REFUSED = "refused its input"
@@ -111,7 +111,7 @@ def begins_at(policy: RestartPolicy, record: RoleRecord) -> float:
 
 
 def cleared(policy: RestartPolicy, record: RoleRecord, pod: PodView, alarm: Alarm) -> bool:
-    """Say whether the remains of ``pod`` may go, so that its seat is filled again: entered, and the backoff is over."""
+    """Return whether the remains of ``pod`` may go, so that its seat is filled again: counted, and past the backoff."""
     if pod.uid not in record.counted:
         return False
     ended = read(record.last_failure) or 0.0

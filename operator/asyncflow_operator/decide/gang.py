@@ -58,7 +58,7 @@ def tend_gang(
 
 
 def _lost(role: Role, pods: Collection[PodView], record: RoleRecord, *, unmade: bool) -> str:
-    """Say who is not there though the attempt could have trained, or is there and not wanted; "" if nobody."""
+    """Return who is not there though the attempt could have trained, or is there and not wanted; "" if nobody."""
     there = {pod.index for pod in pods if pod.attempt == record.attempt}
     if beyond := [index for index in there if index >= role.replicas]:
         return f"{role.name} rank {max(beyond)} is beyond the {role.replicas} wanted"

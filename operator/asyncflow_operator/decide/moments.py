@@ -49,7 +49,7 @@ class Alarm:
     at: float | None = None
 
     def until(self, moment: float | None) -> bool:
-        """Say whether ``moment`` (unix seconds; None: never) is still to come; where it is, look again then."""
+        """Return whether ``moment`` (unix seconds; None: never) is still to come; where it is, look again then."""
         if moment is None:
             return True
         if moment <= self.now:

@@ -1,4 +1,4 @@
-"""What to say of one WeightSync now: versions, how far behind rollouts are, and who is furthest.
+"""Status of one WeightSync: versions, how far behind rollouts are, and which are furthest.
 
 Invariant: it owns nothing, so its plan is a status and no more; that status is bounded however many rollouts there are.
 """

@@ -18,7 +18,7 @@ from asyncflow_operator.observed import Manifest
 FIGURES_S: Final = 15.0
 """Least seconds between two writes of one status that differ in figures only."""
 _SECOND: Final = 1.0
-"""What a written moment lacks of the real one at most."""
+"""Most seconds by which a written moment is earlier than the real one."""
 
 S = TypeVar("S", JobStatus, QueueStatus, WeightsStatus)
 

@@ -1,4 +1,4 @@
-"""What tells the pods of one role from those of another: a role of the plan, with all that only the cluster knows.
+"""Blueprint of the pods of one role: a role of the plan, with all that only the cluster knows.
 
 Invariant: two pods of one role differ by index and attempt alone. What the user said about a role (``wish``) is kept
 apart from what this operator makes of it, so that an operator of another version finds that nothing has changed.
@@ -33,8 +33,9 @@ _SHAPE: Final = {"accelerator", "ranks_per_replica", "threads", "resources", "te
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """What a gang scheduler reads from a pod, or wants in it. spec: fields of its spec, which a template may change;
-    place: those that no template changes.
+    """Fields that a gang scheduler reads from a pod, or wants in it.
+
+    spec: fields of its spec, which a template may change; place: those that no template changes.
     """
 
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -45,7 +46,7 @@ class Membership:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
-    """What distinguishes the pods of a role.
+    """Properties that distinguish the pods of a role.
 
     keys: the Secret with key and token; templates: the user's, the later wins; wish: what the user said of the role, as
     JSON values; leader: the address that others dial, where process 0 of the role listens if ``leads``; first_seat,

@@ -35,7 +35,7 @@ from asyncflow_operator.observed import JobState, Manifest, Owner, QueueState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DesiredSettings:
-    """What the operator's own settings contribute.
+    """Settings of the operator that shape the objects it makes.
 
     registry: where its images are; master: the secret that all keys are derived from; watchers: namespaces that may
     read metrics and status, the operator's own among them.
@@ -48,7 +48,7 @@ class DesiredSettings:
 
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """What should exist. Every method raises ValueError for a state without a legal job or queue."""
+    """Builder of what should exist. Every method raises ValueError for a state without a legal job or queue."""
 
     settings: DesiredSettings
 

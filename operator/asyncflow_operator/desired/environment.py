@@ -32,7 +32,7 @@ from asyncflow_operator.desired.blueprint import Blueprint
 from asyncflow_operator.observed import Manifest
 
 _INTERFACE: Final = "eth0"
-"""What the container runtimes call the one interface of a pod."""
+"""Name that the container runtimes give to the one interface of a pod."""
 _HOME: Final[Mapping[str, str]] = MappingProxyType(
     {
         "HOME": "/tmp",  # noqa: S108 — the pod's own volume

@@ -1,4 +1,4 @@
-"""Which image a pod runs: the user's, else the one that the job began with, else the operator's own version.
+"""Choice of a pod's image: the user's, else the one that the job began with, else the operator's own version.
 
 Invariant: an operator of another version changes no image of a job that has begun; a pin holds only as long as it names
 the image that the role's devices need.
@@ -17,7 +17,7 @@ from asyncflow.plan.roles import Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registry:
-    """Where the operator's own images are: ``prefix/runtime-cpu:tag``."""
+    """Location of the operator's own images: ``prefix/runtime-cpu:tag``."""
 
     prefix: str
     tag: str

@@ -22,7 +22,7 @@ from asyncflow_operator.observed import Manifest, Owner
 
 DIGEST_DIGITS: Final = 16
 KUEUE: Final = "kueue.x-k8s.io/"
-"""What begins the labels, annotations, gates and finalizers that are Kueue's."""
+"""Prefix of the labels, annotations, gates and finalizers that are Kueue's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

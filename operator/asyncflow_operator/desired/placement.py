@@ -1,4 +1,4 @@
-"""Where a pod may run: devices, nodes that have them, neighbours.
+"""Constraints on where a pod may run: devices, nodes that have them, neighbours.
 
 Invariant: what the facts demand (the node's kind) is required, what is only good for speed (spread, nearness) is
 preferred, so that nothing waits for a place that is merely better.

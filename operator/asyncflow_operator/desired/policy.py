@@ -1,4 +1,4 @@
-"""What may happen to a family's pods: who may talk to them, how many may be evicted at once, which rights they have.
+"""Policies for a family's pods: who may talk to them, how many may be evicted at once, which rights they have.
 
 Invariant: pods have no right at the API server, and nobody but their family reaches more of them than the port with
 metrics and status.

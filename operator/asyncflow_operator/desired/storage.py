@@ -1,4 +1,4 @@
-"""What pods keep beyond their lives: claims, and where they are mounted.
+"""Storage that outlives pods: claims, and where they are mounted.
 
 The folder of a claim is the whole folder of the run, not parts of it: a process replaces what is in there as a whole,
 by renaming, and what is mounted cannot be renamed.
