@@ -32,12 +32,12 @@ class Network:
 
     @staticmethod
     def address(guest: int) -> str:
-        """Give the address of guest number ``guest``."""
+        """Return the address of guest number ``guest``."""
         return f"10.77.0.{10 + guest}"
 
     @staticmethod
     def within(namespace: str, argv: Sequence[str]) -> list[str]:
-        """Give the command that runs ``argv`` in ``namespace`` (as the same process: ``ip`` becomes it)."""
+        """Return the command that runs ``argv`` in ``namespace`` (as the same process: ``ip`` becomes it)."""
         return [_path("ip"), "netns", "exec", namespace, *argv]
 
 

@@ -61,7 +61,7 @@ class Setting:
 
 
 def weights_bytes(job: RLJob) -> int:
-    """Give the bytes of one version of the counting trainer."""
+    """Return the bytes of one version of the counting trainer."""
     return 8 * int(str(job.spec.trainer.backend.options["capacity"]))
 
 

@@ -35,7 +35,7 @@ SETTLED_S = 600.0
 
 
 def processes(folder: Path) -> list[dict[str, object]]:
-    """Give the placements that the supervisor has on record."""
+    """Return the placements that the supervisor has on record."""
     try:
         record = json.loads((folder / "run" / "processes.json").read_text())
     except (FileNotFoundError, json.JSONDecodeError):
@@ -44,7 +44,7 @@ def processes(folder: Path) -> list[dict[str, object]]:
 
 
 def steps_done(folder: Path) -> int:
-    """Give the last step on record."""
+    """Return the last step on record."""
     try:
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         return int(json.loads(lines[-1])["step"]) if lines else 0

@@ -33,7 +33,7 @@ _JOIN_S = 60.0
 
 
 def finished(ledger: Path) -> dict[int, tuple[int, int, int]]:
-    """Give (serial, sample, step) of the training rows that rollouts have completed, by row id."""
+    """Return (serial, sample, step) of the training rows that rollouts have completed, by row id."""
     rows: dict[int, tuple[int, int, int]] = {}
     leases: set[int] = set()
     done: dict[int, tuple[int, int, int]] = {}

@@ -23,7 +23,7 @@ def digest(manifest: Path, folder: Path, steps: int, extra: list[str]) -> str:
 
 
 def main() -> int:
-    """Give 0 where both runs end with the same bits."""
+    """Return 0 where both runs end with the same bits."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("manifest", type=Path)
     parser.add_argument("--steps", type=int, default=15)

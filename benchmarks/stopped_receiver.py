@@ -58,7 +58,7 @@ class LeaseBook:
                     self.holder.pop(row, None)
 
     def held_by(self, worker: str) -> set[int]:
-        """Give the rows that ``worker`` has on lease and has not completed."""
+        """Return the rows that ``worker`` has on lease and has not completed."""
         return {row for row, holder in self.holder.items() if holder == worker} - self.completed
 
 

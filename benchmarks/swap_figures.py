@@ -85,11 +85,11 @@ class Figures:
         return fmean(line["compute_s"] + line["optimizer_s"] + line["publish_s"] for line in self.steps)
 
     def arrivals(self, given: Sequence[Turn]) -> list[float]:
-        """Give the seconds from publication to staged."""
+        """Return the seconds from publication to staged."""
         return [turn.staged - self.published[turn.version] for turn in given]
 
     def delays(self, given: Sequence[Turn]) -> list[float]:
-        """Give the seconds from publication to swapped."""
+        """Return the seconds from publication to swapped."""
         return [turn.swapped - self.published[turn.version] for turn in given]
 
 

@@ -40,7 +40,7 @@ class Turn:
 
 
 def published(driver_log: str) -> dict[int, float]:
-    """Give when each version was published first."""
+    """Return when each version was published first."""
     found: dict[int, float] = {}
     for at, words in _lines(driver_log):
         if match := _PUBLISHED.match(words):
@@ -49,7 +49,7 @@ def published(driver_log: str) -> dict[int, float]:
 
 
 def turns(rollout_log: str) -> list[Turn]:
-    """Give the turns of one instance in order; the very first load, before which there was nothing, is none."""
+    """Return the turns of one instance in order; the very first load, before which there was nothing, is none."""
     pulls: dict[int, tuple[float, int, float]] = {}
     found: list[Turn] = []
     newest, carried = -1, (0.0, 0.0, 0.0)
@@ -84,7 +84,7 @@ def turns(rollout_log: str) -> list[Turn]:
 
 
 def worker_of(log: str) -> str:
-    """Give the worker id of the process that wrote ``log`` last."""
+    """Return the worker id of the process that wrote ``log`` last."""
     return str(_WORKER.findall(log)[-1][0])
 
 

@@ -62,7 +62,7 @@ def helm(*arguments: str, values: Mapping[str, Any] | None = None, env: Mapping[
 
 
 def template(values: Mapping[str, Any] | None = None) -> str:
-    """Give the chart rendered with ``values`` over its own, as text."""
+    """Return the chart rendered with ``values`` over its own, as text."""
     return helm(
         *("template", "asyncflow", str(CHART), "--namespace", NAMESPACE, "--kube-version", KUBERNETES),
         values=values or {},
@@ -70,12 +70,12 @@ def template(values: Mapping[str, Any] | None = None) -> str:
 
 
 def objects(values: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-    """Give the objects of the chart rendered with ``values`` over its own."""
+    """Return the objects of the chart rendered with ``values`` over its own."""
     return [document for document in yaml.safe_load_all(template(values)) if document]
 
 
 def made() -> dict[Path, str]:
-    """Give the text of every file that is made, by its path."""
+    """Return the text of every file that is made, by its path."""
     files = {CHART / "files" / "crds" / file.name: file.read_text() for file in (ROOT / "crds").glob("*.yaml")}
     for name, values in _VARIANTS.items():
         namespaces = "".join(_namespace(each) for each in (NAMESPACE, *values.get("namespaces", ())))

@@ -42,7 +42,7 @@ class DebianError(RuntimeError):
 
 
 def environment(*, say: Callable[[str], None] = lambda _: None) -> dict[str, str]:
-    """Give PATH and LD_LIBRARY_PATH with which everything is found, fetching it where that was not done yet."""
+    """Return PATH and LD_LIBRARY_PATH with which everything is found, fetching it where that was not done yet."""
     lacking = sorted({package for name, package in LIBRARIES.items() if not _loads(name)})
     lacking += [package for name, package in PROGRAMS.items() if shutil.which(name) is None]
     if not lacking:
@@ -65,7 +65,7 @@ def prepare(*, say: Callable[[str], None] = lambda _: None) -> None:
 
 
 def place(file: Path) -> Path:
-    """Give where a file of a package lies where that is installed: unpacked ones lie in the cache here."""
+    """Return where a file of a package lies where that is installed: unpacked ones lie in the cache here."""
     return Path("/", *file.relative_to(_CACHE).parts[1:]) if file.is_relative_to(_CACHE) else file
 
 

@@ -95,7 +95,7 @@ def places(data: bytes) -> None:
 
 
 def _messages(inbox: Inbox, data: bytes) -> Iterator[list[memoryview]]:
-    """Give what comes until something is wrong."""
+    """Yield what comes until something is wrong."""
     step = 1 + (data[0] if data else 0)
     with contextlib.suppress(ProtocolError):
         for at in range(1, len(data), step):

@@ -163,7 +163,7 @@ class HostileDrivers:
         self._process.end(signal.SIGTERM)
 
     def asked(self) -> dict[str, list[float]]:
-        """Give the times (seconds, monotonic) at which each job's driver was asked for its status, by job."""
+        """Return the times (seconds, monotonic) at which each job's driver was asked for its status, by job."""
         times: dict[str, list[float]] = defaultdict(list)
         for name, at in map(str.split, self._lines()[1:]):
             times[name].append(float(at))

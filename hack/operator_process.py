@@ -90,16 +90,16 @@ class OperatorProcess:
             return 0, ""
 
     def metrics(self) -> list[Metric]:
-        """Give all its metrics."""
+        """Return all its metrics."""
         return list(text_string_to_metric_families(self.get("/metrics")[1]))
 
     def total(self, name: str, **labels: str) -> float:
-        """Give the sum of the samples of this name that have these labels."""
+        """Return the sum of the samples of this name that have these labels."""
         samples = (sample for metric in self.metrics() for sample in metric.samples if sample.name == name)
         return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
     def quantile(self, name: str, share: float, **labels: str) -> float:
-        """Give an upper bound of a histogram's quantile: the bucket that it lies in."""
+        """Return an upper bound of a histogram's quantile: the bucket that it lies in."""
         buckets: dict[float, float] = {}
         for metric in self.metrics():
             for sample in metric.samples:
@@ -110,7 +110,7 @@ class OperatorProcess:
         return min((bound for bound, count in buckets.items() if count >= share * whole), default=0.0)
 
     def peak_bytes(self) -> int:
-        """Give the most memory that it has had resident."""
+        """Return the most memory that it has had resident."""
         status = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM:"))
 

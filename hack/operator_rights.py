@@ -50,19 +50,19 @@ def grant(plane: ControlPlane, namespace: str) -> None:
 
 
 def account(plane: ControlPlane, name: str) -> Path:
-    """Give the kubeconfig of the operator ``name``."""
+    """Return the kubeconfig of the operator ``name``."""
     return plane.service_account(NAMESPACE, name)
 
 
 def of(plane: ControlPlane, name: str = "") -> list[Request]:
-    """Give the requests so far of the operator ``name``, or of all that ``account`` was called for."""
+    """Return the requests so far of the operator ``name``, or of all that ``account`` was called for."""
     return [
         each for each in plane.requests() if each.user == _USERS + name or (not name and each.user.startswith(_USERS))
     ]
 
 
 def granted() -> set[Right]:
-    """Give every right that the chart grants."""
+    """Return every right that the chart grants."""
     return {
         Right(group, resource, verb)
         for role in (_object("ClusterRole", _NAME), _object("Role", _LEADER))
@@ -74,7 +74,7 @@ def granted() -> set[Right]:
 
 
 def used(requests: Iterable[Request]) -> set[Right]:
-    """Give every right that was needed for ``requests``.
+    """Return every right that was needed for ``requests``.
 
     A server-side apply is recorded as a patch; where it made the object (201) the server has asked for ``create`` too.
     """
@@ -82,7 +82,7 @@ def used(requests: Iterable[Request]) -> set[Right]:
 
 
 def refused(requests: Iterable[Request]) -> set[Right]:
-    """Give every right that was missing."""
+    """Return every right that was missing."""
     return {right for request in requests if not request.authorized for right in _needed(request)}
 
 

@@ -52,7 +52,7 @@ class Storm:
         self._plane.wait_until(self._is_settled, "the rollouts to be as many as wanted", timeout_s=SETTLE_S)
 
     def others(self) -> dict[str, tuple[str, str]]:
-        """Give UID and attempt of every pod that is no rollout, by name."""
+        """Return UID and attempt of every pod that is no rollout, by name."""
         pods = [pod for pod in self._pods() if pod["metadata"]["labels"][_ROLE] != "rollout"]
         return {
             pod["metadata"]["name"]: (pod["metadata"]["uid"], pod["metadata"]["labels"]["asyncflow.dev/attempt"])
@@ -60,7 +60,7 @@ class Storm:
         }
 
     def job(self) -> Json:
-        """Give the job."""
+        """Return the job."""
         return self._plane.api.get(self.path)
 
     def _kill(self) -> None:

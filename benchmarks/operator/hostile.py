@@ -36,7 +36,7 @@ SLACK = 1.25
 
 
 def small(name: str) -> dict[str, Any]:
-    """Give a job of few pods, which may grow."""
+    """Return a job of few pods, which may grow."""
     manifest = job(0)
     manifest["metadata"]["name"] = name
     manifest["spec"]["rollout"] |= {"replicas": 1, "minReplicas": 0, "maxReplicas": 8}

@@ -70,7 +70,7 @@ def writes(plane: ControlPlane, name: str) -> list[Request]:
 
 
 def shortest_gap(done: list[Request]) -> float | None:
-    """Give the least seconds between two writes of one object, as they arrived; one may have been longer on its way."""
+    """Return the least seconds between two writes of one object, as they arrived; one may have been underway longer."""
     told = collections.defaultdict(list)
     for each in done:
         told[each.kind, each.name].append(each.at.timestamp())

@@ -52,7 +52,7 @@ def measure(plane: ControlPlane, seed: int, events: int) -> dict[str, Any]:
 
 
 def latencies(plane: ControlPlane, first: int, name: str, scalings: list[tuple[int, int]]) -> list[tuple[float, float]]:
-    """Give the seconds from each request to scale up until its first and its last new pod, from the audit log."""
+    """Return the seconds from each request to scale up until its first and its last new pod, from the audit log."""
     requests = plane.requests()[first:]
     asked = [each.at for each in requests if each.kind == "rljobs/scale" and each.is_write and each.name == name]
     created = [each for each in requests if each.user == OPERATOR and each.kind == "pods" and each.code == 201]

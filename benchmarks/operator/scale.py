@@ -43,7 +43,7 @@ QUEUES = f"/apis/asyncflow.dev/v1alpha1/namespaces/{NAMESPACE}/transferqueues"
 
 
 def job(number: int) -> Manifest:
-    """Give a job of ten pods: driver, controller, trainer, two storage units, five rollouts."""
+    """Return a job of ten pods: driver, controller, trainer, two storage units, five rollouts."""
     manifest: Manifest = parse((ROOT / "examples/quickstart.yaml").read_text(), source="quickstart").data
     manifest["metadata"] = {"name": f"job-{number:04d}", "namespace": NAMESPACE}
     manifest["spec"]["rollout"] |= {"replicas": 5, "minReplicas": 1, "maxReplicas": 8}
@@ -150,7 +150,7 @@ def all_run(plane: ControlPlane, count: int) -> bool:
 
 
 def writes(plane: ControlPlane) -> list[Any]:
-    """Give the operator's writes but for its Lease."""
+    """Return the operator's writes but for its Lease."""
     return [each for each in plane.requests(user=USER) if each.is_write and each.resource != "leases"]
 
 
@@ -185,7 +185,7 @@ def measure_bare(count: int, limit_s: float) -> dict[str, Any]:
 
 
 def prepared(plane: ControlPlane, raw: Manifest) -> list[list[Manifest]]:
-    """Give all that the operator would write for a job, status aside, in stages; the queue is made to know its UID."""
+    """Return all that the operator would write for a job, without the status, in stages; the queue knows its UID."""
     desired = Desired(DesiredSettings(registry=Registry(prefix="asyncflow", tag="0"), master=b"0" * 32))
     view = mine("RLJob", raw, None)
     state = JobState(owner=view.owner, job=view.model)

@@ -52,7 +52,7 @@ OWN_CASES = {
 
 
 def commands(chosen: argparse.Namespace, number: int) -> Iterator[tuple[str, list[str]]]:
-    """Give the runs of a round: whose they are, and their command lines."""
+    """Yield the runs of a round: whose they are, and their command lines."""
     shared = Path(chosen.shared)
     for case, words in SHARED_CASES.items():
         if case in chosen.cases:

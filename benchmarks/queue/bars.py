@@ -115,14 +115,14 @@ LINES: tuple[Line, ...] = (
 
 
 def bar_of(line: Line, heading: str) -> float | None:
-    """Give the bar of a column."""
+    """Return the bar of a column."""
     if heading in MOONCAKE or heading in SHARED:
         return line.shared if heading in SHARED else None
     return line.keyed if heading == "keys" and line.keyed is not None else line.bar
 
 
 def bars(line: Line) -> str:
-    """Give the bars of a line, in words."""
+    """Return the bars of a line, in words."""
     if line.bar is None:
         return ""
     sign = "≤" if line.most else "≥"

@@ -29,7 +29,7 @@ RAY_ENV = {
 
 
 def peer_python(folder: Path = _ROOT / ".bench") -> Path:
-    """Give the interpreter that can import the peer, making its environment if needed."""
+    """Return the interpreter that can import the peer, making its environment if needed."""
     home = folder / "peer"
     python, stamp = home / "bin" / "python", home / PEER
     if not stamp.exists():

@@ -55,13 +55,13 @@ T = TypeVar("T")
 
 
 def diary(folder: Path, member: str, attempt: int) -> list[Line]:
-    """Give what an attempt of a member has written."""
+    """Return what an attempt of a member has written."""
     file = _diary_file(folder, member, attempt)
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def newest_checkpoint(folder: Path) -> tuple[int, list[Path]]:
-    """Give the step of the newest checkpoint that all ranks of one attempt have written, and their files."""
+    """Return the step of the newest checkpoint that all ranks of one attempt have written, and their files."""
     found: dict[tuple[int, str], list[Path]] = {}
     for file in folder.glob("step-*.rank-*.npy"):
         step, attempt, _rank, _ = file.name.split(".")
@@ -71,7 +71,7 @@ def newest_checkpoint(folder: Path) -> tuple[int, list[Path]]:
 
 
 def expected(column: str, number: int) -> list[int]:
-    """Give the values of a row."""
+    """Return the values of a row."""
     if column == "prompt":
         return list(range(number, number + 1 + number % 5))
     if column == "response":
@@ -172,7 +172,7 @@ async def train(queue: QueueClient, say: Callable[..., None], folder: Path, rank
 
 
 async def _soon(waiting: Awaitable[T]) -> T | None:
-    """Give what comes; None where the controller was away for longer than was to be waited."""
+    """Return what comes; None where the controller was away for longer than was to be waited."""
     try:
         return await waiting
     except DeadlineExceeded:
@@ -187,7 +187,7 @@ def _column(name: str, numbers: Sequence[int]) -> Jagged:
 
 
 def _numbers(name: str, column: Jagged) -> list[int]:
-    """Give the number that each row of a column holds; all of its values must be those of that row."""
+    """Return the number that each row of a column holds; all of its values must be those of that row."""
     rows = [column.row(i).tolist() for i in range(len(column.offsets) - 1)]
     for row in rows:
         assert row == expected(name, row[0]), f"{name} holds {row}"
@@ -202,7 +202,7 @@ def _sum(some: Counts, others: Counts) -> Counts:
 
 
 def total_counts(files: Sequence[Path]) -> Counts:
-    """Give how often all ranks together have counted each row."""
+    """Return how often all ranks together have counted each row."""
     total: Counts = np.zeros(0, np.int64)
     for file in files:
         total = _sum(total, np.load(file))

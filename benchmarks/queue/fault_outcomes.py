@@ -49,7 +49,7 @@ class Outcome:
 
 
 def judge(faults: Sequence[Fault], folder: Path) -> list[Outcome]:
-    """Give the outcome of each fault."""
+    """Return the outcome of each fault."""
     diaries = _Diaries(folder)
     over = math.inf
     for fault in reversed(faults):
@@ -78,7 +78,7 @@ def late_writes(folder: Path) -> list[str]:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Give all outcomes as text: by kind and action, how often each came and how long it took."""
+    """Return all outcomes as text: by kind and action, how often each came and how long it took."""
     rows = [("process", "fault", "outcome", "times", "median s", "longest s", "longest s, nothing else hit meanwhile")]
     faults = [outcome.fault for outcome in outcomes]
     groups: defaultdict[tuple[str, str, str], list[Outcome]] = defaultdict(list)
@@ -116,7 +116,7 @@ def too_late(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def meanwhile(outcome: Outcome, faults: Iterable[Fault]) -> list[Fault]:
-    """Give the other faults under which this one was got over: of servers, or of its own kind."""
+    """Return the other faults under which this one was got over: of servers, or of its own kind."""
     fault = outcome.fault
     begins, ends = fault.at, fault.at + fault.seconds + (outcome.seconds or 0.0)
     near = [other for other in faults if other is not fault and other.kind in {"controller", *HOLDERS, fault.kind}]
@@ -146,18 +146,18 @@ class _Diaries:
         return diary(self._folder, fault.member, fault.attempt)
 
     def next(self, after: float, did: str, kind: str = "") -> float | None:
-        """Give how long after that time somebody did something."""
+        """Return how long after that time somebody did something."""
         times = (line["t"] for line in self.did[did] if line["t"] > after and kind in ("", line["kind"]))
         found = next(times, None)
         return None if found is None else found - after
 
     def next_of(self, member: str, after: float) -> float | None:
-        """Give how long after that time a producer had done all there was to do."""
+        """Return how long after that time a producer had done all there was to do."""
         found = next((line["t"] for line in self.did["waited"] if line["t"] > after and line["member"] == member), None)
         return None if found is None else found - after
 
     def last(self, after: float, did: str, *, before: float) -> float | None:
-        """Give how long after one time, and before another, somebody did something for the last time."""
+        """Return how long after one time, and before another, somebody did something for the last time."""
         times = [line["t"] for line in self.did[did] if after < line["t"] < before]
         return times[-1] - after if times else None
 
@@ -212,5 +212,5 @@ def _answers(line: Line, held: list[int], fault: Fault) -> bool:
 
 
 def by_kind(faults: Iterable[Fault]) -> dict[str, int]:
-    """Give how many faults of each kind there were."""
+    """Return how many faults of each kind there were."""
     return dict(Counter(f"{fault.kind} {fault.action}" for fault in faults))

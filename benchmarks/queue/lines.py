@@ -23,12 +23,12 @@ def emit(result: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Give all results of a file."""
+    """Return all results of a file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def milliseconds(seconds: Sequence[float]) -> dict[str, float]:
-    """Give p50, p99 and mean of times."""
+    """Return p50, p99 and mean of times."""
     ordered = sorted(seconds)
     return {
         "n": len(ordered),

@@ -69,7 +69,7 @@ def flow(queue: BlockingQueue, partition: str) -> None:
 
 
 def counted() -> int:
-    """Give the bytes that were acknowledged on the connections of this namespace."""
+    """Return the bytes that were acknowledged on the connections of this namespace."""
     program = shutil.which("ss", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") or "ss"
     told = subprocess.run([program, "-tinH"], check=True, capture_output=True, text=True, timeout=20).stdout
     return sum(map(int, re.findall(r"bytes_acked:(\d+)", told)))

@@ -43,7 +43,7 @@ NONCE = 7 << 32
 
 
 def history(rows: int, *, until: str) -> Iterator[ev.Event]:
-    """Give the events of ``rows`` rows: "put", "completed" by one of two tasks, or "cleared"."""
+    """Yield the events of ``rows`` rows: "put", "completed" by one of two tasks, or "cleared"."""
     yield ev.Started(1)
     for task in ("a", "b"):
         yield ev.Declared(TaskSpec(partition=P, name=task, needs=["x"], clears=until == "cleared"))

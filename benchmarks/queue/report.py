@@ -16,7 +16,7 @@ Results = Sequence[Mapping[str, Any]]
 
 
 def value(results: Results, line: Line, peer: str) -> float | None:
-    """Give the median of a figure of a peer; None where it was not measured."""
+    """Return the median of a figure of a peer; None where it was not measured."""
     found = [
         _figure(result, line.figure)
         for result in results
@@ -52,7 +52,7 @@ class Table:
     missed: list[str] = field(default_factory=list)
 
     def mark(self, words: str, ratio: float | None, bar: float | None, *, most: bool) -> str:
-        """Give a ratio with its verdict."""
+        """Return a ratio with its verdict."""
         if ratio is None:
             return "–"
         if bar is None:
@@ -69,7 +69,7 @@ class Table:
 
 
 def against_raw(results: Results, columns: Mapping[str, str]) -> Table:
-    """Give the table of ratios to raw sockets. columns: peers by their heading; Mooncake's have no bars."""
+    """Return the table of ratios to raw sockets. columns: peers by their heading; Mooncake's have no bars."""
     table = Table()
     table.rows.append(["same work, one host", "bar", *columns, PEER, "raw sockets"])
     table.rows.append(["---"] * len(table.rows[0]))
@@ -89,7 +89,7 @@ def against_raw(results: Results, columns: Mapping[str, str]) -> Table:
 
 
 def own_cases(results: Results) -> Table:
-    """Give the table of what only we measure."""
+    """Return the table of what only we measure."""
     table = Table()
     table.rows.append(["our own cases", "bar", "keys off", "keys on"])
     table.rows.append(["---"] * 4)

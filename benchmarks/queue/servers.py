@@ -97,7 +97,7 @@ class Servers:
         return {name: process.pid for name, process in self.processes.items()}
 
     def resident_mb(self) -> dict[str, float]:
-        """Give the resident memory of each."""
+        """Return the resident memory of each."""
         return {name: resident_mb(pid) for name, pid in self.pids.items()}
 
     def audit(self) -> AuditReport:

@@ -18,7 +18,7 @@ HELD_OUT = 100
 
 
 def lines() -> tuple[list[str], list[str]]:
-    """Give the lines of the training and of the held-out file."""
+    """Return the lines of the training and of the held-out file."""
     answers = {f"{a} {sign} {b}": a + b if sign == "+" else a - b for sign, a, b in product("+-", range(10), range(10))}
     shuffled = sorted(answers, key=lambda text: hashlib.sha256(text.encode()).digest())
     held_out, train = shuffled[:HELD_OUT], shuffled[HELD_OUT:]

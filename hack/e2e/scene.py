@@ -90,11 +90,11 @@ class Scene:
         self.telling.command(words, self.node.plane.kubectl("apply", "-f", "-", manifest=manifest))
 
     def status(self, job: str) -> Json:
-        """Give the status of a job."""
+        """Return the status of a job."""
         return dict(self.node.plane.api.get(f"{_JOBS}/{job}").get("status", {}))
 
     def pod(self, name: str) -> Json | None:
-        """Give a pod that is not on its way out."""
+        """Return a pod that is not on its way out."""
         try:
             pod = self.node.plane.api.get(f"{_PODS}/{name}")
         except Refused as refused:
@@ -104,7 +104,7 @@ class Scene:
         return None if pod["metadata"].get("deletionTimestamp") else pod
 
     def uid(self, name: str) -> str:
-        """Give the UID of a pod, "" where there is none that stays."""
+        """Return the UID of a pod, "" where there is none that stays."""
         pod = self.pod(name)
         return str(pod["metadata"]["uid"]) if pod else ""
 
@@ -131,13 +131,13 @@ class Scene:
             self.node.wait_until(condition, what, timeout_s=timeout_s)
 
     def evaluation(self, job: str) -> tuple[int, float, float]:
-        """Give step, accuracy and greedy accuracy of the last evaluation that the driver reported."""
+        """Return step, accuracy and greedy accuracy of the last evaluation that the driver reported."""
         found = _EVALUATED.findall(self.node.plane.kubectl("logs", f"{job}-driver-0"))
         step, _, accuracy, greedy = found[-1] if found else ("0", "", "nan", "nan")
         return int(step), float(accuracy), float(greedy)
 
     def left(self, *kinds: str, namespace: str, selector: str = "") -> list[str]:
-        """Give what there is of some kinds, as ``kind/name``."""
+        """Return what there is of some kinds, as ``kind/name``."""
         options = ("--selector", selector) if selector else ()
         printed = self.node.plane.kubectl(
             *("get", ",".join(kinds), "--namespace", namespace, "--output", "json", *options)
@@ -146,6 +146,6 @@ class Scene:
         return sorted(f"{item['kind']}/{item['metadata']['name']}" for item in items)
 
     def kinds(self) -> list[str]:
-        """Give every kind of object that may lie in a namespace, but for events, which say what was."""
+        """Return every kind of object that may lie in a namespace, but for events, which say what was."""
         listed = self.node.plane.kubectl("api-resources", "--namespaced", "--verbs", "list", "--output", "name").split()
         return [kind for kind in listed if not kind.startswith("events")]

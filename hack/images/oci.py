@@ -110,13 +110,13 @@ class Image:
 
 
 def cache() -> Path:
-    """Give the folder of the layers; ``ASYNCFLOW_IMAGE_CACHE`` moves it."""
+    """Return the folder of the layers; ``ASYNCFLOW_IMAGE_CACHE`` moves it."""
     chosen = os.environ.get("ASYNCFLOW_IMAGE_CACHE")
     return Path(chosen) if chosen else Path.home() / ".cache" / "asyncflow" / "images"
 
 
 def make_layer(name: str, entries: Iterable[Entry]) -> Layer:
-    """Give the layer of these entries, from the cache where it was made before; folders above them are added."""
+    """Return the layer of these entries, from the cache where it was made before; folders above them are added."""
     listed = _with_folders(entries)
     key = hashlib.sha256("\n".join(entry.made_from() for entry in listed).encode()).hexdigest()[:16]
     folder = cache()
@@ -149,7 +149,7 @@ class _Hashing(io.RawIOBase):
 
 
 def _with_folders(entries: Iterable[Entry]) -> list[Entry]:
-    """Give the entries by path, the last of each, after the folders that they lie in: all may be entered by anyone."""
+    """Return the entries by path, the last of each, after the folders that they lie in, which anyone may enter."""
     by_path = {entry.path: entry for entry in entries}
     for path in list(by_path):
         for parent in Path(path).parents:

@@ -42,7 +42,7 @@ class ImageError(RuntimeError):
 
 
 def interpreter() -> list[Entry]:
-    """Give the interpreter, its standard library, and the environment around it that is otherwise empty."""
+    """Return the interpreter, its standard library, and the environment around it that is otherwise empty."""
     stdlib = (
         Entry(path=str(file), source=file)
         for file in _STDLIB.rglob("*")
@@ -61,7 +61,7 @@ def interpreter() -> list[Entry]:
 
 
 def distributions(requires: Sequence[str], extras: Iterable[str], *, without: Sequence[str]) -> list[Distribution]:
-    """Give what a distribution that says ``requires`` needs with ``extras``, but for names that begin as ``without``.
+    """Return what a distribution that says ``requires`` needs with ``extras``, but for names that begin as ``without``.
 
     Raises ImageError where something needed is not installed.
     """
@@ -85,12 +85,12 @@ def distributions(requires: Sequence[str], extras: Iterable[str], *, without: Se
 
 
 def installed(needed: Iterable[Distribution]) -> list[Entry]:
-    """Give the files and command lines of distributions."""
+    """Return the files and command lines of distributions."""
     return [entry for each in needed for entry in (*_files(each), *command_lines(each.entry_points))]
 
 
 def command_lines(points: EntryPoints) -> list[Entry]:
-    """Give the programs that pip would make of entry points."""
+    """Return the programs that pip would make of entry points."""
     text = "#!{python}\nimport sys\nfrom {module} import {first}\nsys.exit({called}())\n"
     python = f"{VENV}/bin/python"
     return [
@@ -105,7 +105,7 @@ def command_lines(points: EntryPoints) -> list[Entry]:
 
 
 def programs(packages: Collection[str]) -> list[Entry]:
-    """Give the programs of Debian packages, and have ``linked`` find the libraries of these packages from now on.
+    """Return the programs of Debian packages, and have ``linked`` find the libraries of these packages from now on.
 
     Raises ImageError for a package of which nothing is known here.
     """
@@ -118,7 +118,7 @@ def programs(packages: Collection[str]) -> list[Entry]:
 
 
 def linked(entries: Collection[Entry]) -> list[Entry]:
-    """Give the shared libraries that the binaries among ``entries`` link, and that are not among them."""
+    """Return the shared libraries that the binaries among ``entries`` link, and that are not among them."""
     have = {entry.path for entry in entries}
     binaries = [str(entry.source) for entry in entries if entry.source is not None and _is_binary(entry.source)]
     named = (Path(sysconfig.get_config_var("LIBDIR")), *(Path("/lib").glob("*-linux-gnu")))
@@ -147,13 +147,13 @@ def _files(each: Distribution) -> Iterator[Entry]:
 
 
 def _ldd(binaries: Sequence[str]) -> set[Path]:
-    """Give the libraries that binaries link, with those that these link. What is not found here is not needed here."""
+    """Return the libraries that binaries link, with those that these link; one that is not here is not needed."""
     said = subprocess.run(["ldd", *binaries], capture_output=True, text=True, timeout=_DEADLINE_S, check=False).stdout
     return {Path(path) for path in _LINKS.findall(said)}
 
 
 def _place(library: Path) -> str:
-    """Give where a library belongs in the image: one of the environment moves with that."""
+    """Return where a library belongs in the image: one of the environment moves with that."""
     whole = library.parent.resolve() / library.name
     return f"{SITE}/{whole.relative_to(_SITE)}" if whole.is_relative_to(_SITE) else str(debian.place(library))
 

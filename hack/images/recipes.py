@@ -46,7 +46,7 @@ _COMPILE_DEADLINE_S: Final = 60.0
 
 
 def image(name: str) -> Image:
-    """Give the image of this name, made now where a layer of it is not in the cache."""
+    """Return the image of this name, made now where a layer of it is not in the cache."""
     return RECIPES[name](name)
 
 
@@ -71,7 +71,7 @@ def _system() -> Layer:
 
 
 def _etc() -> list[Entry]:
-    """Give what the base images of the Dockerfiles have and programs look for."""
+    """Return what the base images of the Dockerfiles have and programs look for."""
     return [
         Entry(path="/etc/passwd", content=b"root:x:0:0:root:/root:/sbin/nologin\n", mode=0o644),
         Entry(path="/etc/group", content=b"root:x:0:\n", mode=0o644),

@@ -71,7 +71,7 @@ class Request:
 
 
 def read(log: Path, *, user: str | None = None) -> list[Request]:
-    """Give every request of the log in the order of their arrival, or those of one user."""
+    """Return every request of the log in the order of their arrival, or those of one user."""
     found: dict[str, Request] = {}
     with log.open("rb") as lines:
         for line in lines:

@@ -98,13 +98,13 @@ def _silent(_: str) -> None:
 
 
 def cache() -> Path:
-    """Give the folder that holds the builds; ``ASYNCFLOW_KUBE_CACHE`` moves it."""
+    """Return the folder that holds the builds; ``ASYNCFLOW_KUBE_CACHE`` moves it."""
     chosen = os.environ.get("ASYNCFLOW_KUBE_CACHE")
     return Path(chosen) if chosen else Path.home() / ".cache" / "asyncflow" / "kube"
 
 
 def binary(name: str, *, say: Say = _silent) -> Path:
-    """Give the path of a binary such as ``kube-apiserver``, building it where that was not done yet."""
+    """Return the path of a binary such as ``kube-apiserver``, building it where that was not done yet."""
     assets = os.environ.get("KUBEBUILDER_ASSETS")
     if assets:
         path = Path(assets) / name
@@ -118,7 +118,7 @@ def binary(name: str, *, say: Say = _silent) -> Path:
 
 
 def build(name: str, *, say: Say = _silent) -> Path:
-    """Give the folder with the binaries of a target, built now or before; two sessions build it once."""
+    """Return the folder with the binaries of a target, built now or before; two sessions build it once."""
     home = _home(name)
     if not home.exists():
         home.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def build(name: str, *, say: Say = _silent) -> Path:
 
 
 def version(name: str) -> str:
-    """Give the version that a target is pinned to, such as ``v1.34.4``."""
+    """Return the version that a target is pinned to, such as ``v1.34.4``."""
     target = TARGETS[name]
     text = (MODULES / target.module / "go.mod").read_text()
     found = re.search(rf"^(?:require)?\s+{re.escape(target.pin)} (v\S+)", text, flags=re.MULTILINE)

@@ -58,12 +58,12 @@ class Folder:
 
 
 def place_of(name: str) -> Path:
-    """Give the path of the folder of this name."""
+    """Return the path of the folder of this name."""
     return Path(tempfile.gettempdir()) / f"{_PREFIX}named-{name}"
 
 
 def owner(path: Path) -> int | None:
-    """Give the pid of the living process that holds the folder at ``path``."""
+    """Return the pid of the living process that holds the folder at ``path``."""
     try:
         with (path / _LOCK).open() as lock:
             return None if _lock(lock) else int(lock.read())

@@ -21,7 +21,7 @@ _ZONES: Final = 4
 
 
 def fake_node(name: str, number: int, *, resource: str, count: int, labels: Mapping[str, str]) -> dict[str, Any]:
-    """Give a node with ``count`` of the extended ``resource``."""
+    """Return a node with ``count`` of the extended ``resource``."""
     capacity = _CAPACITY | ({resource: str(count)} if count else {})
     own = {
         "type": "kwok",
@@ -39,7 +39,7 @@ def fake_node(name: str, number: int, *, resource: str, count: int, labels: Mapp
 
 
 def ready(api: Api) -> set[str]:
-    """Give the names of the fake nodes that are Ready."""
+    """Return the names of the fake nodes that are Ready."""
     return {
         node["metadata"]["name"]
         for node in api.get(NODES, labelSelector=FAKE)["items"]

@@ -37,17 +37,17 @@ class Authority:
         _keep(self.ca_key, self._key)
 
     def server(self, name: str, *, addresses: tuple[str, ...]) -> tuple[Path, Path]:
-        """Give certificate and key of a server that is reached under ``addresses`` and Kubernetes' own names."""
+        """Return certificate and key of a server that is reached under ``addresses`` and Kubernetes' own names."""
         names: list[x509.GeneralName] = [x509.DNSName(each) for each in _SERVER_NAMES]
         names += [x509.IPAddress(ipaddress.ip_address(each)) for each in addresses]
         return self._issue(name, user=name, groups=(), names=names)
 
     def client(self, name: str, *, user: str, groups: tuple[str, ...]) -> tuple[Path, Path]:
-        """Give certificate and key, kept under ``name``, of a user who is in ``groups``."""
+        """Return certificate and key, kept under ``name``, of a user who is in ``groups``."""
         return self._issue(name, user=user, groups=groups, names=[])
 
     def kubeconfig(self, name: str, *, server: str, user: str, groups: tuple[str, ...]) -> Path:
-        """Give a kubeconfig file, kept under ``name``, with which one is ``user`` in ``groups``."""
+        """Return a kubeconfig file, kept under ``name``, with which one is ``user`` in ``groups``."""
         certificate, key = self.client(name, user=user, groups=groups)
         path = self.folder / f"{name}.kubeconfig"
         content = {
@@ -63,7 +63,7 @@ class Authority:
         return path
 
     def signing_key(self, name: str) -> tuple[Path, Path]:
-        """Give a public and a private key with which service account tokens are signed."""
+        """Return a public and a private key with which service account tokens are signed."""
         key = ec.generate_private_key(ec.SECP256R1())
         public, private = self.folder / f"{name}.pub", self.folder / f"{name}.key"
         encoding, form = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo

@@ -128,16 +128,16 @@ class ControlPlane:
         return self.api_of("admin", "system:masters")
 
     def kubeconfig(self, user: str, *groups: str) -> Path:
-        """Give a kubeconfig with which one is ``user`` in ``groups``, so that RBAC decides as for a real one."""
+        """Return a kubeconfig with which one is ``user`` in ``groups``, so that RBAC decides as for a real one."""
         return self._where.kubeconfig(self._file_of(user, groups), user=user, groups=groups)
 
     def service_account(self, namespace: str, name: str) -> Path:
-        """Give a kubeconfig with which one is this service account, whether or not the object exists."""
+        """Return a kubeconfig with which one is this service account, whether or not the object exists."""
         groups = ("system:serviceaccounts", f"system:serviceaccounts:{namespace}")
         return self.kubeconfig(f"system:serviceaccount:{namespace}:{name}", *groups)
 
     def api_of(self, user: str, *groups: str) -> Api:
-        """Give JSON requests as ``user`` in ``groups``."""
+        """Return JSON requests as ``user`` in ``groups``."""
         if (user, groups) not in self._apis:
             authority = self._where.authority
             certificate, key = authority.client(f"{self._file_of(user, groups)}.api", user=user, groups=groups)
@@ -198,13 +198,13 @@ class ControlPlane:
         nodes.set_lost(self.api, name, lost=False)
 
     def requests(self, *, user: str | None = None) -> list[audit.Request]:
-        """Give every request so far, or those of one user; needs ``audited``."""
+        """Return every request so far, or those of one user; needs ``audited``."""
         if not self._audited:
             raise PlaneError("this control plane records no requests: make it with audited=True")
         return audit.read(self._where.audit_log, user=user)
 
     def process(self, name: str) -> Process:
-        """Give a server by its name: etcd, apiserver, kcm, sched or kwok; to end it, stop it, measure it."""
+        """Return a server by its name: etcd, apiserver, kcm, sched or kwok; to end it, stop it, measure it."""
         return self._processes[name]
 
     def restart(self, name: str, *, timeout_s: float = 60.0) -> None:

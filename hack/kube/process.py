@@ -88,16 +88,16 @@ class Process:
         return f"{self.name} ended with {self._running.returncode}; the end of {self.log}:\n{self.tail()}"
 
     def tail(self) -> str:
-        """Give the last lines of its log."""
+        """Return the last lines of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
 
     def cpu_s(self) -> float:
-        """Give the processor time that it has used, in seconds."""
+        """Return the processor time that it has used, in seconds."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def memory_bytes(self) -> int:
-        """Give its resident memory."""
+        """Return its resident memory."""
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -58,12 +58,12 @@ class Site:
         return self.folder / "audit.log"
 
     def kubeconfig(self, name: str, *, user: str, groups: tuple[str, ...] = ()) -> Path:
-        """Give the kubeconfig of a user of this plane."""
+        """Return the kubeconfig of a user of this plane."""
         return self.authority.kubeconfig(name, server=self.url, user=user, groups=groups)
 
 
 def free_ports(count: int) -> list[int]:
-    """Give ports that nobody listens on; held until all are found, so that they differ."""
+    """Return ports that nobody listens on; held until all are found, so that they differ."""
     with ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -72,7 +72,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def etcd(site: Site) -> Command:
-    """Give the command of the store; it never syncs to disk, since nothing survives the plane."""
+    """Return the command of the store; it never syncs to disk, since nothing survives the plane."""
     clients, peers = f"http://{LOOPBACK}:{site.etcd_port}", f"http://{LOOPBACK}:{site.peer_port}"
     return [
         binary("etcd"),
@@ -85,7 +85,7 @@ def etcd(site: Site) -> Command:
 
 
 def apiserver(site: Site) -> Command:
-    """Give the command of the API server."""
+    """Return the command of the API server."""
     certificate, key = site.authority.server("kube-apiserver", addresses=(site.address, _FIRST_SERVICE))
     to_kubelets, kubelets_key = site.authority.client("kubelet-client", user="kube-apiserver", groups=_MASTERS)
     public, private = site.authority.signing_key("service-accounts")
@@ -111,7 +111,7 @@ def apiserver(site: Site) -> Command:
 
 
 def controller_manager(site: Site) -> Command:
-    """Give the command of the controllers: garbage collection, namespaces, Jobs, service accounts, node taints."""
+    """Return the command of the controllers: garbage collection, namespaces, Jobs, service accounts, node taints."""
     config = site.kubeconfig("kcm", user="system:kube-controller-manager", groups=_MASTERS)
     authority = site.authority
     return [
@@ -127,7 +127,7 @@ def controller_manager(site: Site) -> Command:
 
 
 def scheduler(site: Site) -> Command:
-    """Give the command of the scheduler."""
+    """Return the command of the scheduler."""
     config = site.kubeconfig("sched", user="system:kube-scheduler")
     settings = {
         "apiVersion": "kubescheduler.config.k8s.io/v1",
@@ -145,7 +145,7 @@ def scheduler(site: Site) -> Command:
 
 
 def kwok(site: Site) -> Command:
-    """Give the command of KWOK, which plays the kubelets of fake nodes by the stages in ``kwok/``."""
+    """Return the command of KWOK, which plays the kubelets of fake nodes by the stages in ``kwok/``."""
     config = site.kubeconfig("kwok", user="kwok", groups=_MASTERS)
     stages: Sequence[Path] = sorted((HERE / "kwok").glob("*.yaml"))
     return [

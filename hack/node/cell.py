@@ -47,11 +47,11 @@ class Cell:
         machine.connect(self.init)
 
     def process(self, name: str, *command: str | Path) -> Process:
-        """Give a server that runs inside, not yet started."""
+        """Return a server that runs inside, not yet started."""
         return Process(name, self.inside(*command), log=self._folder / "log" / name)
 
     def inside(self, *command: str | Path) -> list[str | Path]:
-        """Give the command line that runs ``command`` inside."""
+        """Return the command line that runs ``command`` inside."""
         if not self.init:
             raise PlaneError("the node does not run")
         return ["nsenter", "--target", str(self.init), "--mount", "--net", "--pid", *command]

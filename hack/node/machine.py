@@ -115,7 +115,7 @@ def _removed() -> bool:
 
 
 def left(folder: Path) -> list[str]:
-    """Give what there is of a node whose files lay in ``folder``: nothing, when it has ended."""
+    """Return what there is of a node whose files lay in ``folder``: nothing, when it has ended."""
     found = [_OUTSIDE] if _linked() else []
     found += [f"route {line}" for line in run("ip", "route").splitlines() if ADDRESS in line]
     found += [str(hierarchy / CGROUP) for hierarchy in _hierarchies() if (hierarchy / CGROUP).exists()]
@@ -135,7 +135,7 @@ def _belongs(process: Path, folder: Path) -> bool:
 
 
 def _hierarchies() -> Iterator[Path]:
-    """Give where groups are: the controllers of cgroup v1, each by itself, and beside them the one tree of v2."""
+    """Yield where groups are: the controllers of cgroup v1, each by itself, and beside them the one tree of v2."""
     for line in Path("/proc/mounts").read_text().splitlines():
         _, place, kind, *_ = line.split()
         if kind in ("cgroup", "cgroup2"):

@@ -83,7 +83,7 @@ class Node:
         self._cell = self._folder = None
 
     def load(self, wanted: Image) -> None:
-        """Give an image to the node, as if it had been pulled."""
+        """Load an image into the node, as if it had been pulled."""
         command = self.inside("ctr", "--address", servers.socket(self.folder), "--namespace", "k8s.io")
         with subprocess.Popen(
             [*command, "images", "import", "-"],
@@ -101,7 +101,7 @@ class Node:
             raise PlaneError(f"{wanted.name} could not be imported: {said.decode().strip()}")
 
     def inside(self, *command: str | Path) -> list[str | Path]:
-        """Give the command line that runs ``command`` in the namespaces of the node."""
+        """Return the command line that runs ``command`` in the namespaces of the node."""
         if self._cell is None:
             raise PlaneError("the node does not run")
         return self._cell.inside(*command)

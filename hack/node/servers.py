@@ -22,7 +22,7 @@ Command = list[str | Path]
 
 
 def containerd(folder: Path, *, pause: str) -> Command:
-    """Give the command of the container runtime; ``pause`` is the image of the process that holds a pod."""
+    """Return the command of the container runtime; ``pause`` is the image of the process that holds a pod."""
     settings = f"""\
 version = 2
 root = "{folder}/containerd"
@@ -51,12 +51,12 @@ state = "/run/containerd"
 
 
 def socket(folder: Path) -> Path:
-    """Give where the container runtime listens."""
+    """Return where the container runtime listens."""
     return folder / "containerd.sock"
 
 
 def kubelet(folder: Path, plane: ControlPlane) -> Command:
-    """Give the command of the kubelet."""
+    """Return the command of the kubelet."""
     settings = {
         "containerRuntimeEndpoint": f"unix://{socket(folder)}",
         "authentication": {
@@ -91,7 +91,7 @@ def kubelet(folder: Path, plane: ControlPlane) -> Command:
 
 
 def proxy(folder: Path, plane: ControlPlane) -> Command:
-    """Give the command of kube-proxy. Its limits of connection tracking would hold for the whole machine."""
+    """Return the command of kube-proxy. Its limits of connection tracking would hold for the whole machine."""
     settings = {
         "clientConnection": {"kubeconfig": str(plane.kubeconfig("system:kube-proxy"))},
         "hostnameOverride": NAME,

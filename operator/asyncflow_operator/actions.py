@@ -1,4 +1,4 @@
-"""What the operator does, as data: the answer of ``decide``, carried out by ``cluster``.
+"""Actions of the operator, as data: the answer of ``decide``, carried out by ``cluster``.
 
 Invariant: carrying out a plan twice changes nothing the second time. The status is written first, so that what was
 counted (a failure, an attempt) is on record before what it was counted from is deleted.
@@ -77,7 +77,7 @@ Action: TypeAlias = Apply | Delete | Release | Report | Ask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to do now, in order: ``status`` (None: as it is), then the stages one after another, then the notes.
+    """Actions to take now, in order: ``status`` (None: as it is), then the stages one after another, then the notes.
 
     The actions of a stage are independent of each other, and those of a later one need no more than they say.
     again_in_s: when to look again though nothing was seen to change; None: only when something is.

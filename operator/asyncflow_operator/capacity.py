@@ -1,4 +1,4 @@
-"""How much each node has left, for the sentence that says why a pod waits.
+"""Free capacity of each node, for the sentence that says why a pod waits.
 
 Invariant: nobody looks while every pod has its place, and nobody looks more than once a minute: this is the one list
 of all nodes and pods of the cluster, and only an operator of the whole cluster may read it. Of each object only what is
@@ -90,7 +90,7 @@ def take(left: Mapping[str, dict[str, float]], spec: Json) -> None:
 
 
 def needs(spec: Json) -> dict[str, float]:
-    """Give what the scheduler counts for a pod: its containers together, or its largest init container if more."""
+    """Return what the scheduler counts for a pod: its containers together, or its largest init container if more."""
     together: dict[str, float] = defaultdict(float)
     for container in spec.get("containers") or ():
         _add(together, container)
@@ -110,7 +110,7 @@ def needs(spec: Json) -> dict[str, float]:
 
 
 def amount(quantity: str) -> float:
-    """Give a quantity of the API in cores, bytes or pieces; one in words that this version cannot read counts as 0."""
+    """Return a quantity of the API in cores, bytes or pieces; 0 for one that this version cannot read."""
     try:
         return float(Quantity(quantity).amount)
     except (ArithmeticError, KeyError):

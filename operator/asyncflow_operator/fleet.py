@@ -1,4 +1,4 @@
-"""What all jobs look like together: the gauges that are read from the store when ``/metrics`` is asked.
+"""Overview of all jobs: the gauges that are read from the store when ``/metrics`` is asked.
 
 Invariant: no object's name is a label, so that the number of series does not grow with the number of jobs.
 """

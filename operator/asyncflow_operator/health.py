@@ -24,7 +24,10 @@ _TICK_S: Final = 1.0
 
 
 class Vitals:
-    """What ``/healthz`` goes by. oldest_s: wait of the object longest due; silent_s: silence of the quietest watch."""
+    """Measurements by which ``/healthz`` answers.
+
+    oldest_s: wait of the object longest due; silent_s: silence of the quietest watch.
+    """
 
     def __init__(self, *, oldest_s: Callable[[], float], silent_s: Callable[[], float], metrics: Metrics) -> None:
         self._oldest_s = oldest_s
@@ -42,7 +45,7 @@ class Vitals:
             self._lag_s = max(0.0, time.monotonic() - begun - _TICK_S)
 
     def ailments(self) -> list[str]:
-        """Give what is wrong, nothing if all is well."""
+        """Return what is wrong, nothing if all is well."""
         limits = (
             ("the event loop is late by", self._lag_s, MOST_LAG_S),
             ("an object waits for its turn since", self._oldest_s(), MOST_WAIT_S),

@@ -1,4 +1,4 @@
-"""Which of several operators works: the one that holds the Lease.
+"""Election of the one operator that works, of several: the one that holds the Lease.
 
 Invariant: this one works only while it has renewed within ``RENEW_WITHIN_S``, which is shorter than the time after
 which another may take over, and a process that was stopped for longer leads no more from the moment it wakes; what it

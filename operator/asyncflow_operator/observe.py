@@ -60,7 +60,7 @@ class _Denied:
 
 
 class Refused:
-    """What the server refused: objects, and namespaces in which nothing can be made any more.
+    """Record of what the server refused: objects, and namespaces in which nothing can be made any more.
 
     What was refused is left alone for a while, longer each time, and everything else goes on; when the spec changes it
     is tried at once. A namespace may be made again under its name, so that it ends is believed for ``ENDING_S`` only.
@@ -115,7 +115,7 @@ class Refused:
         return frozenset(known.denials), known.until - self._clock()
 
     def ends(self, namespace: str) -> bool:
-        """Say whether nothing can be made in a namespace."""
+        """Return whether nothing can be made in a namespace."""
         until = self._ending.get(namespace)
         if until is not None and self._clock() >= until:
             del self._ending[namespace]
@@ -150,12 +150,12 @@ class Observer:
         self._find = find
 
     def mine(self, key: Key) -> Mine | None:
-        """Give an object of ours, None where there is none."""
+        """Return an object of ours, None where there is none."""
         entry = self._store.get(*key)
         return None if entry is None else entry.view
 
     def job(self, mine: Mine) -> JobState:
-        """Give the state of a job."""
+        """Return the state of a job."""
         owner = mine.owner
         entries = self._store.of(Group(owner.namespace, owner.kind, owner.name))
         queues = {entry.uid: entry.view for entry in entries if entry.kind == QUEUE.name and entry.owner == owner.uid}
@@ -178,7 +178,7 @@ class Observer:
         )
 
     def queue(self, mine: Mine) -> QueueState:
-        """Give the state of a queue."""
+        """Return the state of a queue."""
         owner, job = self._standing(mine)
         group = Group(owner.namespace, *(mine.controller if mine.controller[0] in _OURS else (owner.kind, owner.name)))
         pods, objects = _members(self._store.of(group), {owner.uid})
@@ -196,7 +196,7 @@ class Observer:
         )
 
     def sync(self, mine: Mine) -> SyncState:
-        """Give the state of the weight versions of a job."""
+        """Return the state of the weight versions of a job."""
         owner, job = self._standing(mine)
         return SyncState(
             owner=owner,
@@ -214,7 +214,7 @@ class Observer:
         return {ref: found for ref, found in read.items() if found is not None}
 
     def _standing(self, mine: Mine) -> tuple[Owner, JobState | None]:
-        """Give an object as it stands, and the job that it belongs to; what belongs to a job that is gone goes, too."""
+        """Return an object as it stands, and its job; what belongs to a job that is gone goes, too."""
         owner, (kind, name) = mine.owner, mine.controller
         if kind != RLJOB.name:
             return owner, None
@@ -230,7 +230,7 @@ def _key(mine: Mine) -> Key:
 
 
 def _of_driver(probe: Probe, pods: Collection[PodView]) -> Probe:
-    """Give what the driver said that the job has now; what an earlier one said holds no more."""
+    """Return what the driver said that the job has now; what an earlier one said holds no more."""
     others = [pod.uid for pod in pods if pod.role == "driver" and pod.uid != probe.pod]
     return Probe() if probe.pod and others else probe
 

@@ -1,4 +1,4 @@
-"""What the operator sees of the cluster: small frozen views, made from whole objects as they arrive.
+"""Views of the cluster as the operator sees it: small and frozen, made from whole objects as they arrive.
 
 Invariant: a view holds only what ``decide`` and ``desired`` read, so an index of thousands of pods stays small; two
 equal views never lead to different decisions. Times are unix seconds.
@@ -31,7 +31,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Denial:
-    """What the API server refused, in its words. missing: whether the object does not exist because of that."""
+    """Refusal by the API server, in its words. missing: whether the object does not exist because of that."""
 
     ref: Ref
     why: str
@@ -104,7 +104,7 @@ class PodView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assigned:
-    """What Kueue gives to the pods of one role with its place.
+    """Settings that Kueue assigns to the pods of one role with its place.
 
     flavors: names of ResourceFlavors, whose labels nodes must have; more: what its admission checks add to labels,
     annotations, nodeSelector and tolerations, as a PodSetUpdate says it.
@@ -146,7 +146,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What the driver last said. status: its last good answer, taken at ``at``; error: why there is no newer one.
+    """Result of asking the driver. status: its last good answer, taken at ``at``; error: why there is no newer one.
 
     pod: UID of the pod that was asked.
     """
@@ -165,7 +165,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFree:
-    """What one node has left, by resource name (``cpu`` in cores, ``memory`` in bytes, devices in pieces)."""
+    """Free resources of one node, by name (``cpu`` in cores, ``memory`` in bytes, devices in pieces)."""
 
     name: str
     free: Mapping[str, float]

@@ -236,7 +236,7 @@ class Operator:
                 self._worklist.mark(Key(entry.kind, job.namespace, entry.view.owner.name))
 
     def _waiting(self) -> Iterator[Key]:
-        """Give the jobs and queues with a pod that finds no place."""
+        """Yield the jobs and queues with a pod that finds no place."""
         for _, _, entry in self._watch.store.all(POD.name):
             if entry.view.unschedulable:
                 yield Key(entry.group.kind, entry.group.namespace, entry.group.name)

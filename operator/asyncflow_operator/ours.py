@@ -56,14 +56,14 @@ async def follow(
 
 
 class _Nothing(kopf.DiffBaseStorage):
-    """What kopf compares an object with. It copies every object twice for that by default, a third of its cost here."""
+    """Empty base of kopf's comparisons. By default kopf copies every object twice for it, a third of its cost here."""
 
     def build(self, **_: Any) -> kopf.BodyEssence:
-        """Give the part of an object that matters: none."""
+        """Return the part of an object that matters: none."""
         return kopf.BodyEssence({})
 
     def fetch(self, **_: Any) -> None:
-        """Give what is remembered of an object: nothing."""
+        """Return nothing: nothing is remembered of an object."""
 
     def store(self, **_: Any) -> None:
         """Remember nothing."""
@@ -82,7 +82,7 @@ def _feed(store: Store, kind: Kind) -> Handler:
 
 
 def _login(api: Api) -> Callable[..., Awaitable[kopf.ConnectionInfo]]:
-    """Give kopf the way to the API server that everything else goes; asked again when the server refuses a token."""
+    """Return kopf the way to the API server that everything else goes; asked again when the server refuses a token."""
 
     async def login(**_: object) -> kopf.ConnectionInfo:
         configuration = api.configuration

@@ -1,4 +1,4 @@
-"""What the jobs' drivers say, asked in the background; and what they are asked to do.
+"""Polling of the jobs' drivers in the background, and orders to them.
 
 Invariant: a reconcile never waits for a driver, neither for its status nor for an order to it. A driver is code of a
 tenant: it is asked one thing at a time, its answer may be as large as a job with its rollouts needs and no larger, and
@@ -65,7 +65,7 @@ class RunningDriver:
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of one driver.
+    """Record of one driver.
 
     due: when to ask it next; slow_at: when it last was slow, or was first seen; rollouts: the most that its job had at
     a time; orders: paths to POST, in order, and ``ordered`` while there are any; declined: orders in a row that it did
@@ -131,7 +131,7 @@ class Drivers:
         known.ordered.set()
 
     async def run(self) -> Never:
-        """Ask every running driver again and again, and hand over orders, until cancelled."""
+        """Poll every running driver, and hand over orders, until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
                 running = {driver.owner.uid: driver for driver in self._running()}
@@ -152,7 +152,7 @@ class Drivers:
         return known
 
     async def _follow(self, known: _Known) -> Never:
-        """Ask one driver whenever it is due, and hand over its orders at once, as soon as there is a slot for it."""
+        """Poll one driver whenever it is due, and hand over its orders at once, as soon as there is a slot for it."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, known.due - time.monotonic())):
@@ -246,7 +246,7 @@ def _name(owner: Owner) -> str:
 
 
 def _urgent(told: Probe, probe: Probe) -> bool:
-    """Say whether something changed for which nobody should wait: phase, rollouts, an end, or whether it answers."""
+    """Return whether something changed for which nobody should wait: phase, rollouts, an end, or whether it answers."""
     old, new = told.status, probe.status
     if old is None or new is None:
         return old is not new or told.error != probe.error

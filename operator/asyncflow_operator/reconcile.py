@@ -22,14 +22,16 @@ from asyncflow_operator.telemetry import Metrics
 
 State = JobState | QueueState | SyncState
 Decide = Callable[[Any, float], Plan]
-"""Gives the plan for a state at a time (unix seconds)."""
+"""Returns the plan for a state at a time (unix seconds)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a look ended. again_in_s: when to look again anyway; failed: whether something could not be done, so that the
-    object is left alone for a while; denied: whether something was refused, which alone is left alone; gone: whether
-    there is no such object.
+    """Outcome of a look at an object.
+
+    again_in_s: when to look again anyway; failed: whether something could not be done, so that the object is left
+    alone for a while; denied: whether something was refused, which alone is left alone; gone: whether there is no such
+    object.
     """
 
     again_in_s: float | None = None
@@ -40,7 +42,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Settled:
-    """What was decided last and came to nothing to do. due: until when that holds though nothing changes."""
+    """State for which nothing was left to do. due: until when that holds though nothing changes."""
 
     state: State
     due: float | None

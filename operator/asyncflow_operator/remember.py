@@ -31,7 +31,7 @@ class _Built:
 
 
 class Remembered:
-    """What ``desired`` gives, quickly."""
+    """Cache of what ``desired`` builds."""
 
     def __init__(self, desired: Desired) -> None:
         self._desired = desired
@@ -46,7 +46,7 @@ class Remembered:
         return self._built("supporting", state, self._desired.supporting)
 
     def children(self, state: JobState) -> Manifests:
-        """Give the job's own TransferQueue and WeightSync."""
+        """Return the job's own TransferQueue and WeightSync."""
         return self._built("children", state, self._desired.children)
 
     def _built(self, what: str, state: JobState, build: Callable[[JobState], Manifests]) -> Manifests:

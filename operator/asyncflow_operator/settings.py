@@ -1,4 +1,4 @@
-"""What an operator can be told: options of ``asyncflow-operator run``, and environment variables of the same names.
+"""Settings of an operator: options of ``asyncflow-operator run``, and environment variables of the same names.
 
 Invariant: one table, this model; option ``--probe-url`` is variable ``ASYNCFLOW_OPERATOR_PROBE_URL`` is field
 ``probe_url``. Nothing else is read from the environment, and a wrong value ends the process before it begins.
@@ -57,7 +57,7 @@ class Settings(BaseModel):
     key_file: Path
     """File with the master secret, from which every job's keys are derived."""
     probe_url: str = "http://{host}:9571"
-    """Where a job's driver is asked; {host} stands for its pod's address, {namespace} and {name} for the job's."""
+    """URL of a job's driver; {host} stands for its pod's address, {namespace} and {name} for the job's."""
     probe_seconds: Annotated[float, Field(gt=0, le=3600)] = 5.0
     """Seconds between two questions to one driver."""
     resync_seconds: Annotated[float, Field(ge=10, le=86_400)] = 600.0
@@ -85,7 +85,7 @@ class Settings(BaseModel):
 
 
 def options(command: Command) -> Command:
-    """Give ``command`` one option for each setting, which also reads the variable of that name."""
+    """Return ``command`` one option for each setting, which also reads the variable of that name."""
     for name, field in reversed(Settings.model_fields.items()):
         flag = f"--{name.replace('_', '-')}"
         switch = field.annotation is bool

@@ -1,4 +1,4 @@
-"""What the operator shows of itself: metrics, and one line of JSON for every log record.
+"""Telemetry of the operator: metrics, and one line of JSON for every log record.
 
 Invariant: every metric is declared here, once, as ``asyncflow_operator_*``; labels have few values, and no object's
 name is one. A log line is one JSON object: time, level, logger, what happened, and to which object.
@@ -77,7 +77,7 @@ class JsonLines(logging.Formatter):
     """One JSON object a record; what was given as ``extra`` becomes its fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Give the record as one line."""
+        """Return the record as one line."""
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         line: dict[str, Any] = {"at": at, "level": record.levelname, "logger": record.name, "what": record.getMessage()}
         line |= {key: value for key, value in vars(record).items() if key not in _STANDARD and not key.startswith("_")}

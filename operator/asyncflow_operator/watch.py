@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 def project(kind: str, raw: Json, before: Any) -> Any:
-    """Give the view of an object of any kind; see ``Store``."""
+    """Return the view of an object of any kind; see ``Store``."""
     if kind == "Pod":
         return pod_view(raw)
     return mine(kind, raw, before) if kind in _OURS else object_view(raw, kind=kind)
@@ -67,7 +67,7 @@ class Watch:
         }
 
     def missing(self) -> list[str]:
-        """Give what is not known yet, nothing once everything has been listed."""
+        """Return what is not known yet, nothing once everything has been listed."""
         kinds = sorted({each.kind.plural for each in self._informers if not each.synced.is_set()})
         return [f"the list of {plural}" for plural in kinds] + ([] if self._counted.is_set() else ["the census"])
 
@@ -78,7 +78,7 @@ class Watch:
         await self._counted.wait()
 
     def silent_s(self) -> float:
-        """Give for how long the quietest informer has heard nothing."""
+        """Return for how long the quietest informer has heard nothing."""
         now = time.monotonic()
         return max(now - each.heard for each in self._informers)
 

@@ -1,4 +1,4 @@
-"""Which object is reconciled next: a set of keys, each with the time from which it is due.
+"""Order of reconciliation: a set of keys, each with the time from which it is due.
 
 Invariants: a key is in work at most once at a time and waits at most once, however often it is marked; whatever is due
 longest goes first, so none starves; a key that failed is left alone for its backoff, whatever marks it meanwhile,
@@ -88,7 +88,7 @@ class Worklist(Generic[K]):
                 continue
 
     def next(self) -> K | None:
-        """Give the key that has been due longest, None if none is."""
+        """Return the key that has been due longest, None if none is."""
         now = self._clock()
         while self._order and self._order[0][0] <= now:
             due, _, key = heapq.heappop(self._order)
@@ -118,7 +118,7 @@ class Worklist(Generic[K]):
         return pause_s
 
     def oldest_s(self) -> float:
-        """Give for how many seconds the key that has been due longest waits."""
+        """Return for how many seconds the key that has been due longest waits."""
         while self._order and self._due.get(self._order[0][2]) != self._order[0][0]:
             heapq.heappop(self._order)
         return max(0.0, self._clock() - self._order[0][0]) if self._order else 0.0

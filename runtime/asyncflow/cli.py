@@ -24,7 +24,7 @@ _DISK_SAYS_NO = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Free some space"),
     **dict.fromkeys((errno.EROFS, errno.EIO), "Give another folder"),
 }
-"""What to do where the disk refuses, by the error's number."""
+"""Advice for each way in which the disk refuses, by the error's number."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -48,7 +48,7 @@ class AsyncFlowError(Exception):
         return f"{head}. {self.hint}" if self.hint else head
 
     def to_wire(self) -> dict[str, str]:
-        """Give the error as plain strings."""
+        """Return the error as plain strings."""
         return {"code": self.code, "what": self.what, "where": self.where, "hint": self.hint}
 
 
@@ -77,7 +77,7 @@ class PeerLost(AsyncFlowError):
 
 
 class Elsewhere(AsyncFlowError):
-    """What was asked for is not here, or nothing new is taken here any more; whoever keeps the books knows where."""
+    """The rows asked for are not here, or nothing new is taken here any more; the controller knows where they are."""
 
     code = "elsewhere"
 

@@ -1,4 +1,4 @@
-"""Who is who: samples, rows and weight versions.
+"""Identifiers of samples, rows and weight versions.
 
 Invariants: a ``SampleKey`` names one sample for ever, also when it is generated again; a row id is never reused;
 a row id says where the row was put, which is where it lies unless it was moved since; versions are totally ordered by
@@ -40,7 +40,7 @@ class Version(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: int) -> Version:
-        """Give the version that ``packed`` stands for."""
+        """Return the version that ``packed`` stands for."""
         return cls(packed >> _STEP_BITS, packed & (1 << _STEP_BITS) - 1)
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Version(NamedTuple):
 
 
 class RowPlace(NamedTuple):
-    """Where a row was put: the epoch that the controller granted to the unit, the unit, a counter within both."""
+    """Place where a row was put: the epoch that the controller granted to the unit, the unit, a counter within both."""
 
     epoch: int
     unit: int
@@ -65,37 +65,37 @@ class RowPlace(NamedTuple):
 
     @classmethod
     def of(cls, row: int) -> RowPlace:
-        """Give the place that row id ``row`` names."""
+        """Return the place that row id ``row`` names."""
         counter = row & (1 << COUNTER_BITS) - 1
         unit = row >> COUNTER_BITS & (1 << _UNIT_BITS) - 1
         return cls(row >> COUNTER_BITS + _UNIT_BITS, unit, counter)
 
 
 def unit_of(row: int) -> int:
-    """Give the unit where row id ``row`` was put."""
+    """Return the unit where row id ``row`` was put."""
     return row >> COUNTER_BITS & (1 << _UNIT_BITS) - 1
 
 
 def units_of(rows: Iterable[int]) -> list[int]:
-    """Give for each of ``rows`` the unit where it was put."""
+    """Return for each of ``rows`` the unit where it was put."""
     return [row >> COUNTER_BITS & (1 << _UNIT_BITS) - 1 for row in rows]
 
 
 def home_of(row: int) -> int:
-    """Give the home where row id ``row`` was put: epoch and unit, that is one incarnation of a unit, in one number."""
+    """Return the home where row id ``row`` was put: epoch and unit, that is one incarnation of a unit, in one number."""
     return row >> COUNTER_BITS
 
 
 def home(epoch: int, unit: int) -> int:
-    """Give the home that a unit is in this epoch."""
+    """Return the home that a unit is in this epoch."""
     return epoch << _UNIT_BITS | unit
 
 
 def epoch_of(home: int) -> int:
-    """Give the epoch of a home."""
+    """Return the epoch of a home."""
     return home >> _UNIT_BITS
 
 
 def unit_at(home: int) -> int:
-    """Give the unit of a home."""
+    """Return the unit of a home."""
     return home & (1 << _UNIT_BITS) - 1

@@ -22,12 +22,12 @@ class NoOptions(msgspec.Struct, frozen=True):
 
 
 def installed(group: str) -> list[str]:
-    """Give the names that the installed packages offer in ``group``."""
+    """Return the names that the installed packages offer in ``group``."""
     return sorted({point.name for point in entry_points(group=group)})
 
 
 def load_plugin(group: str, name: str, *, kind: type[Any], where: str) -> type[Any]:
-    """Give the class, a ``kind``, that is offered as ``name``.
+    """Return the class, a ``kind``, that is offered as ``name``.
 
     where: the place in the manifest that names it. Raises ManifestError where there is none, where it cannot be
     imported, or where it is something else.
@@ -47,7 +47,7 @@ def load_plugin(group: str, name: str, *, kind: type[Any], where: str) -> type[A
 
 
 def read_options(options: Mapping[str, Any], shape: type[Own], *, where: str) -> Own:
-    """Give a plug-in's own options as its ``shape``, whose fields all have defaults.
+    """Return a plug-in's own options as its ``shape``, whose fields all have defaults.
 
     Raises ManifestError for an option that ``shape`` does not know, or whose value is not of its type.
     """

@@ -31,7 +31,7 @@ async def later(*, response, prompt, answer, meta):
 
 
 def validated(capsys, manifest: Path, *settings: str) -> tuple[int, str]:
-    """Give the exit status, and what was said."""
+    """Return the exit status, and what was said."""
     words = [word for setting in settings for word in ("--set", setting)]
     status = cli.invoke(["validate", str(manifest), *words])
     out, err = capsys.readouterr()

@@ -198,7 +198,7 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(create: Callable[[MemoryServer], object], *, deadly: int | None = None) -> AsyncIterator[Cluster]:
-    """Give a cluster in which ``create`` has made what a person makes; see ``MemoryServer`` for ``deadly``."""
+    """Yield a cluster in which ``create`` has made what a person makes; see ``MemoryServer`` for ``deadly``."""
     async with MemoryServer(deadly=deadly) as server, kmock.Server(server) as listening:
         running = Cluster(server, str(listening.url))
         create(server)

@@ -25,7 +25,7 @@ KINDS = {kind.plural: kind.name for kind in (*BY_NAME.values(), EVENT)}
 
 
 def copied(raw: Json) -> Json:
-    """Give a copy down to the last value, as whoever reads an answer has."""
+    """Return a copy down to the last value, as whoever reads an answer has."""
     return dict(msgspec.json.decode(msgspec.json.encode(raw)))
 
 
@@ -62,7 +62,7 @@ class MemoryServer(kmock.KubernetesScaffold):
         self.dead.clear()
 
     def of(self, plural: str) -> dict[str, Json]:
-        """Give the objects of a kind by name."""
+        """Return the objects of a kind by name."""
         return {name: raw for (kind, _, name), raw in self.objects.items() if kind == plural}
 
     def put(self, plural: str, raw: Json) -> Json:

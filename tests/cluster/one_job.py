@@ -45,7 +45,7 @@ class OneJob(World):
         return dict(self.job().get("status", {}))
 
     def child(self, plural: str) -> dict[str, Any]:
-        """Give the job's own queue or versions."""
+        """Return the job's own queue or versions."""
         return self.plane.api.get(f"{OURS}/namespaces/{self.namespace}/{plural}/{self.name}")
 
     def exists(self, name: str = "") -> bool:
@@ -59,7 +59,7 @@ class OneJob(World):
         self.plane.api.patch(f"{self.path}/scale", {"spec": {"replicas": replicas}}, query={"fieldManager": "kubectl"})
 
     def pods(self, role: str = "") -> dict[str, dict[str, Any]]:
-        """Give the pods by what follows the job's name: ``rollout-1``."""
+        """Return the pods by what follows the job's name: ``rollout-1``."""
         labels = f"asyncflow.dev/job={self.name}" + (f",asyncflow.dev/role={role}" if role else "")
         found = self.plane.api.get(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=labels)["items"]
         return {pod["metadata"]["name"].removeprefix(f"{self.name}-"): pod for pod in found}
@@ -89,7 +89,7 @@ class OneJob(World):
         return self.condition(kind)["message"]
 
     def token(self) -> str:
-        """Give the bearer token of the POST routes of its driver."""
+        """Return the bearer token of the POST routes of its driver."""
         secrets = f"/api/v1/namespaces/{self.namespace}/secrets"
         (secret,) = self.plane.api.get(secrets, labelSelector=f"asyncflow.dev/job={self.name}")["items"]
         return base64.b64decode(secret["data"]["token"]).decode()

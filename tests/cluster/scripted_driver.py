@@ -59,7 +59,7 @@ class ScriptedDrivers:
         return f"http://127.0.0.1:{self._port}/{{namespace}}/{{name}}"
 
     def of(self, namespace: str, name: str) -> Driver:
-        """Give the driver of a job."""
+        """Return the driver of a job."""
         return self._drivers.setdefault((namespace, name), Driver())
 
     def _serve(self) -> None:

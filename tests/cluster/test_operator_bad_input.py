@@ -73,7 +73,7 @@ def foreign(kwok_plane: ControlPlane, shared_operator: OperatorProcess) -> dict[
 
 
 def identity(plane: ControlPlane, path: str) -> str:
-    """Give what of an object another manager could have changed; its status is its own controller's."""
+    """Return what of an object another manager could have changed; its status is its own controller's."""
     raw = plane.api.get(path)
     meta = {key: raw["metadata"].get(key) for key in ("uid", "labels", "annotations", "ownerReferences", "generation")}
     return json.dumps(meta | {key: raw[key] for key in ("spec", "data") if key in raw}, sort_keys=True)

@@ -58,7 +58,7 @@ class Cluster:
         self.hands = Hands(api, self.store, NoDriver())
 
     def manifest(self, kind: str, **spec: Any) -> dict[str, Any]:
-        """Give the object of this kind that the job needs."""
+        """Return the object of this kind that the job needs."""
         gang = {"PodGroup": "volcano", "Workload": "kueue"}.get(kind, "none")
         usual = SPEC | {"scheduling": {"gang": gang}}
         job = RLJob.model_validate({"metadata": {"name": "math"}, "spec": usual | spec})

@@ -16,7 +16,7 @@ BUDGET = {"maxRestarts": 1000, "backoffSeconds": 0}
 
 
 def said(status: dict[str, Any]) -> tuple[int, list[Any]]:
-    """Give how many rollouts there are, and those that leave: a status write follows what it is about."""
+    """Return how many rollouts there are, and those that leave: a status write follows what it is about."""
     return status["replicas"], status["draining"]
 
 

@@ -153,7 +153,7 @@ def _censuses(operator: OperatorProcess) -> float:
 
 
 def _writes(operator: OperatorProcess) -> float:
-    """Give how many writes there were but for the Lease's."""
+    """Return how many writes there were but for the Lease's."""
     verbs = ("create", "patch", "delete")
     return sum(operator.total("asyncflow_operator_api_requests_total", verb=verb) for verb in verbs)
 

@@ -19,7 +19,7 @@ Change = Callable[[dict[str, Any]], object]
 
 
 def quickstart(namespace: str, name: str = "quickstart") -> dict[str, Any]:
-    """Give the manifest of the quickstart."""
+    """Return the manifest of the quickstart."""
     manifest: dict[str, Any] = parse((ROOT / "examples/quickstart.yaml").read_text(), source="quickstart").data
     manifest["metadata"] = {"name": name, "namespace": namespace}
     return manifest

@@ -44,7 +44,7 @@ class World(Cluster):
         self.seen_objects = {ref: view for ref, view in self.objects.items() if ref.kind != "Secret"}
 
     def late(self) -> list[str]:
-        """Give the pods of which the operator does not know the newest."""
+        """Return the pods of which the operator does not know the newest."""
         names = {*self.pods, *self.seen_pods}
         return sorted(name for name in names if self.pods.get(name) != self.seen_pods.get(name))
 
@@ -55,7 +55,7 @@ class World(Cluster):
         self.denied.clear()
 
     def observe(self, ref: Ref) -> JobState | QueueState | SyncState:
-        """Give the state that ``decide`` is given."""
+        """Return the state that ``decide`` is given."""
         known = self.seen_mine[ref]
         if ref == JOB:
             return self._job_state(known)

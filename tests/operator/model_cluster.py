@@ -75,7 +75,7 @@ class Cluster(ApiServer):
         self.pods[pod.name] = replace(pod, **changes)
 
     def with_role(self, role: str) -> list[PodView]:
-        """Give the pods of a role."""
+        """Return the pods of a role."""
         return sorted((pod for pod in self.pods.values() if pod.role == role), key=lambda pod: pod.index)
 
     def kubelets_work(self) -> bool:

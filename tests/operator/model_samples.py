@@ -36,20 +36,20 @@ def job_of(**spec: Any) -> RLJob:
 
 
 def pod_view(role: str, index: int = 0, *, attempt: int = 0, **changes: Any) -> PodView:
-    """Give a pod that runs and is ready; the keywords change it."""
+    """Return a pod that runs and is ready; the keywords change it."""
     usual: dict[str, Any] = {"phase": "Running", "ready": True, "started": START, "node": "node-1", "scheduled": True}
     name = f"{JOB.name}-{role}-{index}"
     return PodView(name=name, uid=f"uid-{name}-{attempt}", role=role, index=index, attempt=attempt, **(usual | changes))
 
 
 def pending(role: str, index: int = 0, **changes: Any) -> PodView:
-    """Give a pod that has not begun."""
+    """Return a pod that has not begun."""
     waits = {"phase": "Pending", "ready": False, "started": None, "node": "", "scheduled": False}
     return pod_view(role, index, **(waits | changes))
 
 
 def dead(role: str, index: int = 0, *, code: int = 1, at: float = START + 5, **changes: Any) -> PodView:
-    """Give a pod that ended with ``code``."""
+    """Return a pod that ended with ``code``."""
     phase = "Succeeded" if code == 0 else "Failed"
     return pod_view(role, index, **({"phase": phase, "ready": False, "exit_code": code, "finished": at} | changes))
 
@@ -60,5 +60,5 @@ def failed(pod: PodView) -> bool:
 
 
 def names(pods: Iterable[PodView]) -> list[str]:
-    """Give the names of pods without the job's, sorted."""
+    """Return the names of pods without the job's, sorted."""
     return sorted(pod.name.removeprefix(f"{JOB.name}-") for pod in pods)

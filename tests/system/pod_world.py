@@ -173,7 +173,7 @@ class Pods:
 
 @contextmanager
 def pods(base: Path, manifest: Path, settings: list[str], *, leader: str) -> Iterator[Pods]:
-    """Give pods that are all gone afterwards."""
+    """Yield pods that are all gone afterwards."""
     with PortReservation(1) as (port,):
         made = Pods(base, str(manifest), settings, leader, port)
         try:

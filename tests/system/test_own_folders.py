@@ -99,7 +99,7 @@ def test_what_a_rollout_holds_that_is_told_to_end_comes_back_at_once(tmp_path: P
 
 
 def returned(made: Pods) -> set[str]:
-    """Give why leases ended."""
+    """Return why leases ended."""
     ledger = made.pods["controller-0"].folder / "ledger"
     return {event.reason for event in read_ledger(ledger) if isinstance(event, Returned)}
 

@@ -179,7 +179,7 @@ class World:
         await self.server.close()
 
     async def dispatch(self, first: int, last: int, *, shuffled: int | None = None) -> None:
-        """Give steps their samples, complete at once; a row's content is a function of its key."""
+        """Create the samples of steps, complete at once; a row's content is a function of its key."""
         groups = [(step, (step - 1) * GROUPS + g) for step in range(first, last + 1) for g in range(GROUPS)]
         for step in range(first, last + 1):
             await self.queue.open_step(partition=PARTITION, step=step, groups=GROUPS, group_size=SIZE, timeout=10)
@@ -271,7 +271,7 @@ class Process:
         self.process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
     async def ended(self, timeout: float) -> int | None:
-        """Give the exit status, or None if it still runs after ``timeout`` seconds."""
+        """Return the exit status, or None if it still runs after ``timeout`` seconds."""
         try:
             return await asyncio.to_thread(self.process.wait, timeout)
         except subprocess.TimeoutExpired:

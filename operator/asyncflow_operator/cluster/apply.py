@@ -45,8 +45,10 @@ class Driver(Protocol):
 
 @dataclass(kw_only=True)
 class Failures:
-    """What went wrong. errors: all but refusals; denied: what was refused, and is not expected to change by itself;
-    ends: the namespace is ending; gone: the owner does not exist any more.
+    """Failures of an object's actions.
+
+    errors: all but refusals; denied: what was refused, and is not expected to change by itself; ends: the namespace is
+    ending; gone: the owner does not exist any more.
     """
 
     errors: list[AsyncFlowError] = field(default_factory=list)
@@ -139,7 +141,7 @@ class Hands:
                 await self._tell(owner.namespace, action)
 
     def _lacks(self, owner: Owner, action: Action) -> bool:
-        """Say whether the owner does not have what was to be made."""
+        """Return whether the owner lacks what was to be made."""
         if not isinstance(action, Apply):
             return False
         known = self._store.get(action.ref.kind, owner.namespace, action.ref.name)

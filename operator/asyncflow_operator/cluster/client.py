@@ -228,7 +228,7 @@ class Api:
         metadata_only: bool = False,
         idle_s: float,
     ) -> AsyncIterator[list[Json]]:
-        """Give the changes after version ``since`` as they arrive, a batch at a time, until the server ends the stream.
+        """Yield the changes after version ``since`` as they arrive, in batches, until the server ends the stream.
 
         Raises Expired where ``since`` is too old, Unreachable where nothing, no bookmark either, came for ``idle_s``.
         """

@@ -63,7 +63,7 @@ class Recorder:
             self._said.popitem(last=False)
 
     async def _write(self, owner: Owner, note: Note, name: str, said: _Said | None) -> int:
-        """Give the count as it stands after writing."""
+        """Return the count as it stands after writing."""
         stamp = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
         if said is not None:
             repeated = {"count": said.count, "lastTimestamp": stamp}
@@ -103,6 +103,6 @@ class Recorder:
 
 
 def name_of(owner: Owner, note: Note) -> str:
-    """Give the name of the one event that says this about this object."""
+    """Return the name of the one event that says this about this object."""
     words = "\n".join((owner.uid, note.type, note.reason, note.message))
     return f"{owner.name}.{hashlib.sha256(words.encode()).hexdigest()[:16]}"

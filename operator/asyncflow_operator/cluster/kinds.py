@@ -33,7 +33,7 @@ class Kind:
     older: str = ""
 
     def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
-        """Give the path of an object, or without a name of the collection; all namespaces' without a namespace."""
+        """Return the path of an object, or without a name of the collection; all namespaces' without a namespace."""
         root = "/api/v1" if self.api_version == "v1" else f"/apis/{self.api_version}"
         within = f"/namespaces/{namespace}" if self.namespaced and namespace else ""
         parts = (root + within, self.plural, name, subresource)
@@ -122,4 +122,4 @@ REFERRED: Final = (
 BY_NAME: Final = {kind.name: kind for kind in (*OURS, *_OWNED)}
 """Every kind that a plan may name."""
 MEMBERS: Final = tuple(kind for kind in _OWNED if kind.watched != "never")
-"""What the informers watch: everything of ours that is made for one of our objects."""
+"""Kinds that the informers watch: everything of ours that is made for one of our objects."""

@@ -67,7 +67,7 @@ class Mine:
 
 
 def mine(kind: str, raw: Json, before: Mine | None) -> Mine:
-    """Give the view of an object of ours; ``before`` is that of its last version."""
+    """Return the view of an object of ours; ``before`` is that of its last version."""
     meta = raw["metadata"]
     labels = dict(meta.get("labels") or {})
     generation = int(meta.get("generation", 0))
@@ -153,7 +153,7 @@ def _parsed(kind: str, raw: Json, labels: dict[str, str]) -> tuple[Any, str, str
 
 
 def _status(kind: str, raw: Json, written: Json) -> Any:
-    """Give the status, without what only a newer version knows; one that cannot be read at all begins anew."""
+    """Return the status, without what only a newer version knows; one that cannot be read at all begins anew."""
     model = _MODELS[kind][1]
     try:
         return model.model_validate(written, by_name=False, context=COLLECT)

@@ -1,4 +1,4 @@
-"""What the API server says instead of yes, sorted by what the operator does about it.
+"""Failures of calls to the API server, sorted by what the operator does about them.
 
 Invariant: every failed call ends as one of these; what was asked for and why it failed are in its words, no secret is.
 """
@@ -81,7 +81,7 @@ class Refusal(ApiError):
 
 
 def refusal(status: int, answer: Mapping[str, Any], *, where: str) -> ApiError:
-    """Give the error for an answer of the server, a ``Status`` object or anything else."""
+    """Return the error for an answer of the server, a ``Status`` object or anything else."""
     details = answer.get("details") or {}
     causes = tuple(str(cause.get("reason", "")) for cause in details.get("causes") or ())
     what = str(answer.get("message") or f"HTTP {status}")

@@ -25,7 +25,7 @@ _REMEMBERED: Final = 4096
 
 
 class Group(NamedTuple):
-    """What belongs together: an object of ours with all that is made for it. kind, name: of that object."""
+    """Group of objects that belong together: one of ours with all that is made for it. kind, name: of that object."""
 
     namespace: str
     kind: str
@@ -61,20 +61,20 @@ class Store:
         self._gone: dict[str, float] = {}
 
     def get(self, kind: str, namespace: str, name: str) -> Entry[Any] | None:
-        """Give an object, None where there is none."""
+        """Return an object, None where there is none."""
         return self._kinds.get(kind, {}).get((namespace, name))
 
     def of(self, group: Group) -> Collection[Entry[Any]]:
-        """Give all objects of a group."""
+        """Return all objects of a group."""
         return self._groups.get(group, {}).values()
 
     def all(self, kind: str) -> Iterator[tuple[str, str, Entry[Any]]]:
-        """Give namespace, name and entry of every object of a kind."""
+        """Yield namespace, name and entry of every object of a kind."""
         for (namespace, name), entry in self._kinds.get(kind, {}).items():
             yield namespace, name, entry
 
     def count(self, kind: str) -> int:
-        """Give how many objects of a kind there are."""
+        """Return how many objects of a kind there are."""
         return len(self._kinds.get(kind, {}))
 
     def put(self, kind: str, raw: Json) -> None:
@@ -138,7 +138,7 @@ class Store:
 
 
 def group_of(kind: str, raw: Json) -> Group:
-    """Give the group of an object, by its labels; an object of ours that nobody of ours owns has a group of its own."""
+    """Return the group of an object, by its labels; one of ours that has no owner of ours is alone in its group."""
     meta = raw["metadata"]
     namespace, name, labels = meta.get("namespace", ""), meta["name"], meta.get("labels") or {}
     owner_kind, owner_name, _ = controller_of(raw)

@@ -35,7 +35,7 @@ _KEPT: Final = frozenset(
 
 
 def pod_view(raw: Json) -> PodView:
-    """Give the view of a pod."""
+    """Return the view of a pod."""
     meta, spec, status = raw["metadata"], raw.get("spec") or {}, raw.get("status") or {}
     labels = meta.get("labels") or {}
     conditions = {each["type"]: each for each in status.get("conditions") or ()}
@@ -85,7 +85,7 @@ def pod_view(raw: Json) -> PodView:
 
 
 def object_view(raw: Json, *, kind: str) -> ObjectView:
-    """Give the view of any other object, whole or its metadata only."""
+    """Return the view of any other object, whole or its metadata only."""
     meta, status = raw["metadata"], raw.get("status") or {}
     view = ObjectView(
         ref=Ref(sys.intern(kind), meta["name"]),
@@ -138,7 +138,7 @@ def _assigned(status: Json) -> dict[str, Assigned]:
 
 
 def digest_of(raw: Json) -> str:
-    """Give the digest that an object carries, "" where it carries none."""
+    """Return the digest that an object carries, "" where it carries none."""
     return str((raw["metadata"].get("annotations") or {}).get(DIGEST, ""))
 
 
@@ -162,7 +162,7 @@ def _merge(into: dict[str, Any], fields: Json) -> None:
 
 
 def controller_of(raw: Json) -> tuple[str, str, str]:
-    """Give kind, name and UID of the object that owns this one as its controller; empty where none does."""
+    """Return kind, name and UID of the object that owns this one as its controller; empty where none does."""
     for owner in raw["metadata"].get("ownerReferences") or ():
         if owner.get("controller"):
             return owner["kind"], owner["name"], owner["uid"]
@@ -170,7 +170,7 @@ def controller_of(raw: Json) -> tuple[str, str, str]:
 
 
 def scalers(raw: Json, path: Iterable[str]) -> tuple[str, ...]:
-    """Give the field managers that set the field at ``path`` through the scale subresource, sorted."""
+    """Return the field managers that set the field at ``path`` through the scale subresource, sorted."""
     keys = tuple(f"f:{step}" for step in path)
     found = set()
     for entry in raw["metadata"].get("managedFields") or ():
@@ -183,7 +183,7 @@ def scalers(raw: Json, path: Iterable[str]) -> tuple[str, ...]:
 
 
 def seconds(time: str | None) -> float | None:
-    """Give an RFC 3339 time as unix seconds."""
+    """Return an RFC 3339 time as unix seconds."""
     return datetime.fromisoformat(time).timestamp() if time else None
 
 

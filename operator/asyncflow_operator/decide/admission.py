@@ -1,4 +1,4 @@
-"""What the gang scheduler's object says: whether the core has its place, has lost it, or needs it no more.
+"""State of the gang scheduler's object: whether the core has its place, has lost it, or needs it no more.
 
 Volcano holds the pods of its PodGroup back by itself. Kueue admits a Workload of ours, and then pods are made, on nodes
 of the flavors that it was given. Of an evicted Workload the pods end; then its quota is given back, and it waits for a

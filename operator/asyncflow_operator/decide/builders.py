@@ -1,4 +1,4 @@
-"""What a decision needs of the builders of objects, and which objects beside pods are to be written;
+"""Builders of objects as a decision needs them, and the choice of objects beside pods that are to be written;
 ``asyncflow_operator.desired`` is the real builder.
 
 Invariant: an object is written where the digest that was observed differs from the digest that is wanted, or where
@@ -31,13 +31,13 @@ class DesiredJob(Protocol):
         """Return every object of the job, except its pods and custom resources."""
 
     def children(self, state: JobState) -> tuple[Manifest, ...]:
-        """Give the job's own TransferQueue and WeightSync."""
+        """Return the job's own TransferQueue and WeightSync."""
 
     def pod(self, state: JobState, role: RoleName, index: int, attempt: int) -> Manifest:
-        """Give one pod."""
+        """Return one pod."""
 
     def images(self, job: RLJob) -> dict[str, str]:
-        """Give the image of each role, as this operator would have it now."""
+        """Return the image of each role, as this operator would have it now."""
 
 
 class DesiredQueue(Protocol):
@@ -50,7 +50,7 @@ class DesiredQueue(Protocol):
         """Return every object of the queue, except its pods."""
 
     def queue_pod(self, state: QueueState, role: RoleName, index: int, attempt: int) -> Manifest:
-        """Give one pod."""
+        """Return one pod."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ def _selects(manifest: Manifest, labels: ItemsView[str, str]) -> bool:
 
 
 def _missed(secret: str, pods: Iterable[PodView], alarm: Alarm) -> bool:
-    """Say whether a pod may be waiting for the Secret: a kubelet does not say so of what it cannot mount."""
+    """Return whether a pod may be waiting for the Secret: a kubelet does not report all that it cannot mount."""
     waiting = [pod for pod in pods if pod.scheduled and pod.phase == "Pending" and not pod.deleting]
     silent = [pod for pod in waiting if pod.waiting in _MOUNTING and not alarm.until(pod.created + UNBEGUN_S)]
     return bool(silent) or any(secret in pod.waiting_message for pod in waiting)

@@ -52,11 +52,11 @@ class Board:
         self._shown.pop(kind, None)
 
     def says(self, kind: str, message: str) -> bool:
-        """Say whether an aspect is stated with this message."""
+        """Return whether an aspect is stated with this message."""
         return kind in self._shown and self._shown[kind].message == message[:_LONGEST]
 
     def has(self, kind: str) -> bool:
-        """Say whether anything was ever stated about an aspect."""
+        """Return whether anything was ever stated about an aspect."""
         return kind in self._shown
 
     @property

@@ -40,12 +40,12 @@ class Draft(Generic[S]):
         self.alarm = Alarm(self.now)
 
     def after(self) -> S:
-        """Give the status as it will be."""
+        """Return the status as it will be."""
         shown = {"conditions": self.board.shown, "observed_generation": self.owner.generation}
         return self.before.model_copy(update={**self.fields, **shown})
 
     def note(self, reason: str, message: str, *, warning: bool = False) -> None:
-        """Tell people of a transition."""
+        """Add an event about a transition, for people."""
         self.notes.append(Note(type="Warning" if warning else "Normal", reason=reason, message=message))
 
     def take_away(self, deletes: Iterable[Delete]) -> None:
@@ -65,14 +65,14 @@ class Draft(Generic[S]):
         self.then.extend(actions)
 
     def plan(self, *, figures: Collection[str]) -> Plan:
-        """Give the plan. figures: the fields of the status that may wait."""
+        """Return the plan. figures: the fields of the status that may wait."""
         status = to_write(self.before, self.after(), figures=figures, alarm=self.alarm)
         stages = tuple(tuple(stage) for stage in (self.first, self.then) if stage)
         return Plan(status=status, stages=stages, notes=tuple(self.notes), again_in_s=self.alarm.again_in_s)
 
 
 def accept(draft: Draft[JobStatus] | Draft[QueueStatus], *, problem: str, reason: str, message: str = "") -> None:
-    """Say whether the newest spec counts; where ``problem`` says why not, the last that was accepted does."""
+    """Record whether the newest spec counts; where ``problem`` says why not, the last that was accepted does."""
     if not problem:
         draft.fields["accepted_generation"] = draft.owner.generation
         draft.board.say("Accepted", True, "Accepted", message)
@@ -86,7 +86,7 @@ def accept(draft: Draft[JobStatus] | Draft[QueueStatus], *, problem: str, reason
 
 
 def refuse(draft: Draft[Any], *, problem: str, reason: str) -> Plan:
-    """Say of an object that the contract refuses why, and what to do; what runs is left as it is."""
+    """Record why an object is invalid and what to do about it, and return its plan; what runs is left as it is."""
     draft.board.say("Accepted", False, reason or "Invalid", problem)
     if not draft.board.has("Ready"):
         draft.board.say("Ready", False, "NotAccepted", "See the condition Accepted")

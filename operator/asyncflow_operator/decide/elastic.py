@@ -21,7 +21,7 @@ _OFF: Final[dict[str, Any]] = {"desired_replicas": None, "elasticity": None}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """How many rollouts there shall be.
+    """Wanted number of rollouts.
 
     fields: of the status; acts: whether the policy decides; None where the job has none; reason, message: why.
     """
@@ -34,7 +34,7 @@ class Target:
 
 
 def target(spec: RLJobSpec, state: JobState, alarm: Alarm) -> Target:
-    """Give the number of rollouts that counts now."""
+    """Return the number of rollouts that counts now."""
     asked = spec.rollout.replicas
     if not (spec.elasticity.enabled or spec.elasticity.dry_run):
         return Target(replicas=asked, fields=_OFF)

@@ -28,12 +28,12 @@ SPARE_S: Final = 60.0
 
 
 def driver_of(state: JobState) -> PodView | None:
-    """Give the driver's pod."""
+    """Return the driver's pod."""
     return next((pod for pod in state.pods if pod.role == "driver"), None)
 
 
 def left_as(driver: PodView, state: JobState) -> str:
-    """Give the phase in which a driver that is done has left the job: its last word, or what it answered last."""
+    """Return the phase in which a driver that is done has left the job: its last word, or what it answered last."""
     seen = state.probe.status
     return driver.last_words or (seen.phase if seen is not None else "")
 
@@ -96,7 +96,7 @@ def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
 
 
 def resumed(status: JobStatus) -> dict[str, Any]:
-    """Give the fields of the status with which a suspended job begins again, as the next attempt of every role."""
+    """Return the fields of the status with which a suspended job begins again, as the next attempt of every role."""
     failures = {
         name: next_attempt(record).model_copy(update={"in_a_row": 0, "counted": ()})
         for name, record in status.failures.items()
@@ -105,7 +105,7 @@ def resumed(status: JobStatus) -> dict[str, Any]:
 
 
 def overdue(draft: Draft[JobStatus], spec: RLJobSpec) -> Verdict | None:
-    """Say whether a job has taken longer than it may."""
+    """Return the verdict on a job that has taken longer than it may, None on any other."""
     deadline, began = spec.limits.active_deadline_seconds, read(draft.before.start_time)
     if deadline is None or began is None or draft.alarm.until(began + deadline):
         return None
@@ -113,7 +113,7 @@ def overdue(draft: Draft[JobStatus], spec: RLJobSpec) -> Verdict | None:
 
 
 def _may_save(state: JobState) -> bool:
-    """Say whether the driver can still be brought to a checkpoint."""
+    """Return whether the driver can still be brought to a checkpoint."""
     seen = state.probe.status
     return seen is None or seen.phase not in ("Starting", "Pending", "Suspended", "Succeeded")
 

@@ -35,7 +35,7 @@ _WORDS: Final = 600
 
 
 class End(StrEnum):
-    """What the end of a pod counts as."""
+    """Classes of the end of a pod."""
 
     FAILED = "failed"
     REFUSED = "refused its input"
@@ -63,7 +63,7 @@ class Stock:
 
 
 def end_of(pod: PodView) -> End | None:
-    """Give what the end of ``pod`` counts as; None while it has not ended."""
+    """Return what the end of ``pod`` counts as; None while it has not ended."""
     if pod.deleting:
         return End.DELETED
     if pod.phase not in ("Succeeded", "Failed"):
@@ -101,17 +101,17 @@ def take_stock(role: Role, pods: Iterable[PodView], record: RoleRecord, alarm: A
 
 
 def delay(policy: RestartPolicy, ends: int) -> float:
-    """Give the seconds to wait after ``ends`` ends in a row; none after none."""
+    """Return the seconds to wait after ``ends`` ends in a row; none after none."""
     return float(min(policy.backoff_s * 2.0 ** min(ends - 1, _MOST_DOUBLINGS), LONGEST_S)) if ends else 0.0
 
 
 def begins_at(policy: RestartPolicy, record: RoleRecord) -> float:
-    """Give when a gang may begin again (unix seconds)."""
+    """Return when a gang may begin again (unix seconds)."""
     return (read(record.last_failure) or 0.0) + delay(policy, record.in_a_row)
 
 
 def cleared(policy: RestartPolicy, record: RoleRecord, pod: PodView, alarm: Alarm) -> bool:
-    """Say whether the remains of ``pod`` may go, so that its seat is filled again: entered, and the backoff is over."""
+    """Return whether the remains of ``pod`` may go, so that its seat is filled again: counted, and past the backoff."""
     if pod.uid not in record.counted:
         return False
     ended = read(record.last_failure) or 0.0
@@ -149,7 +149,7 @@ def _enter(role: Role, record: RoleRecord, pod: PodView, end: End, now: float) -
 
 
 def _row(record: RoleRecord, pod: PodView, now: float) -> int:
-    """Give the length of the row that ends with ``pod``: only the successor of an end makes it longer."""
+    """Return the length of the row that ends with ``pod``: only the successor of an end makes it longer."""
     lived = pod.finished - pod.started if pod.started is not None and pod.finished is not None else 0.0
     quiet = now - (read(record.last_failure) or 0.0)
     if lived >= SETTLED_S or quiet >= LONGEST_S + SETTLED_S:

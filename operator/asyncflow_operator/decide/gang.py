@@ -23,7 +23,7 @@ from asyncflow_operator.observed import PodView
 
 
 def caught_up(record: RoleRecord, pods: Collection[PodView], *, known: int) -> RoleRecord:
-    """Give the record, never behind an attempt that is known elsewhere: of a pod, of the driver, of an older status."""
+    """Return the record, never behind an attempt that a pod, the driver or an older status knows."""
     newest = max((known, *(pod.attempt for pod in pods)))
     if newest <= record.attempt:
         return record
@@ -31,7 +31,7 @@ def caught_up(record: RoleRecord, pods: Collection[PodView], *, known: int) -> R
 
 
 def next_attempt(record: RoleRecord) -> RoleRecord:
-    """Give the record as it is after the present attempt was given up, though nobody failed."""
+    """Return the record as it is after the present attempt was given up, though nobody failed."""
     return record.model_copy(update={"attempt": record.attempt + 1, "begun": False, "whole": False})
 
 
@@ -58,7 +58,7 @@ def tend_gang(
 
 
 def _lost(role: Role, pods: Collection[PodView], record: RoleRecord, *, unmade: bool) -> str:
-    """Say who is not there though the attempt could have trained, or is there and not wanted; "" if nobody."""
+    """Return who is not there though the attempt could have trained, or is there and not wanted; "" if nobody."""
     there = {pod.index for pod in pods if pod.attempt == record.attempt}
     if beyond := [index for index in there if index >= role.replicas]:
         return f"{role.name} rank {max(beyond)} is beyond the {role.replicas} wanted"

@@ -1,4 +1,4 @@
-"""What to do about one RLJob now.
+"""Decision about one RLJob: what to do now.
 
 The order of the questions is the order of this file: is it ours and legal, is it over, is it to be suspended, has
 something ended, and only then: what is missing, what is too much, and what is there to tell.
@@ -56,7 +56,7 @@ _UNFIT: Final = frozenset(("Refused", "BudgetExceeded"))
 
 
 def decide_job(state: JobState, *, now: float, desired: DesiredJob) -> Plan:
-    """Give the plan for a job as it is at ``now`` (unix seconds)."""
+    """Return the plan for a job as it is at ``now`` (unix seconds)."""
     job, phase = state.job, state.status.phase
     if state.owner.deleting or (job is not None and job.spec.managed_by not in (None, MANAGER)):
         return Plan()
@@ -188,7 +188,7 @@ class _Running:
             draft.notes.extend(put_back(changed, state.denied, owner=f"RLJob {self._job.name}"))
 
     def _tell(self, wanted: Target, *, staying: int) -> None:
-        """Say how far the job is."""
+        """Record how far the job is."""
         draft, state, spec = self._draft, self._state, self._job.spec
         rollouts = [pod for pod in state.pods if pod.role == "rollout"]
         begun = any(self._records[role.name].begun for role in self._ours if role.gang)
@@ -226,7 +226,7 @@ class _Running:
             board.say("ElasticityActive", wanted.acts, wanted.reason, wanted.message)
 
     def _open(self, role: Role) -> bool:
-        """Say whether pods of ``role`` may be made now."""
+        """Return whether pods of ``role`` may be made now."""
         ran, gang = self._state.status.phase == "Running", self._job.spec.scheduling.gang
         if not (self._may_make and may_start(role, self._roles, self._ready, ran=ran, gang=gang)):
             return False
@@ -242,12 +242,12 @@ class _Running:
         return max(self._state.status.attempt, seen.attempt if seen is not None else 0)
 
     def _just_written(self) -> bool:
-        """Say whether what the status says was to be done a moment ago, and may not have come about yet."""
+        """Return whether the status was written so lately that what it says may not have come about yet."""
         since = read(self._state.status.progress_time)
         return since is not None and 0 <= self._draft.now - since < _MOMENT_S
 
     def _remembered(self) -> dict[str, Any]:
-        """Give the records as fields of the status."""
+        """Return the records as fields of the status."""
         queue = self._state.queue
         every = self._records | (queue.failures if queue is not None else {})
         trainer = self._records.get("trainer", RoleRecord())
@@ -259,7 +259,7 @@ class _Running:
 
 
 def _verdict_of_queue(state: JobState) -> Verdict | None:
-    """Say whether the job's own queue cannot go on."""
+    """Return the verdict where the job's own queue cannot go on, else None."""
     for condition in state.queue.conditions if state.queue is not None else ():
         if condition.type == "Degraded" and condition.status == "True" and condition.reason in _UNFIT:
             return Verdict(condition.reason, condition.message)

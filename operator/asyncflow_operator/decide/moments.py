@@ -13,12 +13,12 @@ _SOON_S = 0.1
 
 
 def written(at: float) -> str:
-    """Give unix seconds as RFC 3339 in UTC."""
+    """Return unix seconds as RFC 3339 in UTC."""
     return datetime.fromtimestamp(int(at), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def read(time: str | None) -> float | None:
-    """Give unix seconds for RFC 3339; None for what is no time."""
+    """Return unix seconds for RFC 3339; None for what is no time."""
     if not time:
         return None
     try:
@@ -28,7 +28,7 @@ def read(time: str | None) -> float | None:
 
 
 def spoken(seconds: float) -> str:
-    """Give a duration with its two largest units: ``42s``, ``12m``, ``2h13m``, ``3d4h``."""
+    """Return a duration with its two largest units: ``42s``, ``12m``, ``2h13m``, ``3d4h``."""
     whole = int(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -49,7 +49,7 @@ class Alarm:
     at: float | None = None
 
     def until(self, moment: float | None) -> bool:
-        """Say whether ``moment`` (unix seconds; None: never) is still to come; where it is, look again then."""
+        """Return whether ``moment`` (unix seconds; None: never) is still to come; where it is, look again then."""
         if moment is None:
             return True
         if moment <= self.now:

@@ -67,7 +67,7 @@ def why_pending(roles: Sequence[Role], state: JobState) -> Why | None:
 
 
 def why_denied(denied: Sequence[Denial]) -> Why:
-    """Say what the API server refuses, what is missing because of that first, and of that pods."""
+    """Return in words what the API server refused: what is missing because of that first, and pods first of that."""
     first, *others = sorted(denied, key=lambda denial: (not denial.missing, denial.ref.kind != "Pod", denial.ref))
     more = f" ({len(others)} more {'is' if len(others) == 1 else 'are'} refused)" if others else ""
     goes_on = "" if first.missing else ". What runs goes on as it is"
@@ -115,7 +115,7 @@ def _attaches(pod: PodView, alarm: Alarm) -> bool:
 
 
 def _remedy(denied: str) -> str:
-    """Say what to do about what the API server refused, by its words."""
+    """Return what to do about what the API server refused, by its words."""
     return next((remedy for words, remedy in _REMEDIES.items() if words in denied), _USUAL_REMEDY)
 
 
@@ -164,7 +164,7 @@ def _unschedulable(
 
 
 def _shortage(needs: Resources, nodes: Sequence[NodeFree]) -> str:
-    """Say which resource no node has enough of, and how much the best one has; "" where each is to be had somewhere."""
+    """Return which resource no node has enough of, and how much the best one has; "" where some node has enough."""
     wanted = {needs.resource: float(needs.accelerators)} if needs.accelerators else {}
     wanted |= {"memory": float(needs.memory)} if needs.memory else {}
     wanted |= {"cpu": needs.cpu}

@@ -1,4 +1,4 @@
-"""How far a job has come, seen from its pods.
+"""Phase that a job has reached, seen from its pods.
 
 Invariant: a phase says what was reached, so a pod that is replaced does not turn a running job back into a starting
 one; whether all is well now is what the condition Ready says.
@@ -26,12 +26,12 @@ def ready_of(pods: Collection[PodView]) -> Counter[str]:
 
 
 def lacking(roles: Sequence[Role], ready: Counter[str]) -> list[str]:
-    """Say in few words each, in the order of the plan, which roles have fewer ready processes than they must."""
+    """Return the roles with fewer ready processes than they must have, in few words each, in the order of the plan."""
     return [f"{role.name} {ready[role.name]}/{role.core}" for role in roles if ready[role.name] < role.core]
 
 
 def may_start(role: Role, roles: Sequence[Role], ready: Counter[str], *, ran: bool, gang: str) -> bool:
-    """Say whether the processes of ``role`` may be made: all that it starts after are ready, or ``roles`` ran already.
+    """Return whether processes of ``role`` may be made: all that it starts after are ready, or ``roles`` ran already.
 
     A gang scheduler wants to see all of the gang at once.
     """
@@ -43,7 +43,7 @@ def may_start(role: Role, roles: Sequence[Role], ready: Counter[str], *, ran: bo
 def reached(
     before: Phase, roles: Sequence[Role], pods: Collection[PodView], ready: Counter[str], *, begun: bool
 ) -> Phase:
-    """Give the phase of an active job. begun: the trainer's gang is on record, so that this costs no status write."""
+    """Return the phase of an active job. begun: the trainer's gang is on record, so that this costs no status write."""
     if before == "Running" or not lacking(roles, ready):
         return "Running"
     starts = before == "Starting" or (begun and any(pod.started is not None or pod.ready for pod in pods))

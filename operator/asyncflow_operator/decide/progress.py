@@ -31,7 +31,7 @@ _LINE: Final = 1024
 
 
 def figures(seen: DriverStatus | None, rollouts: Collection[PodView]) -> dict[str, Any]:
-    """Give the fields of the status that the driver's last answer fills; rollouts: their pods."""
+    """Return the fields of the status that the driver's last answer fills; rollouts: their pods."""
     if seen is None:
         return {"ready_rollouts": sum(pod.ready and not pod.deleting for pod in rollouts)}
     return {

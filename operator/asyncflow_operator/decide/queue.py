@@ -1,4 +1,4 @@
-"""What to do about one TransferQueue now: controllers and storage units, of a job or of a queue that stands alone.
+"""Decision about one TransferQueue: controllers and storage units, of a job or of a queue that stands alone.
 
 A job's own queue has pods while its job is active; the job takes them away when it ends. The ends of controllers and
 units are entered here, and what cannot be mended is said by the condition Degraded, which the job reads.
@@ -35,7 +35,7 @@ FIGURES: Final = frozenset(("rows", "bytes", "limit", "ready_units"))
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """Where a queue stands: its roles, who they wait for, whether pods may be made at all, and the address to dial."""
+    """Setting of a queue: its roles, who they wait for, whether pods may be made at all, and the address to dial."""
 
     roles: tuple[Role, ...]
     around: tuple[Role, ...]
@@ -49,7 +49,7 @@ class _Setting:
 
 
 def decide_queue(state: QueueState, *, now: float, desired: DesiredQueue) -> Plan:
-    """Give the plan for a queue as it is at ``now`` (unix seconds)."""
+    """Return the plan for a queue as it is at ``now`` (unix seconds)."""
     if state.owner.deleting:
         return Plan()
     draft = Draft(owner=state.owner, before=state.status, now=now)
@@ -142,7 +142,7 @@ def _kept(draft: Draft[QueueStatus], state: QueueState, desired: DesiredQueue) -
 
 
 def _holds_for(pod: PodView, role: Role, pods: Collection[PodView]) -> bool:
-    """Tell whether ``pod`` is a holder too many whose unit is still there: its rows lie here until they have moved."""
+    """Return whether ``pod`` is a surplus holder whose unit is still there: its rows lie here until they have moved."""
     units = {each.index for each in pods if each.role == "storage"}
     return role.name == "holder" and pod.index >= role.replicas and pod.index in units
 
@@ -173,7 +173,7 @@ def _tell(draft: Draft[QueueStatus], state: QueueState, setting: _Setting, verdi
 
 
 def _figures(job: JobState | None) -> dict[str, Any]:
-    """Give what the job's driver says of the queue; of a queue that stands alone nobody says it."""
+    """Return what the job's driver says of the queue; of a queue that stands alone nobody says it."""
     seen = job.probe.status if job is not None else None
     if job is None or seen is None:
         return {}

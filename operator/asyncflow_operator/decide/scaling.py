@@ -53,7 +53,7 @@ class Registered:
 
 
 def still_leaving(draining: Sequence[Leaving], pods: Collection[PodView]) -> tuple[Leaving, ...]:
-    """Give those of ``draining`` whose pods are still there."""
+    """Return those of ``draining`` whose pods are still there."""
     there = {pod.uid for pod in pods}
     return tuple(each for each in draining if each.uid in there)
 
@@ -94,7 +94,7 @@ def tend_rollouts(
 
 
 def _worth(pod: PodView, registered: Registered) -> tuple[bool, int, int, int]:
-    """Give the order in which rollouts leave: not running, fewest in flight, oldest version, highest index."""
+    """Return the order in which rollouts leave: not running, fewest in flight, oldest version, highest index."""
     known = (registered.by_index or {}).get(pod.index)
     runs = pod.phase == "Running" and end_of(pod) is None
     return runs, known.inflight if known else 0, known.version if known else 0, -pod.index

@@ -38,7 +38,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
-    """What is to happen to the pods of a role."""
+    """Changes to the pods of a role."""
 
     make: tuple[Seat, ...] = ()
     remove: tuple[Delete, ...] = ()

@@ -21,7 +21,7 @@ Fields = Mapping[str, Any]
 
 
 def intact(held: str, manifest: Manifest) -> bool:
-    """Say whether all that ``manifest`` says, its labels included, is among the fields ``held``; "" stands for all."""
+    """Return whether all that ``manifest`` says, with its labels, is among the fields ``held``; "" stands for all."""
     if not held:
         return True
     said = {key: value for key, value in manifest.items() if key not in _IDENTITY}

@@ -1,4 +1,4 @@
-"""What to say of one WeightSync now: versions, how far behind rollouts are, and who is furthest.
+"""Status of one WeightSync: versions, how far behind rollouts are, and which are furthest.
 
 Invariant: it owns nothing, so its plan is a status and no more; that status is bounded however many rollouts there are.
 """
@@ -23,7 +23,7 @@ FIGURES: Final = frozenset(("version", "attempt", "lag", "laggards", "bytes", "t
 
 
 def decide_sync(state: SyncState, *, now: float) -> Plan:
-    """Give the plan for a WeightSync as it is at ``now`` (unix seconds)."""
+    """Return the plan for a WeightSync as it is at ``now`` (unix seconds)."""
     if state.owner.deleting:
         return Plan()
     draft = Draft(owner=state.owner, before=state.status, now=now)
@@ -71,6 +71,6 @@ def histogram(lags: Collection[int]) -> tuple[int, ...]:
 
 
 def furthest(serving: Collection[RolloutState], behind: dict[str, int]) -> tuple[Laggard, ...]:
-    """Give the rollouts that are behind, the furthest first, ten at most."""
+    """Return the rollouts that are behind, the furthest first, ten at most."""
     late = sorted((each for each in serving if behind[each.id]), key=lambda each: (-behind[each.id], each.index))
     return tuple(Laggard(id=each.id, version=each.version, lag=behind[each.id]) for each in late[:LAGGARDS])

@@ -18,13 +18,13 @@ from asyncflow_operator.observed import Manifest
 FIGURES_S: Final = 15.0
 """Least seconds between two writes of one status that differ in figures only."""
 _SECOND: Final = 1.0
-"""What a written moment lacks of the real one at most."""
+"""Most seconds by which a written moment is earlier than the real one."""
 
 S = TypeVar("S", JobStatus, QueueStatus, WeightsStatus)
 
 
 def to_write(before: S, after: S, *, figures: Collection[str], alarm: Alarm) -> Manifest | None:
-    """Give the status to write now, None for none. figures: the fields that may wait."""
+    """Return the status to write now, None for none. figures: the fields that may wait."""
     changed = {name for name in type(after).model_fields if getattr(before, name) != getattr(after, name)}
     changed.discard("progress_time")
     if not changed:
@@ -37,7 +37,7 @@ def to_write(before: S, after: S, *, figures: Collection[str], alarm: Alarm) -> 
 
 
 def _standing(conditions: Collection[Condition]) -> dict[str, tuple[str, str, int]]:
-    """Give what of the conditions is a transition: all but the messages."""
+    """Return what of the conditions is a transition: all but the messages."""
     return {each.type: (each.status, each.reason, each.observed_generation) for each in conditions}
 
 

@@ -1,4 +1,4 @@
-"""What should exist, as pure functions: no clock, no I/O, no state."""
+"""Objects that should exist, as pure functions: no clock, no I/O, no state."""
 
 from asyncflow.plan.queue import queue_roles
 from asyncflow_operator.desired.bundle import Desired, DesiredSettings

@@ -1,4 +1,4 @@
-"""What tells the pods of one role from those of another: a role of the plan, with all that only the cluster knows.
+"""Blueprint of the pods of one role: a role of the plan, with all that only the cluster knows.
 
 Invariant: two pods of one role differ by index and attempt alone. What the user said about a role (``wish``) is kept
 apart from what this operator makes of it, so that an operator of another version finds that nothing has changed.
@@ -33,8 +33,9 @@ _SHAPE: Final = {"accelerator", "ranks_per_replica", "threads", "resources", "te
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """What a gang scheduler reads from a pod, or wants in it. spec: fields of its spec, which a template may change;
-    place: those that no template changes.
+    """Fields that a gang scheduler reads from a pod, or wants in it.
+
+    spec: fields of its spec, which a template may change; place: those that no template changes.
     """
 
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -45,7 +46,7 @@ class Membership:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
-    """What distinguishes the pods of a role.
+    """Properties that distinguish the pods of a role.
 
     keys: the Secret with key and token; templates: the user's, the later wins; wish: what the user said of the role, as
     JSON values; leader: the address that others dial, where process 0 of the role listens if ``leads``; first_seat,
@@ -76,7 +77,7 @@ class Blueprint:
     granted: Membership = Membership()
 
     def said(self, field: str, *, otherwise: Any) -> Any:
-        """Give what the templates say about a field of the pod's spec, the last word where several do."""
+        """Return what the templates say about a field of the pod's spec, the last word where several do."""
         said = [template.pod_spec[field] for template in self.templates if field in template.pod_spec]
         return said[-1] if said else otherwise
 
@@ -142,7 +143,7 @@ def job_blueprint(
 def queue_blueprint(
     queue: TransferQueue, name: RoleName, *, family: Family, keys: str, registry: Registry
 ) -> Blueprint:
-    """Give the blueprint of a role of a queue that stands alone. Raises KeyError where a queue has no such role."""
+    """Return the blueprint of a role of a queue that stands alone. Raises KeyError where a queue has no such role."""
     spec = queue.spec
     role = queue_role(queue, name)
     return Blueprint(
@@ -164,7 +165,7 @@ def queue_blueprint(
 
 
 def templates_of(job: RLJob, name: RoleName) -> tuple[TemplateSpec, ...]:
-    """Give the user's templates for a role; the later wins."""
+    """Return the user's templates for a role; the later wins."""
     spec = job.spec
     of_role = {"trainer": (spec.trainer.template,), "rollout": (spec.rollout.template,)}
     return (spec.template, *of_role.get(name, ()))
@@ -176,7 +177,7 @@ def _before(role: Role, roles: Sequence[Role]) -> int:
 
 
 def wish_of(job: RLJob, name: RoleName) -> dict[str, object]:
-    """Give what shapes a pod of the role; not what its processes read from the manifest, nor how many there are."""
+    """Return what shapes a pod of the role; not what its processes read from the manifest, nor how many there are."""
     spec = job.spec
     of_role: dict[str, dict[str, object]] = {
         "driver": {"resources": spec.driver.resources},
@@ -203,14 +204,14 @@ def wish_of(job: RLJob, name: RoleName) -> dict[str, object]:
 
 
 def queue_wish(queue: TransferQueue) -> dict[str, object]:
-    """Give what shapes the pods of a queue that stands alone."""
+    """Return what shapes the pods of a queue that stands alone."""
     spec = queue.spec
     held, ledger = spec.bytes_per_unit, spec.ledger.claim
     return _said(template=spec.template, resources=spec.resources, bytes=held, ledger=ledger, store=spec.store)
 
 
 def _said(**wishes: object) -> dict[str, object]:
-    """Give wishes as JSON values without what is left open, which may get another default one day."""
+    """Return wishes as JSON values without what is left open, which may get another default one day."""
     values = (
         (name, wish.model_dump(mode="json", exclude_defaults=True) if isinstance(wish, Spec) else wish)
         for name, wish in wishes.items()

@@ -35,7 +35,7 @@ from asyncflow_operator.observed import JobState, Manifest, Owner, QueueState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DesiredSettings:
-    """What the operator's own settings contribute.
+    """Settings of the operator that shape the objects it makes.
 
     registry: where its images are; master: the secret that all keys are derived from; watchers: namespaces that may
     read metrics and status, the operator's own among them.
@@ -48,12 +48,12 @@ class DesiredSettings:
 
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """What should exist. Every method raises ValueError for a state without a legal job or queue."""
+    """Builder of what should exist. Every method raises ValueError for a state without a legal job or queue."""
 
     settings: DesiredSettings
 
     def supporting(self, state: JobState) -> tuple[Manifest, ...]:
-        """Give all that a job's pods need, in the order to apply: everything but pods and children."""
+        """Return all that a job's pods need, in the order to apply: everything but pods and children."""
         job, family = _job(state), job_family(state.owner)
         roles = plan(job).roles
         core = [role for role in roles if role.core and role.name != "rollout"]
@@ -72,15 +72,15 @@ class Desired:
         )
 
     def children(self, state: JobState) -> tuple[Manifest, ...]:
-        """Give the TransferQueue and the WeightSync that the job makes for itself."""
+        """Return the TransferQueue and the WeightSync that the job makes for itself."""
         return make_children(_job(state), job_family(state.owner))
 
     def pod(self, state: JobState, role: RoleName, index: int, attempt: int) -> Manifest:
-        """Give a pod of the job. Raises KeyError for a role that it has not."""
+        """Return a pod of the job. Raises KeyError for a role that it has not."""
         return make_pod(self._of_job(state, role, owner=state.owner), index=index, attempt=attempt)
 
     def queue_supporting(self, state: QueueState) -> tuple[Manifest, ...]:
-        """Give all that the pods of a queue need that stands alone; those of a job's queue have what the job has."""
+        """Return all that the pods of a queue need that stands alone; those of a job's queue have what the job has."""
         if state.job is not None:
             return ()
         queue, family = _queue(state), queue_family(state.owner)
@@ -96,7 +96,7 @@ class Desired:
         )
 
     def queue_pod(self, state: QueueState, role: RoleName, index: int, attempt: int) -> Manifest:
-        """Give a pod of a queue. Raises KeyError for a role that it has not."""
+        """Return a pod of a queue. Raises KeyError for a role that it has not."""
         if state.job is not None:
             blueprint = self._of_job(state.job, role, owner=state.owner)
         else:
@@ -119,7 +119,7 @@ class Desired:
         return images | {REWARD_CONTAINER: images["rollout"]}
 
     def token(self, owner: Owner) -> str:
-        """Give the bearer token of the POST routes of a job's driver."""
+        """Return the bearer token of the POST routes of a job's driver."""
         return token(self.settings.master, owner)
 
     def _of_job(self, state: JobState, role: RoleName, *, owner: Owner) -> Blueprint:

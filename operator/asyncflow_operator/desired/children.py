@@ -13,7 +13,7 @@ from asyncflow_operator.observed import Manifest
 
 
 def make_children(job: RLJob, family: Family) -> tuple[Manifest, ...]:
-    """Give the job's own queue and versions."""
+    """Return the job's own queue and versions."""
     spec = job.spec
     made = []
     if spec.transfer_queue.name is None:

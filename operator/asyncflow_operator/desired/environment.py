@@ -32,7 +32,7 @@ from asyncflow_operator.desired.blueprint import Blueprint
 from asyncflow_operator.observed import Manifest
 
 _INTERFACE: Final = "eth0"
-"""What the container runtimes call the one interface of a pod."""
+"""Name that the container runtimes give to the one interface of a pod."""
 _HOME: Final[Mapping[str, str]] = MappingProxyType(
     {
         "HOME": "/tmp",  # noqa: S108 — the pod's own volume
@@ -49,7 +49,7 @@ _HOME: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def make_environment(blueprint: Blueprint, index: int) -> list[Manifest]:
-    """Give the variables of process ``index``, as a container's ``env``."""
+    """Return the variables of process ``index``, as a container's ``env``."""
     plain = {**_HOME, **_rank(blueprint, index), **_devices(blueprint, index), **blueprint.role.env}
     referred = {**_assigned(blueprint), **_host_ip(blueprint)}
     theirs = {variable.name for template in blueprint.templates for variable in template.env}

@@ -1,4 +1,4 @@
-"""How the core of a job, its trainer, queue, driver and least number of rollouts, gets its place as a whole.
+"""Scheduling of a job's core as a whole: its trainer, queue, driver and least number of rollouts.
 
 Volcano: one PodGroup of the core; a rollout above the minimum is in no group of ours, so Volcano gives it one of its
 own, in the same queue. Kueue: one Workload of our own for the core, which the operator starts when it is admitted, on
@@ -102,7 +102,7 @@ def priority_class(job: RLJob, owner: Owner) -> Ref | None:
 
 
 def membership(blueprint: Blueprint, index: int) -> Membership:
-    """Give what ties process ``index`` to the core's group, or keeps it out: the lowest indices are the core."""
+    """Return what ties process ``index`` to the core's group, or keeps it out: the lowest indices are the core."""
     scheduling, in_core = blueprint.scheduling, index < blueprint.role.core
     if scheduling.gang == "volcano":
         queue = {VOLCANO_QUEUE: scheduling.queue} if scheduling.queue is not None else {}

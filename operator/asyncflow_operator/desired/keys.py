@@ -40,12 +40,12 @@ def secret_name(master: bytes, owner: Owner) -> str:
 
 
 def key(master: bytes, owner: Owner) -> str:
-    """Give the key as ``asyncflow.net.keys`` reads it: 40 characters of Z85."""
+    """Return the key as ``asyncflow.net.keys`` reads it: 40 characters of Z85."""
     return z85(_derived(master, owner, "key"))
 
 
 def token(master: bytes, owner: Owner) -> str:
-    """Give the bearer token of the driver's POST routes, 64 hexadecimal digits."""
+    """Return the bearer token of the driver's POST routes, 64 hexadecimal digits."""
     return _derived(master, owner, "token").hex()
 
 

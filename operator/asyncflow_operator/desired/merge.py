@@ -30,7 +30,7 @@ _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def merge(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
-    """Give ``base`` with ``patch`` laid over it; neither is changed."""
+    """Return ``base`` with ``patch`` laid over it; neither is changed."""
     merged = dict(base)
     for name, value in patch.items():
         if value is None:

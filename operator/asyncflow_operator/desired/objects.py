@@ -22,7 +22,7 @@ from asyncflow_operator.observed import Manifest, Owner
 
 DIGEST_DIGITS: Final = 16
 KUEUE: Final = "kueue.x-k8s.io/"
-"""What begins the labels, annotations, gates and finalizers that are Kueue's."""
+"""Prefix of the labels, annotations, gates and finalizers that are Kueue's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +40,12 @@ class Family:
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def of(self, owner: Owner) -> Family:
-        """Give the same family with another owner: a job's queue owns pods of the job's family."""
+        """Return the same family with another owner: a job's queue owns pods of the job's family."""
         return replace(self, owner=owner)
 
 
 def job_family(owner: Owner) -> Family:
-    """Give the family of a job."""
+    """Return the family of a job."""
     return Family(
         name=owner.name,
         namespace=owner.namespace,
@@ -56,7 +56,7 @@ def job_family(owner: Owner) -> Family:
 
 
 def queue_family(owner: Owner) -> Family:
-    """Give the family of a queue that stands alone."""
+    """Return the family of a queue that stands alone."""
     return Family(
         name=owner.name,
         namespace=owner.namespace,
@@ -84,7 +84,7 @@ def make_object(
     annotations: Mapping[str, str] = MappingProxyType({}),
     body: Mapping[str, Any],
 ) -> Manifest:
-    """Give an object of ``family`` without a digest; ``labels`` come on top of the family's."""
+    """Return an object of ``family`` without a digest; ``labels`` come on top of the family's."""
     metadata: Manifest = {
         "name": name,
         "namespace": family.namespace,
@@ -97,7 +97,7 @@ def make_object(
 
 
 def make_owner_reference(owner: Owner) -> Manifest:
-    """Give the reference by which garbage collection finds an object when its owner is gone."""
+    """Return the reference by which garbage collection finds an object when its owner is gone."""
     return {
         "apiVersion": API_VERSION,
         "kind": owner.kind,
@@ -109,13 +109,13 @@ def make_owner_reference(owner: Owner) -> Manifest:
 
 
 def digest(value: object) -> str:
-    """Give a short hash of JSON values, the same for equal values in whatever order their keys are."""
+    """Return a short hash of JSON values, the same for equal values in whatever order their keys are."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_DIGITS]
 
 
 def stamped(manifest: Manifest, *, made_from: object = None) -> Manifest:
-    """Give ``manifest`` with its digest as an annotation: that of ``made_from``, or of all that it says."""
+    """Return ``manifest`` with its digest as an annotation: that of ``made_from``, or of all that it says."""
     metadata = manifest["metadata"]
     annotations = {**metadata.get("annotations", {}), DIGEST: digest(manifest if made_from is None else made_from)}
     return {**manifest, "metadata": {**metadata, "annotations": annotations}}

@@ -1,4 +1,4 @@
-"""Where a pod may run: devices, nodes that have them, neighbours.
+"""Constraints on where a pod may run: devices, nodes that have them, neighbours.
 
 Invariant: what the facts demand (the node's kind) is required, what is only good for speed (spread, nearness) is
 preferred, so that nothing waits for a place that is merely better.
@@ -21,7 +21,7 @@ _NEAR_WEIGHT: Final = 10
 
 
 def make_placement(blueprint: Blueprint) -> Manifest:
-    """Give the fields of a pod's spec that say where it may run."""
+    """Return the fields of a pod's spec that say where it may run."""
     resources = blueprint.role.resources
     facts = PROFILES[resources.profile]
     placement: Manifest = {}

@@ -61,7 +61,7 @@ _LIVE_FAILURES: Final = 18
 
 
 def make_pod(blueprint: Blueprint, *, index: int, attempt: int) -> Manifest:
-    """Give the pod of process ``index`` as its ``attempt``-th try. Its digest is that of the user's wishes."""
+    """Return the pod of process ``index`` as its ``attempt``-th try. Its digest is that of the user's wishes."""
     family, role = blueprint.family, blueprint.role
     member = membership(blueprint, index)
     labels = {

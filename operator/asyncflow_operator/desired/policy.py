@@ -1,4 +1,4 @@
-"""What may happen to a family's pods: who may talk to them, how many may be evicted at once, which rights they have.
+"""Policies for a family's pods: who may talk to them, how many may be evicted at once, which rights they have.
 
 Invariant: pods have no right at the API server, and nobody but their family reaches more of them than the port with
 metrics and status.
@@ -18,7 +18,7 @@ _DNS_PORT: Final = 53
 
 
 def make_account(family: Family) -> Manifest:
-    """Give a ServiceAccount that nothing is granted to, and whose token no pod gets."""
+    """Return a ServiceAccount that nothing is granted to, and whose token no pod gets."""
     body = {"automountServiceAccountToken": False}
     return stamped(make_object("v1", "ServiceAccount", family, name=family.name, body=body))
 

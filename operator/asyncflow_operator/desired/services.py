@@ -12,14 +12,14 @@ from asyncflow_operator.observed import Manifest
 
 
 def make_leader_service(family: Family, role: RoleName) -> Manifest:
-    """Give the Service of the process that all others dial."""
+    """Return the Service of the process that all others dial."""
     numbers = {"rpc": RPC_PORT, "http": HTTP_PORT}
     ports = [{"name": name, "port": number, "targetPort": name} for name, number in numbers.items()]
     return _service(family, role, {"type": "ClusterIP", "ports": ports}, **{LABEL_INDEX: "0"})
 
 
 def make_gang_service(family: Family, role: RoleName) -> Manifest:
-    """Give the headless Service by which the ranks of a gang have names."""
+    """Return the headless Service by which the ranks of a gang have names."""
     ports = [{"name": "gang", "port": GANG_PORT}]
     return _service(family, role, {"type": "ClusterIP", "clusterIP": "None", "ports": ports})
 

@@ -1,4 +1,4 @@
-"""What pods keep beyond their lives: claims, and where they are mounted.
+"""Storage that outlives pods: claims, and where they are mounted.
 
 The folder of a claim is the whole folder of the run, not parts of it: a process replaces what is in there as a whole,
 by renaming, and what is mounted cannot be renamed.
@@ -37,7 +37,7 @@ class Mounted:
 
 
 def make_claim(family: Family, volume: Durable, spec: ClaimSpec, *, access_mode: str = "ReadWriteOnce") -> Manifest:
-    """Give the claim for ``volume``; ``spec`` has a size."""
+    """Return the claim for ``volume``; ``spec`` has a size."""
     body: Manifest = {"accessModes": [access_mode], "resources": {"requests": {"storage": str(spec.size)}}}
     if spec.storage_class is not None:
         body["storageClassName"] = spec.storage_class
@@ -46,7 +46,7 @@ def make_claim(family: Family, volume: Durable, spec: ClaimSpec, *, access_mode:
 
 
 def job_claims(job: RLJob, family: Family) -> tuple[Manifest, ...]:
-    """Give the claims that are made for a job."""
+    """Return the claims that are made for a job."""
     storage = job.spec.storage
     made: list[Manifest] = []
     if storage.ledger.claim is not None and storage.ledger.claim.size is not None:
@@ -59,7 +59,7 @@ def job_claims(job: RLJob, family: Family) -> tuple[Manifest, ...]:
 
 
 def queue_claims(queue: TransferQueue, family: Family) -> tuple[Manifest, ...]:
-    """Give the claims that are made for a queue that stands alone."""
+    """Return the claims that are made for a queue that stands alone."""
     spec = queue.spec.ledger.claim
     if spec is None or spec.size is None:
         return ()
@@ -67,12 +67,12 @@ def queue_claims(queue: TransferQueue, family: Family) -> tuple[Manifest, ...]:
 
 
 def _writers(queue: QueueSpec) -> str:
-    """Give the access mode of the claim of the ledgers: controllers on several nodes write, each its own folder."""
+    """Return the access mode of the claim of the ledgers: controllers on several nodes write, each its own folder."""
     return "ReadWriteMany" if queue.controllers > 1 else "ReadWriteOnce"
 
 
 def job_mounts(job: RLJob, role: Role) -> tuple[Mounted, ...]:
-    """Give what a role of a job mounts: its durable folders, and the claim with the model where the source is one."""
+    """Return what a role of a job mounts: its durable folders, and the claim with the model where the source is one."""
     storage = job.spec.storage
     specs: dict[Durable, ClaimSpec | None] = {"ledger": storage.ledger.claim, "checkpoints": storage.checkpoints.claim}
     shared = storage.checkpoints.access_mode == "ReadWriteMany"
@@ -85,7 +85,7 @@ def job_mounts(job: RLJob, role: Role) -> tuple[Mounted, ...]:
 
 
 def queue_mounts(queue: TransferQueue, role: Role) -> tuple[Mounted, ...]:
-    """Give what a role of a queue that stands alone mounts."""
+    """Return what a role of a queue that stands alone mounts."""
     return tuple(
         mounted for volume in role.durable for mounted in _folder(volume, queue.spec.ledger.claim, queue.metadata.name)
     )

@@ -37,7 +37,7 @@ class Volumes(NamedTuple):
 
 
 def make_volumes(blueprint: Blueprint, index: int) -> Volumes:
-    """Give the volumes of process ``index``."""
+    """Return the volumes of process ``index``."""
     volumes = [
         {"name": "config", "projected": {"defaultMode": _READ_BY_GROUP, "sources": _config(blueprint)}},
         {"name": "tmp", "emptyDir": {}},

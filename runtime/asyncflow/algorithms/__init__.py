@@ -1,1 +1,1 @@
-"""What is optimised: advantages, losses, KL penalties, aggregation. Formulas only, no I/O and no state."""
+"""Objective of training: advantages, losses, KL penalties, aggregation. Formulas only, no I/O and no state."""

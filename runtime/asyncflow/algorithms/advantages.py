@@ -19,7 +19,7 @@ _STD_FLOOR = 1e-6
 
 
 def group_advantages(rewards: NDArray[np.floating], *, name: AdvantageName = "grpo") -> NDArray[np.float32]:
-    """Give one advantage for each reward of a group, float32[G] for rewards [G].
+    """Return one advantage for each reward of a group, float32[G] for rewards [G].
 
     ``grpo``: (R - mean) / (std + 1e-6) with the unbiased std (DeepSeekMath, arXiv 2402.03300); ``dr-grpo``: R - mean
     (arXiv 2503.20783); ``rloo``: R minus the mean of the others = G/(G-1) (R - mean) (arXiv 2402.14740).

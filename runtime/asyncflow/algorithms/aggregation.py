@@ -22,7 +22,7 @@ AggregationName = Literal[
 
 
 class LossTotals(NamedTuple):
-    """What a whole step holds, over all ranks: loss tokens, and sequences that have at least one of them."""
+    """Counts of a whole step, over all ranks: loss tokens, and sequences that have at least one of them."""
 
     tokens: int
     sequences: int
@@ -50,7 +50,7 @@ class Aggregation:
             )
 
     def weights(self, tokens: NDArray[np.integer]) -> NDArray[np.float64]:
-        """Give the weight of each token of a sequence, float64[n], for sequences of ``tokens`` [n] loss tokens."""
+        """Return the weight of each token of a sequence, float64[n], for sequences of ``tokens`` [n] loss tokens."""
         if self.name == "seq-mean-token-mean":
             return np.asarray(1.0 / np.maximum(tokens, 1), dtype=np.float64)
         if self.name == "seq-mean-token-sum-norm":
@@ -58,7 +58,7 @@ class Aggregation:
         return np.ones(len(tokens))
 
     def divisor(self, totals: LossTotals) -> float:
-        """Give what the sum over the whole step is divided by; 1 where the step holds nothing."""
+        """Return what the sum over the whole step is divided by; 1 where the step holds nothing."""
         if self.name == "token-sum":
             return 1.0
         return float(max(1, totals.tokens if self.name == "token-mean" else totals.sequences))

@@ -57,7 +57,7 @@ class GrpoLoss:
             )
 
     def silent(self, advantages: NDArray[np.float32]) -> NDArray[np.bool_]:
-        """Say of each sample, advantages [n], whether its gradient is exactly 0: bool[n]."""
+        """Return for each sample, advantages [n], whether its gradient is exactly 0: bool[n]."""
         only_policy = self.kl == 0 and self.entropy == 0
         return np.equal(advantages, 0) & only_policy
 
@@ -71,7 +71,7 @@ class GrpoLoss:
         entropy: Tensor | None,
         before: Tensor | None = None,
     ) -> TokenLoss:
-        """Give the loss of N tokens, each argument [N]: the policy's, the engine's and the reference's log-probs.
+        """Return the loss of N tokens, each argument [N]: the policy's, the engine's and the reference's log-probs.
 
         before: the policy's at the start of the step, which ``recompute`` needs once an update has been made.
 

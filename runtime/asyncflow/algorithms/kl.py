@@ -1,4 +1,4 @@
-"""How far the policy is from a reference, per token, as estimators that can be put into a loss (Schulman, "kl approx").
+"""Per-token estimators of KL(policy || reference) that can be put into a loss (Schulman, "kl approx").
 
 Invariant: every estimator is 0, with gradient 0 in value k2, k3 and k3+, where policy and reference agree.
 """
@@ -17,7 +17,7 @@ KlName = Literal["k1", "k2", "k3", "k3+"]
 
 
 def kl_penalty(logprobs: Tensor, reference: Tensor, name: KlName) -> Tensor:
-    """Give one estimate per token, [N], of KL(policy || reference) from the log-probs of the sampled tokens, [N] each.
+    """Return one estimate per token, [N], of KL(policy || reference) from log-probs of the sampled tokens, [N] each.
 
     ``k1`` = lp - ref: unbiased value, but its gradient as a loss has mean zero, so it teaches nothing; ``k2`` = (lp -
     ref)^2 / 2: the right gradient on-policy; ``k3`` = exp(ref - lp) - (ref - lp) - 1: unbiased and never negative;

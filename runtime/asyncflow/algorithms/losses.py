@@ -20,7 +20,7 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class Clip:
-    """How far the ratio may go from 1 before a token stops pulling: [1 - low, 1 + high].
+    """Bounds of the probability ratio, [1 - low, 1 + high]; no gradient moves a ratio beyond them further out.
 
     ``high`` above ``low`` is DAPO's clip-higher (arXiv 2503.14476); ``dual`` is the bound c > 1 of dual-clip PPO
     for negative advantages (arXiv 1912.09729), None for none.
@@ -46,7 +46,7 @@ class Clip:
 
 
 class PolicyTerms(NamedTuple):
-    """What the clipped loss gives for N tokens, each [N]: loss and ratio float, the others bool."""
+    """Terms of the clipped loss for N tokens, each [N]: loss and ratio are float, the others bool."""
 
     loss: Tensor
     ratio: Tensor
@@ -56,7 +56,7 @@ class PolicyTerms(NamedTuple):
 
 
 def ppo_clip(logprobs: Tensor, old: Tensor, advantages: Tensor, clip: Clip) -> PolicyTerms:
-    """Give max(-A r, -A clip(r)), r = exp(logprobs - old), for tensors [N]; ``old`` and ``advantages`` are constants.
+    """Return max(-A r, -A clip(r)), r = exp(logprobs - old), for tensors [N]; ``old`` and ``advantages`` are constants.
 
     With ``clip.dual`` = c, tokens of negative advantage lose at most -A c.
     """

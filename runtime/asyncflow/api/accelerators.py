@@ -189,7 +189,7 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
 
 
 def host_paths(profile: Profile, *, runtime: bool, gang: bool) -> tuple[str, ...]:
-    """Give the paths that have to be mounted from the host.
+    """Return the paths that have to be mounted from the host.
 
     runtime: whether the container runs under the vendor's runtime; gang: whether it computes together with others.
     """
@@ -197,7 +197,7 @@ def host_paths(profile: Profile, *, runtime: bool, gang: bool) -> tuple[str, ...
 
 
 def ports(profile: Profile, slot: int, *, host_network: bool) -> dict[str, str]:
-    """Give the variables that say which ports a process may listen on, such that no two processes conflict.
+    """Return the variables that say which ports a process may listen on, such that no two processes conflict.
 
     slot: the process's number among those of its job that have devices. Processes on a host's network may meet those of
     another job there, whose slots nobody knows: they let the operating system choose, as do slots beyond PORT_SLOTS.
@@ -212,7 +212,7 @@ def ports(profile: Profile, slot: int, *, host_network: bool) -> dict[str, str]:
 
 
 def counted(counts: tuple[int, ...]) -> str:
-    """Give device counts in few words: ``1 to 8``, ``1, 2, 4``."""
+    """Return device counts in few words: ``1 to 8``, ``1, 2, 4``."""
     if len(counts) > 2 and counts == tuple(range(counts[0], counts[-1] + 1)):
         return f"{counts[0]} to {counts[-1]}"
     return ", ".join(map(str, counts))

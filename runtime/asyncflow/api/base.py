@@ -1,4 +1,4 @@
-"""What every model of the contract shares: frozen, closed, bounded, and with its rules declared beside its fields.
+"""Common base of the API's models: they are frozen, closed and bounded, with their rules declared beside the fields.
 
 Invariant: a model that was built from Python keeps all its rules. A ``Rule`` says one thing twice, as a Python
 predicate and as a CEL expression for the API server; the generated CRDs carry the second, so both refuse the same.
@@ -75,7 +75,7 @@ class Spec(BaseModel):
 
 
 def keyed_by(key: str) -> dict[str, JsonValue]:
-    """Tell Kubernetes that a list is a map in disguise, so that two appliers do not overwrite each other's entries."""
+    """Return the schema extension by which a list is a map by ``key``: two appliers keep each other's entries."""
     return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
 
 

@@ -61,7 +61,7 @@ def inspect(model: type[M], data: Any) -> tuple[M | None, list[Problem]]:
 
 
 def legible(model: type[Spec], data: Any) -> Any:
-    """Give ``data`` without the fields that ``model`` does not know: what an older version reads of a newer one's."""
+    """Return ``data`` without the fields that ``model`` does not know: what an older version reads of a newer one's."""
     kept = copy.deepcopy(data)
     for error in _build(model, data)[1]:
         if error["type"] == "extra_forbidden":
@@ -71,7 +71,7 @@ def legible(model: type[Spec], data: Any) -> Any:
 
 
 def broken(model: Spec, *, at: Place = (), unknown: Sequence[Place] = ()) -> Iterator[Problem]:
-    """Give a problem for each rule that ``model``, found ``at``, breaks and that reads nothing unknown."""
+    """Yield a problem for each rule that ``model``, found ``at``, breaks and that reads nothing unknown."""
     for rule in model.rules:
         reads = [(*at, *place_of(read)) for read in rule.reads]
         if not any(_touches(place, unknown) for place in reads) and not rule.ok(model):

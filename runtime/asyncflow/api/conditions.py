@@ -19,7 +19,7 @@ class Condition(Spec):
     """One aspect of an object's state."""
 
     type: Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z]*$", max_length=64)]
-    """What it is about, e.g. Ready, Progressing, Stalled."""
+    """Aspect that it is about, e.g. Ready, Progressing, Stalled."""
     status: Literal["True", "False", "Unknown"]
     """Whether it holds."""
     reason: Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z0-9]*$", max_length=64)]
@@ -29,14 +29,14 @@ class Condition(Spec):
     observed_generation: Annotated[int, Field(ge=0)] = 0
     """Generation of the spec that it speaks of."""
     last_transition_time: Time
-    """When status last changed."""
+    """Time at which status last changed."""
 
 
 Conditions = Annotated[tuple[Condition, ...], Field(max_length=16, json_schema_extra=keyed_by("type"))]
 
 
 def with_condition(conditions: tuple[Condition, ...], new: Condition) -> tuple[Condition, ...]:
-    """Give ``conditions`` with ``new`` in place of the one of its type; the time stays where the status does."""
+    """Return ``conditions`` with ``new`` in place of the one of its type; the time stays where the status does."""
     before = next((condition for condition in conditions if condition.type == new.type), None)
     if before is None:
         return (*conditions, new)

@@ -99,7 +99,7 @@ _RESOURCES = (
 
 
 def render() -> dict[str, str]:
-    """Give the text of every CRD by its file name."""
+    """Return the text of every CRD by its file name."""
     return {f"{GROUP}_{resource.plural}.yaml": _HEADER + _text(_definition(resource)) for resource in _RESOURCES}
 
 
@@ -113,7 +113,7 @@ def write(directory: Path) -> list[Path]:
 
 
 def check(directory: Path) -> list[str]:
-    """Say in one line each which files of ``directory`` differ from what the models say; [] where none does."""
+    """Return one line for each file of ``directory`` that differs from what the models say; [] where none does."""
     wanted = render()
     found = {file.name: file.read_text(encoding="utf-8") for file in sorted(directory.glob("*.yaml"))}
     return [
@@ -155,7 +155,7 @@ def _definition(resource: _Resource) -> Schema:
 
 
 def _root(model: type[Spec]) -> Schema:
-    """Give the schema of a whole object; of its metadata Kubernetes lets us bound only the name."""
+    """Return the schema of a whole object; of its metadata Kubernetes lets us bound only the name."""
     schema = schema_of(model)
     parts = schema["properties"]
     name = schema_of(ObjectMeta)["properties"]["name"]

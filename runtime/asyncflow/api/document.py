@@ -49,7 +49,7 @@ class Document:
     lines: dict[Place, int] = field(default_factory=dict)
 
     def line(self, path: Place) -> int:
-        """Give the line of ``path``, or of the nearest part of it that was written; 0 where there is none."""
+        """Return the line of ``path``, or of the nearest part of it that was written; 0 where there is none."""
         return next((self.lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.lines), 0)
 
 

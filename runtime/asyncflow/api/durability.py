@@ -1,4 +1,4 @@
-"""What outlives a process: ledger and checkpoints, restart budgets, time limits.
+"""Durable state and limits of a job: ledger and checkpoints, restart budgets, time limits.
 
 Invariant: every wait and every restart that a job may do is bounded by a number in here.
 """
@@ -45,9 +45,10 @@ class LedgerSpec(Spec):
     """The ledger: every transition of every sample."""
 
     sync: Literal["process", "interval", "always"] = "process"
-    """What an acknowledged record survives: the process, the node up to a short interval, or the node."""
+    """Crash that an acknowledged record survives. ``process``: of the process. ``interval``: of the node too, but for
+    records of the last second. ``always``: of the node."""
     claim: ClaimSpec | None = None
-    """Where it lies on Kubernetes. Absent: with the controller's pod, and lost with it."""
+    """Volume claim for the ledger on Kubernetes. Absent: it lies with the controller's pod, and is lost with it."""
 
 
 class CheckpointsSpec(Spec):
@@ -61,7 +62,7 @@ class CheckpointsSpec(Spec):
     """Keep the checkpoint with the best evaluation too, by this figure of the main set, the earliest of equals. Every
     version that is evaluated has a checkpoint then, which stays at least until the evaluation is there. Absent: off."""
     claim: ClaimSpec | None = None
-    """Where they lie on Kubernetes."""
+    """Volume claim for the checkpoints on Kubernetes."""
     access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] = "ReadWriteOnce"
     """ReadWriteOnce: rank 0 writes, and other ranks send it their parts. ReadWriteMany: every rank writes its part."""
 

@@ -28,7 +28,7 @@ _PART_CEL = f"[{LEAST_BYTES}.0, {_ROW_CEL} * double([self.algorithm.groupSize, {
 
 
 class RLJobSpec(Spec):
-    """What is trained, how, and with how much of what."""
+    """Specification of a training run: model, data, reward, algorithm, and the processes that carry it out."""
 
     model: ModelSpec
     """The model."""
@@ -39,9 +39,9 @@ class RLJobSpec(Spec):
     algorithm: AlgorithmSpec
     """The algorithm."""
     sampling: SamplingSpec
-    """How responses are sampled."""
+    """Settings of the sampling of responses."""
     schedule: ScheduleSpec = Field(default_factory=ScheduleSpec)
-    """How generation and training overlap."""
+    """Overlap of generation and training."""
     rollout: RolloutSpec = Field(default_factory=RolloutSpec)
     """The rollouts."""
     trainer: TrainerSpec = Field(default_factory=TrainerSpec)
@@ -59,7 +59,7 @@ class RLJobSpec(Spec):
     weight_sync: JobWeightsSpec = Field(default_factory=JobWeightsSpec)
     """The versions of weights."""
     storage: StorageSpec = Field(default_factory=StorageSpec)
-    """What outlives processes."""
+    """Durable storage: what outlives processes."""
     evaluation: EvaluationSpec | None = None
     """Evaluation on held-out prompts. Absent: none."""
     elasticity: ElasticitySpec = Field(default_factory=ElasticitySpec)
@@ -69,7 +69,7 @@ class RLJobSpec(Spec):
     limits: LimitsSpec = Field(default_factory=LimitsSpec)
     """Time limits."""
     scheduling: SchedulingSpec = Field(default_factory=SchedulingSpec)
-    """How the gang gets its place."""
+    """Scheduling of the gang as a whole."""
     suspend: bool = False
     """Whether to checkpoint and release all processes; false again resumes."""
     managed_by: Annotated[str, StringConstraints(pattern=r"^[a-z0-9.-]+/[a-z0-9.-]+$", max_length=253)] | None = None
@@ -251,9 +251,9 @@ class RLJob(Spec):
     metadata: ObjectMeta
     """Name, namespace, labels, annotations."""
     spec: RLJobSpec
-    """What is wanted."""
+    """Desired state."""
     status: JobStatus | None = None
-    """What was observed; written by the operator."""
+    """Observed state; written by the operator."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""What the contract names and this version does not do.
+"""Features that the API names and this version does not implement.
 
 Invariant: whoever makes one of these work deletes its line here; until then ``validate`` refuses it with "not yet".
 """
@@ -104,7 +104,7 @@ def all_planned(kind: str) -> list[tuple[str, str]]:
 
 
 def planned(kind: str, spec: Spec) -> Iterator[Problem]:
-    """Give a problem for everything that ``spec`` of an object of ``kind`` asks for and that does not work yet."""
+    """Yield a problem for everything that ``spec`` of an object of ``kind`` asks for and that does not work yet."""
     for later in _PLANNED[kind]:
         value = attrgetter(later.path)(spec)
         if later.planned(value) and (later.when is None or later.when(spec)):

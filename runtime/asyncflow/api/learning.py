@@ -1,4 +1,4 @@
-"""What is learned: model, data, reward, algorithm, sampling, evaluation.
+"""Settings that determine what is learned: model, data, reward, algorithm, sampling, evaluation.
 
 Invariant: nothing here says where or when anything runs; two jobs that agree in these fields and in the versions that
 made their samples compute the same gradients.
@@ -25,13 +25,13 @@ class ModelSpec(Spec):
     """The model that is trained."""
 
     source: Source
-    """Where it comes from: ``tiny://NAME``, a Hugging Face folder, ``hf://ORG/NAME`` (local cache), ``pvc://CLAIM/PATH``."""
+    """Model source: ``tiny://NAME``, a Hugging Face folder, ``hf://ORG/NAME`` (local cache), ``pvc://CLAIM/PATH``."""
     dtype: Dtype | None = None
     """Dtype in which the weights are published and served. Absent: that of the source."""
 
 
 class TrainDataSpec(Spec):
-    """Where training prompts come from."""
+    """Source of the training prompts, and how they are put to the model."""
 
     source: Source
     """``gym://DATASET`` (reasoning-gym), ``tiny://TASK``, or a file: ``jsonl://PATH``, ``parquet://PATH`` (a file or a
@@ -71,7 +71,7 @@ class TrainDataSpec(Spec):
 
 
 class EvalDataSpec(TrainDataSpec):
-    """Where held-out prompts come from; they never occur in training."""
+    """Source of the held-out prompts, which never occur in training, and how they are put to the model."""
 
     size: Annotated[int, Field(ge=1, le=1_000_000)] = 512
     """Number of held-out prompts in one evaluation."""
@@ -97,7 +97,7 @@ class DataSpec(Spec):
     max_task_bytes: Annotated[int, Field(ge=256, le=1 << 30)] = 16384
     """Most bytes of one task: question, answer and what its checker needs; for a larger one see ``overlong``."""
     overlong: Literal["skip", "refuse"] = "skip"
-    """What becomes of a prompt of more than ``sampling.maxPromptTokens`` or ``maxTaskBytes``: it is left out and
+    """Treatment of a prompt of more than ``sampling.maxPromptTokens`` or ``maxTaskBytes``: it is left out and
     counted, and in training the next one takes its place, or the job ends with an error."""
 
     @property
@@ -137,14 +137,14 @@ class WorkersSpec(Spec):
 
 
 class RewardSpec(Spec):
-    """How a response is judged. The code is somebody else's: it runs in processes that can be killed, in a sandbox."""
+    """Scoring of responses. The function may be foreign code: it runs in a sandbox, in processes that can be killed."""
 
     function: Annotated[str, StringConstraints(pattern=MODULE_FUNCTION, max_length=256)]
     """``task`` (exactly the source's answer), ``gym`` (reasoning-gym's checker, for its prompts only), ``math_verify``,
     or ``module:function`` of your own, ``def function(*, response, prompt, answer, meta) -> float``, of a module beside
     the manifest or installed."""
     extractor: PluginName = "text"
-    """How the answer is found in a response: ``text`` (all of it), ``last_number``, ``boxed``."""
+    """Extraction of the answer from a response: ``text`` (all of it), ``last_number``, ``boxed``."""
     min: Annotated[float, Field(ge=-1e15, le=1e15)] = -1e6
     """Least reward; a sample that gets less has none."""
     max: Annotated[float, Field(ge=-1e15, le=1e15)] = 1e6
@@ -152,7 +152,7 @@ class RewardSpec(Spec):
     timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
     """Seconds that one response may take to judge."""
     on_timeout: Literal["zero", "drop"] = "zero"
-    """What becomes of a response whose judge was too slow: reward 0 and counted, or dropped and counted."""
+    """Treatment of a response that was not scored in time: reward 0 and counted, or dropped and counted."""
     workers: WorkersSpec = Field(default_factory=WorkersSpec)
     """Size of the pool."""
     memory: Quantity = Quantity("4Gi")
@@ -186,9 +186,9 @@ class ClipSpec(Spec):
     """Clipping of the probability ratio to [1 - low, 1 + high]."""
 
     low: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """How far below 1 the ratio still has a gradient."""
+    """Distance below 1 within which the ratio still has a gradient."""
     high: Annotated[float, Field(ge=0, le=100)] = 0.28
-    """How far above 1 the ratio still has a gradient (clip-higher where above ``low``)."""
+    """Distance above 1 within which the ratio still has a gradient (clip-higher where above ``low``)."""
     dual: Annotated[float, Field(gt=1, le=100)] | None = None
     """Bound c of dual clipping for negative advantages. Absent: off."""
 
@@ -232,7 +232,7 @@ class AlgorithmSpec(Spec):
     warmup_steps: Steps = 0
     """Steps over which the learning rate rises from 0."""
     learning_rate_curve: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes on after the warm-up: it stays, or falls to ``finalLearningRate`` at the last step."""
+    """Learning rate after the warm-up: it stays, or falls to ``finalLearningRate`` at the last step."""
     final_learning_rate: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Learning rate of the last step, where it falls to one."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
@@ -248,7 +248,7 @@ class AlgorithmSpec(Spec):
     aggregation: Literal[
         "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
     ] = "token-mean"
-    """How token losses become one loss; divisors are counts over the whole step and all ranks."""
+    """Aggregation of token losses into one loss; divisors are counts over the whole step and all ranks."""
     advantage: Literal["grpo", "dr-grpo", "rloo"] = "grpo"
     """Advantage within a group: (R - mean) / std, R - mean, or leave-one-out."""
     kl: KlSpec = Field(default_factory=KlSpec)
@@ -258,7 +258,7 @@ class AlgorithmSpec(Spec):
     old: Literal["behaviour", "recompute", "lagged"] = "behaviour"
     """Denominator of the ratio: log-probs of the sampler, of the trainer before the step, or of one step behind."""
     filter_zero_variance: Literal["keep", "drop"] = "keep"
-    """What becomes of groups whose rewards are all equal; dropped ones are counted and refilled."""
+    """Treatment of groups whose rewards are all equal; dropped ones are counted and refilled."""
     max_filtered_batches: Annotated[int, Field(ge=1, le=100_000)] = 10
     """Most groups that are dropped so for one optimizer step, in batches of ``promptsPerStep``; beyond that the job
     ends with an error that says so (verl: ``max_num_gen_batches``)."""
@@ -311,7 +311,7 @@ class AlgorithmSpec(Spec):
 
 
 class SamplingSpec(Spec):
-    """How responses are sampled in training."""
+    """Settings of the sampling of responses in training."""
 
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
     """Divisor of the logits, in the engine and in the trainer's log-probs."""

@@ -18,25 +18,25 @@ QUEUE_ROLES: Final[tuple[RoleName, ...]] = ("controller", "master", "holder", "s
 ``master`` knows which holder has what."""
 
 CONFIG_DIR: Final = "/etc/asyncflow"
-"""Where manifest, key and token lie in a pod."""
+"""Folder of manifest, key and token in a pod."""
 JOB_FILE: Final = f"{CONFIG_DIR}/job.yaml"
-"""Where the manifest lies in a pod."""
+"""Path of the manifest in a pod."""
 REWARD_FILE: Final = f"{CONFIG_DIR}/reward.yaml"
-"""Where, in the container that scores, the only part of the manifest lies that it sees: ``spec.reward``."""
+"""Path, in the container that scores, of the only part of the manifest that it sees: ``spec.reward``."""
 KEY_FILE: Final = f"{CONFIG_DIR}/key"
-"""Where the job's key lies in a pod."""
+"""Path of the job's key in a pod."""
 KEY_FILE_ENV: Final = "ASYNCFLOW_KEY_FILE"
 """Variable that names the job's key file elsewhere."""
 STORE_PASSWORD_FILE: Final = f"{CONFIG_DIR}/store-password"
-"""Where the password of a store that others run lies in the pods of storage units."""
+"""Path, in the pods of storage units, of the password of a store that others run."""
 STORE_PASSWORD_FILE_ENV: Final = "ASYNCFLOW_STORE_PASSWORD_FILE"  # noqa: S105 — a name, not a password
 """Variable that names the file with that password elsewhere."""
 TOKEN_FILE: Final = f"{CONFIG_DIR}/token"
-"""Where the bearer token of the driver's POST routes lies in a pod."""
+"""Path of the bearer token of the driver's POST routes in a pod."""
 TOKEN_FILE_ENV: Final = "ASYNCFLOW_TOKEN_FILE"  # noqa: S105 — a name, not a token
 """Variable that names the file with the bearer token."""
 REWARD_SOCKET: Final = "/run/asyncflow/rewards/socket"
-"""Where, in a rollout's pod, the container listens that scores."""
+"""Socket at which, in a rollout's pod, the container that scores listens."""
 REWARD_VARIABLES: Final = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
 """Variables that a process which scores has from whoever starts it; all others are kept from it."""
 REWARD_SOCKET_ENV: Final = "ASYNCFLOW_REWARD_SOCKET"
@@ -52,7 +52,7 @@ because who ends a unit without naming a time ends the others with it."""
 WORKDIR: Final = "/var/lib/asyncflow"
 """The folder of the run in a pod: ``ledger``, ``checkpoints``, ``export`` and what a role makes for itself."""
 CLAIMS_DIR: Final = "/mnt"
-"""Where pods mount the claims that a manifest names, each under its name."""
+"""Folder in which pods mount the claims that a manifest names, each under its name."""
 
 RPC_PORT: Final = 5571
 """Port of a role's RPC server, where it has an address of its own."""
@@ -83,17 +83,17 @@ REWARD_CONTAINER: Final = "rewards"
 
 
 def instance(job: str, role: RoleName, index: int) -> str:
-    """Give the name of one process of a job, e.g. ``quickstart-rollout-2``."""
+    """Return the name of one process of a job, e.g. ``quickstart-rollout-2``."""
     return f"{job}-{role}-{index}"
 
 
 def labels(job: str, role: RoleName) -> dict[str, str]:
-    """Give the labels by which the processes of a role are found."""
+    """Return the labels by which the processes of a role are found."""
     return {LABEL_JOB: job, LABEL_ROLE: role}
 
 
 def service(owner: str, role: RoleName) -> str:
-    """Give the name of the service of a role, e.g. ``quickstart-driver``: of the leader, or of a gang (headless)."""
+    """Return the name of the service of a role, e.g. ``quickstart-driver``: of the leader, or of a gang (headless)."""
     return f"{owner}-{role}"
 
 
@@ -103,5 +103,5 @@ def keys_secret(owner: str, mark: str) -> str:
 
 
 def claim(owner: str, volume: str) -> str:
-    """Give the name of a claim that is made for ``volume`` (``ledger`` or ``checkpoints``)."""
+    """Return the name of a claim that is made for ``volume`` (``ledger`` or ``checkpoints``)."""
     return f"{owner}-{volume}"

@@ -15,17 +15,17 @@ from asyncflow.api.problems import Place
 
 
 def place_of(attributes: str) -> tuple[str, ...]:
-    """Give the place in a manifest of a dotted attribute path: ``rollout.min_replicas`` -> (rollout, minReplicas)."""
+    """Return the place in a manifest of a dotted attribute path: ``rollout.min_replicas`` -> (rollout, minReplicas)."""
     return tuple(to_camel(attribute) for attribute in attributes.split("."))
 
 
 def fields(model: type[Spec]) -> dict[str, Any]:
-    """Give the type of every field of ``model``, by the name that it has in a manifest."""
+    """Return the type of every field of ``model``, by the name that it has in a manifest."""
     return {info.alias or name: info.annotation for name, info in model.model_fields.items()}
 
 
 def model_at(root: type[Spec], place: Place) -> type[Spec] | None:
-    """Give the model that describes the mapping at ``place``; None where there is none, as inside free settings."""
+    """Return the model that describes the mapping at ``place``; None where there is none, as inside free settings."""
     here: Any = root
     for step in place:
         model = model_of(here)
@@ -36,7 +36,7 @@ def model_at(root: type[Spec], place: Place) -> type[Spec] | None:
 
 
 def model_of(annotation: Any) -> type[Spec] | None:
-    """Give the model inside an annotation such as ``X | None`` or ``tuple[X, ...]``."""
+    """Return the model inside an annotation such as ``X | None`` or ``tuple[X, ...]``."""
     if isinstance(annotation, type) and issubclass(annotation, Spec):
         return annotation
     if get_origin(annotation) in (Annotated, Union, UnionType, tuple):

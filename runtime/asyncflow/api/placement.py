@@ -1,4 +1,4 @@
-"""What a process runs on: accelerator, resources, pod template, and the scheduler's settings.
+"""Placement of processes: accelerator, resources, pod template, and the scheduler's settings.
 
 Invariant: an accelerator count is one that the hardware can give; the table of facts is ``asyncflow.api.accelerators``.
 """
@@ -91,7 +91,7 @@ class EnvSpec(Spec):
 
 
 class TemplateSpec(Spec):
-    """What pods have beside what the plan gives them. On one machine only ``env`` counts."""
+    """Additions to the pods that AsyncFlow makes. On one machine only ``env`` counts."""
 
     labels: Labels = Field(default_factory=dict)
     """Labels of the pods."""
@@ -130,10 +130,10 @@ class DriverSpec(Spec):
 
 
 class SchedulingSpec(Spec):
-    """How the gang (trainer, storage and the least number of rollouts) gets its place."""
+    """Scheduling of the gang (trainer, storage and the least number of rollouts) as a whole."""
 
     gang: Literal["none", "volcano", "kueue"] = "none"
-    """Who places the gang as a whole."""
+    """Scheduler that places the gang as a whole; ``none``: pods are placed one by one."""
     queue: Name | None = None
     """Queue of that scheduler; needs a gang scheduler."""
 

@@ -1,4 +1,4 @@
-"""What is wrong with a manifest: where, which value, why, and what would be right.
+"""Problems of a manifest: where each is, which value it has, why it is wrong, and what would be right.
 
 Invariant: a manifest is refused once, with every problem that was found, each in one line.
 """
@@ -50,13 +50,13 @@ class Problem:
 
 
 def shown(value: object) -> str:
-    """Give a value in few characters."""
+    """Return a value in few characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 def refusal(problems: Sequence[Problem], *, source: str) -> ManifestError:
-    """Give the one error for all problems; a NotYetError where nothing else is wrong."""
+    """Return the one error for all problems; a NotYetError where nothing else is wrong."""
     kind = NotYetError if all(problem.later for problem in problems) else ManifestError
     if len(problems) == 1:
         return kind(problems[0].what, where=source, hint=problems[0].fix)

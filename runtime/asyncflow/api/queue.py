@@ -39,14 +39,14 @@ class StoreSpec(Spec):
     address: Annotated[str, StringConstraints(pattern=r"^[-._a-zA-Z0-9]+:[0-9]{1,5}$", max_length=256)]
     """HOST:PORT of the Redis server, or of Mooncake's master."""
     password: SecretEntry | None = None
-    """Where Redis's password is. On one machine: in the file that ASYNCFLOW_STORE_PASSWORD_FILE names."""
+    """Secret with Redis's password. On one machine: the file that ASYNCFLOW_STORE_PASSWORD_FILE names."""
 
 
 class QueueSpec(Spec):
     """Controllers and storage units."""
 
     backend: Literal["memory", "mooncake", "redis"] = "memory"
-    """Where the cells lie."""
+    """Back end that keeps the cells: memory of the storage units, Mooncake Store, or Redis."""
     controllers: Annotated[int, Field(ge=1, le=16)] = 1
     """Controllers; each is a process of its own that has some of the tasks, and the first has all rows."""
     store: StoreSpec | None = None
@@ -117,7 +117,7 @@ class StandaloneQueueSpec(QueueSpec):
 
 
 class QueueStatus(Spec):
-    """What the operator observed of a TransferQueue."""
+    """State of a TransferQueue as the operator observed it."""
 
     observed_generation: Annotated[int, Field(ge=0)] = 0
     """Generation of the spec that this status speaks of."""
@@ -126,7 +126,7 @@ class QueueStatus(Spec):
     conditions: Conditions = ()
     """Accepted, Ready, Progressing, Degraded."""
     progress_time: Time | None = None
-    """When this status was written: its figures are as of then."""
+    """Time at which this status was written: its figures are as of then."""
     address: Annotated[str, StringConstraints(max_length=256)] | None = None
     """Address that clients dial."""
     ready_units: Annotated[int, Field(ge=0)] = 0
@@ -160,6 +160,6 @@ class TransferQueue(Spec):
     metadata: ObjectMeta
     """Name, namespace, labels, annotations."""
     spec: StandaloneQueueSpec = Field(default_factory=StandaloneQueueSpec)
-    """What is wanted."""
+    """Desired state."""
     status: QueueStatus | None = None
-    """What was observed; written by the operator."""
+    """Observed state; written by the operator."""

@@ -86,7 +86,7 @@ class RewardState(Wire):
     failed: Annotated[dict[ShortWord, Count], Field(max_length=16)] = Field(default_factory=dict)
     """Samples that got none, by why: timeout, raised, invalid, out_of_range, died."""
     first_failure: Annotated[str, StringConstraints(max_length=2048)] = ""
-    """What is known of the first of them, a traceback where the function raised."""
+    """Details of the first of them, a traceback where the function raised."""
 
 
 class CheckpointState(Wire):
@@ -95,7 +95,7 @@ class CheckpointState(Wire):
     step: Count = 0
     """Its optimizer step."""
     at: Time = ""
-    """When it was complete."""
+    """Time at which it was complete."""
 
 
 class BestState(Wire):
@@ -106,11 +106,11 @@ class BestState(Wire):
     by: Literal["accuracy", "greedy", "reward"]
     """The figure that is compared."""
     value: float
-    """What it was."""
+    """Value of that figure."""
 
 
 class StepProgress(Wire):
-    """How far the step is that is being made."""
+    """Progress of the step that is being made."""
 
     step: Count
     """The step."""
@@ -148,7 +148,7 @@ class StepProgress(Wire):
 
 
 class RecentFigures(Wire):
-    """What the elastic policy goes by: figures of the last steps, taken over laps of some seconds each."""
+    """Figures by which the elastic policy decides, of the last steps, taken over laps of some seconds each."""
 
     since: Count = 0
     """The step after which the first lap begins."""
@@ -177,13 +177,13 @@ class DriverStatus(Wire):
     attempt: Attempt = 0
     """The trainer's attempt."""
     phase: Phase = "Starting"
-    """Where the job stands."""
+    """Phase of the job."""
     step: Count = 0
     """Optimizer steps done."""
     steps: Count = 0
     """Optimizer steps of the run."""
     step_progress: StepProgress | None = None
-    """How far the next step is; absent before the first one and after the last."""
+    """Progress of the next step; absent before the first one and after the last."""
     reward: float | None = None
     """Mean reward of the last step's samples."""
     eval: float | None = None
@@ -201,7 +201,7 @@ class DriverStatus(Wire):
     eta_seconds: Span | None = None
     """Seconds to the end at this rate."""
     last_step_at: Time | None = None
-    """When the last step was done."""
+    """Time at which the last step was done."""
     step_p95: Span | None = None
     """95th percentile of the seconds between steps."""
     staleness: Staleness = Field(default_factory=Staleness)
@@ -213,7 +213,7 @@ class DriverStatus(Wire):
     trainer_wait_share: Share = 0.0
     """Share of its time that the trainer waited for samples, over the last steps."""
     recent: RecentFigures | None = None
-    """What the elastic policy goes by. Absent until there were enough steps."""
+    """Figures by which the elastic policy decides. Absent until there were enough steps."""
     idle_share: Annotated[dict[RoleKey, float], Field(max_length=16)] = Field(default_factory=dict)
     """By role: share of their time in which instances did nothing."""
     prompts_skipped: Count = 0
@@ -227,7 +227,7 @@ class DriverStatus(Wire):
     best: BestState | None = None
     """The one with the best evaluation, where ``storage.checkpoints.keepBest`` asks for it."""
     waiting_for: Line = ""
-    """What the job waits for, in one sentence; empty while it makes progress."""
+    """Reason why the job waits, in one sentence; empty while it makes progress."""
     desired_rollouts: Count | None = None
     """Rollouts that the built-in policy would have."""
     version_bytes: Count | None = None
@@ -237,13 +237,13 @@ class DriverStatus(Wire):
 
     @property
     def words(self) -> str:
-        """How far things are, in one sentence."""
+        """Progress of the job and what it waits for, in one sentence."""
         words = self.step_progress.words if self.step_progress else self.phase.lower()
         return f"{words}; still waiting for {self.waiting_for}" if self.waiting_for else words
 
 
 class RoleRecord(Spec):
-    """What is remembered of a role, so that no end counts twice and no gang has an attempt twice."""
+    """Record of a role's processes, so that no end counts twice and no attempt of a gang is used twice."""
 
     attempt: Count = 0
     """Attempt of the next process; it only grows."""
@@ -256,26 +256,26 @@ class RoleRecord(Spec):
     disruptions: Count = 0
     """Ends within the window that another process caused."""
     window_start: Time | None = None
-    """When the window began."""
+    """Time at which the window began."""
     in_a_row: Count = 0
     """Ends in a row."""
     last_failure: Time | None = None
-    """When the last end was counted."""
+    """Time at which the last end was counted."""
     counted: Annotated[tuple[Uid, ...], Field(max_length=256)] = ()
     """UIDs of pods whose end is counted and that may still exist."""
 
 
 class ElasticityRecord(Spec):
-    """What the elastic policy remembers."""
+    """State that the elastic policy keeps between decisions."""
 
     replicas: Count = 0
     """Rollouts that are wanted."""
     step: Count = 0
     """Optimizer step from which on they were there."""
     wish: Literal["more", "fewer"] | None = None
-    """What the policy would change, once it has wished it for long enough."""
+    """Change that the policy wishes for, and makes once it has wished it for long enough."""
     wish_time: Time | None = None
-    """Since when it wishes so."""
+    """Time since which it wishes so."""
 
 
 class Leaving(Spec):
@@ -286,11 +286,11 @@ class Leaving(Spec):
     uid: Uid
     """The pod's UID."""
     since: Time
-    """When it was chosen."""
+    """Time at which it was chosen."""
 
 
 class JobStatus(Spec):
-    """What the operator observed of an RLJob."""
+    """State of an RLJob as the operator observed it."""
 
     observed_generation: Count = 0
     """Generation of the spec that this status speaks of."""
@@ -299,17 +299,17 @@ class JobStatus(Spec):
     conditions: Conditions = ()
     """Accepted, Ready, Progressing, Stalled, WhyPending, Complete, Failed, Suspended, ElasticityActive."""
     phase: Phase = "Pending"
-    """Where the job stands."""
+    """Phase of the job."""
     attempt: Count = 0
     """The trainer's attempt; it only grows, and fences writers of older ones."""
     start_time: Time | None = None
-    """When the first pod was made."""
+    """Time at which the first pod was made."""
     completion_time: Time | None = None
-    """When the job finished."""
+    """Time at which the job finished."""
     suspend_time: Time | None = None
-    """When the driver was first asked to suspend."""
+    """Time at which the driver was first asked to suspend."""
     progress_time: Time | None = None
-    """When this status was written: its figures are as of then."""
+    """Time at which this status was written: its figures are as of then."""
     step: Count = 0
     """Optimizer steps done."""
     steps: Count = 0
@@ -333,7 +333,7 @@ class JobStatus(Spec):
     eta: Annotated[str, StringConstraints(max_length=32)] = ""
     """Time to the end, e.g. ``2h13m``."""
     last_step_at: Time | None = None
-    """When the last step was done."""
+    """Time at which the last step was done."""
     checkpoint_step: Count | None = None
     """Step of the newest checkpoint."""
     best_step: Count | None = None
@@ -341,7 +341,7 @@ class JobStatus(Spec):
     failed_rewards: Count | None = None
     """Samples that got no reward."""
     waiting_for: Line = ""
-    """What the job waits for, in one sentence."""
+    """Reason why the job waits, in one sentence."""
     replicas: Count = 0
     """Rollouts that exist, for /scale."""
     ready_rollouts: Count = 0
@@ -349,7 +349,7 @@ class JobStatus(Spec):
     desired_replicas: Count | None = None
     """Rollouts that the built-in policy wants."""
     elasticity: ElasticityRecord | None = None
-    """What the built-in policy remembers."""
+    """State that the built-in policy keeps between decisions."""
     draining: Annotated[tuple[Leaving, ...], Field(max_length=256)] = ()
     """Rollouts on their way out."""
     selector: Annotated[str, StringConstraints(max_length=512)] = ""

@@ -27,13 +27,13 @@ _ANYTHING: Schema = {"x-kubernetes-preserve-unknown-fields": True}
 
 
 def schema_of(model: type[Spec]) -> Schema:
-    """Give the structural schema of ``model``, with its rules. Raises ValueError for what no structural schema says."""
+    """Return the structural schema of ``model``, with its rules. Raises ValueError for what none can say."""
     source = model.model_json_schema(by_alias=True)
     return _Inliner(source.get("$defs", {}), _models(model)).of(source) | _validations(model)
 
 
 def without_defaults(schema: Schema) -> Schema:
-    """Give ``schema`` without defaults, for what only a controller writes."""
+    """Return ``schema`` without defaults, for what only a controller writes."""
     kept: Schema = {}
     for key, value in schema.items():
         if key == "properties":
@@ -103,7 +103,7 @@ class _Inliner:
 
 
 def _least(model: type[Spec], schema: Schema) -> Schema:
-    """Give the least default of an object: what its rules read, for they judge a default before it is filled in."""
+    """Return the least default of an object: what its rules read, for they judge a default before it is filled in."""
     default: Schema = {}
     for reads in (
         *(read for rule in model.rules for read in rule.reads),
@@ -138,7 +138,7 @@ def _rule(rule: Rule) -> Schema:
 
 
 def _transition(model: type[Spec], frozen: Frozen) -> Schema:
-    """Give the rule that a field keeps its value; absent stays absent."""
+    """Return the rule that a field keeps its value; absent stays absent."""
     field = _field(frozen.reads)
     same = f"self{field} == oldSelf{field}"
     if _may_be_absent(model, frozen.reads):

@@ -31,7 +31,7 @@ class JobWeightsSpec(WeightsSpec):
     """The weight versions of a job: of its own, or of an existing WeightSync by name."""
 
     dtype: PublishedDtype | None = None
-    """What weights are rounded to when they are published. Absent: bfloat16 where the engine computes in it, which
+    """Dtype to which published weights are rounded. Absent: bfloat16 where the engine computes in it, which
     rounds them anyway, or the trainer holds them in it (``precision: bf16-stochastic``), else float32."""
 
     name: Name | None = None
@@ -50,14 +50,14 @@ class Laggard(Spec):
 
 
 class WeightsStatus(Spec):
-    """What the operator observed of a WeightSync."""
+    """State of a WeightSync as the operator observed it."""
 
     observed_generation: Annotated[int, Field(ge=0)] = 0
     """Generation of the spec that this status speaks of."""
     conditions: Conditions = ()
     """Accepted, Ready, Lagging."""
     progress_time: Time | None = None
-    """When this status was written: its figures are as of then."""
+    """Time at which this status was written: its figures are as of then."""
     version: Annotated[int, Field(ge=0)] = 0
     """Step of the newest published version."""
     attempt: Annotated[int, Field(ge=0)] = 0
@@ -82,6 +82,6 @@ class WeightSync(Spec):
     metadata: ObjectMeta
     """Name, namespace, labels, annotations."""
     spec: WeightsSpec = Field(default_factory=WeightsSpec)
-    """What is wanted."""
+    """Desired state."""
     status: WeightsStatus | None = None
-    """What was observed; written by the operator."""
+    """Observed state; written by the operator."""

@@ -47,7 +47,7 @@ class RolloutSpec(Spec):
     max_replicas: Annotated[int, Field(ge=1, le=10_000)] = Field(default_factory=_usual_most)
     """Most instances. Absent: replicas."""
     engine: EngineSpec = Field(default_factory=EngineSpec)
-    """What generates."""
+    """Engine that generates."""
     accelerator: AcceleratorSpec = Field(default_factory=AcceleratorSpec)
     """Devices of one instance."""
     threads: Threads = 1
@@ -140,7 +140,7 @@ class TrainerSpec(Spec):
     ranks_per_replica: Annotated[int, Field(ge=1, le=64)] | None = None
     """Ranks of one replica, each a process. Absent: one for each device (``accelerator.count``), 1 on the CPU."""
     backend: BackendSpec = Field(default_factory=BackendSpec)
-    """What trains."""
+    """Backend that trains."""
     lora: LoraSpec | None = None
     """Adapters that are trained, published, checkpointed and exported while the model stays as it is; needs the package
     peft. Absent: all weights are trained."""

@@ -25,7 +25,7 @@ _TRAINING = ("attempts", "last_committed_step")
 
 
 def validate(file: Path, overrides: Sequence[str]) -> None:
-    """Say that a manifest is good, and what is worth knowing about it. Raises ManifestError where it is not."""
+    """Print what is worth knowing about a manifest, and that it is valid. Raises ManifestError where it is not."""
     from asyncflow.api.job import RLJob
     from asyncflow.commands.manifest import anchored, checked, folder_of
 

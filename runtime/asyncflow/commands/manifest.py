@@ -56,7 +56,7 @@ def resolved_job(file: Path, overrides: Sequence[str] = ()) -> RLJob:
 
 
 def folder_of(job: RLJob, file: Path) -> Path:
-    """Give the folder where the job's relative paths and modules are: that of the file it was first read from."""
+    """Return the folder where the job's relative paths and modules are: that of the file it was first read from."""
     return Path((job.metadata.annotations or {}).get(FOLDER, file.absolute().parent))
 
 

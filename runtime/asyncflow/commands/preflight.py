@@ -1,4 +1,4 @@
-"""What can be told of a job before anything starts: model, data, options of plug-ins, and the reward function.
+"""Checks of a job before anything starts: model, data, options of plug-ins, and the reward function.
 
 Invariant: nothing is written but a folder that goes away again, nothing is downloaded, torch is not imported, and the
 code of a reward runs in a reward process only.
@@ -218,7 +218,7 @@ def _check_data(spec: RLJobSpec, tokenizer: Encoder, folder: Path, scratch: Path
 def _survey(
     spec: RLJobSpec, data: TrainDataSpec, prompter: Prompter, findings: _Findings, *, most: int, where: str
 ) -> None:
-    """Say of how many prompts of a source something is wrong; where: the field that names it."""
+    """Add to ``findings`` how many first prompts of a source have a problem; where: the field that names the source."""
     tokens, size = spec.sampling.max_prompt_tokens, spec.data.max_task_bytes
     seen = survey(prompter, most=most, within_s=LOOK_S, max_tokens=tokens, max_bytes=size)
     looked = f"of {seen.prompts} prompts of {data.source}"

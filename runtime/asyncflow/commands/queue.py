@@ -37,7 +37,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Overview(Struct, frozen=True, kw_only=True):
-    """What ``ls --json`` gives."""
+    """Output of ``ls --json``."""
 
     stats: QueueStats
     partitions: list[PartitionView]
@@ -45,13 +45,13 @@ class Overview(Struct, frozen=True, kw_only=True):
 
 
 class Shown(PartitionView, frozen=True, kw_only=True):
-    """What ``show --json`` gives."""
+    """Output of ``show --json``."""
 
     units: list[UnitView]
 
 
 class SeenRow(Struct, frozen=True, kw_only=True):
-    """What ``peek --json`` gives of a row. state: for the task, if one was named; values: in words, those it has."""
+    """Output of ``peek --json`` for one row. state: for the task, if one was named; values: in words, those it has."""
 
     row: int
     key: str
@@ -192,7 +192,7 @@ def _look(
 
 
 async def _values(queue: QueueClient, sight: Sight, column: str) -> dict[int, str]:
-    """Give the values of a column in words, by row."""
+    """Return the values of a column in words, by row."""
     sizes = sight.sizes.get(column, [])
     there = [row for row, size in zip(sight.rows, sizes, strict=False) if size >= 0]
     fetched = await queue.fetch(there, [column], timeout=_CALL_S)

@@ -37,7 +37,7 @@ _OPTIONS = (
     ("spec.rollout.engine.options", "asyncflow.rollout_engines", RolloutEngine, ("simulated", "transformers")),
     ("spec.trainer.backend.options", "asyncflow.trainer_backends", TrainerBackend, ("counting", "torch")),
 )
-"""Where options are given, and the plug-ins of ours that read them."""
+"""Places in a manifest where options are given, and the plug-ins of ours that read them."""
 _WORDS = {"string": "text", "integer": "integer", "number": "number", "boolean": "true or false", "object": "mapping"}
 
 
@@ -62,12 +62,12 @@ def write(file: Path) -> None:
 
 
 def check(file: Path) -> bool:
-    """Say whether ``file`` is what the models say."""
+    """Return whether ``file`` holds what the models say."""
     return file.is_file() and file.read_text(encoding="utf-8") == render()
 
 
 def _sections(model: type[Spec], place: str, schema: Schema, known: dict[type[Spec], str]) -> Iterator[str]:
-    """Give the section of ``model``, which stands at ``place``, and of each model in it that has none yet."""
+    """Yield the section of ``model``, which stands at ``place``, and of each model in it that has none yet."""
     known[model] = place
     inner: list[tuple[type[Spec], str, Schema]] = []
     rows = []
@@ -135,7 +135,7 @@ def _default(info: FieldInfo) -> str:
 
 
 def _prose(text: str | None) -> str:
-    """Give a docstring as a line of Markdown."""
+    """Return a docstring as a line of Markdown."""
     return re.sub(r"``([^`]+)``", r"`\1`", " ".join((text or "").split())).replace("|", "\\|")
 
 

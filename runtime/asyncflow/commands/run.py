@@ -37,7 +37,7 @@ from asyncflow.view.teller import Teller
 from asyncflow.view.watch import Watch
 
 RUNS = Path("runs")
-"""Where runs lie that are given no folder, each under its name."""
+"""Folder of the runs that are given none, each under its name."""
 
 
 def run(file: Path, *, output: Path | None, overrides: Sequence[str], resume: bool, fresh: bool) -> int:
@@ -80,7 +80,7 @@ def _sets(overrides: Sequence[str]) -> str:
 
 
 def _say_what_was_kept(job: RLJob, folder: Path, *, file: Path, overrides: Sequence[str]) -> None:
-    """Say how far a run that has not ended well came, what of it is kept, and how to go on."""
+    """Print how far a run that has not ended well came, what of it is kept, and how to go on."""
     steps, kept = job.spec.algorithm.steps, _kept_step(folder)
     made = last_step(folder / METRICS, steps=steps)
     run = f"asyncflow run {shlex.quote(str(file))}"

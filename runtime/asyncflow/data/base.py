@@ -44,7 +44,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[Message, ...] = ()
 
     def packed(self) -> bytes:
-        """Give the prompt as bytes, for a uint8 cell of the queue."""
+        """Return the prompt as bytes, for a uint8 cell of the queue."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
@@ -58,10 +58,10 @@ class PromptSource(Protocol):
 
     @property
     def size(self) -> int | None:
-        """How many different serials there are; None where the source is endless."""
+        """Number of different serials; None where the source is endless."""
 
     def prompt(self, serial: int) -> Prompt:
-        """Give task ``serial`` >= 0; a finite training source starts again after its end, in another order.
+        """Return task ``serial`` >= 0; a finite training source starts again after its end, in another order.
 
         Raises IndexError past the end of a held-out source, ManifestError where the source has too few tasks.
         """
@@ -107,7 +107,7 @@ class GeneratedSource:
         self.size = size if purpose == "eval" else None
 
     def prompt(self, serial: int) -> Prompt:
-        """Give task ``serial``."""
+        """Return task ``serial``."""
         if self._purpose == "train":
             return self._first_of_class(serial)
         if self.size is not None and serial >= self.size:

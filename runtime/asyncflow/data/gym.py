@@ -15,7 +15,7 @@ from asyncflow.errors import ManifestError
 
 SHARE = "held_out"
 INDICES = 1_000_000
-"""How many tasks a dataset is asked to have; ``size`` in the config overrides it, for datasets that limit it."""
+"""Number of tasks that a dataset is asked to have; ``size`` in the config overrides it, for datasets that limit it."""
 
 
 def open_gym(
@@ -75,5 +75,5 @@ def make_dataset(name: str, config: Mapping[str, Any], *, where: str) -> Any:
 
 
 def _plain(metadata: Any) -> Any:
-    """Give the metadata as JSON values: a checker sees lists for tuples, and text for what JSON cannot say."""
+    """Return the metadata as JSON values: a checker sees lists for tuples, and text for what JSON cannot say."""
     return json.loads(json.dumps(metadata, default=str))

@@ -1,4 +1,4 @@
-"""How a task becomes the token ids that a model is asked: template, system prompt, chat template.
+"""Conversion of a task into the token ids of a prompt: template, system prompt, chat template.
 
 Invariant: the ids are a pure function of (prompt, format, tokenizer), for training and held-out prompts alike.
 """
@@ -18,7 +18,7 @@ QUESTION = "{question}"
 
 
 class PromptFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
-    """How a question is put.
+    """Format in which a question is put to the model.
 
     template: the text around ``{question}``, the only placeholder; system: a system message, for chat only;
     chat: whether the model's chat template is applied (instruct models) or the text is given as it is (base models);
@@ -31,14 +31,14 @@ class PromptFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rena
     chat_options: dict[str, Any] = {}
 
     def messages(self, prompt: Prompt) -> tuple[Message, ...]:
-        """Give the conversation that asks ``prompt``."""
+        """Return the conversation that asks ``prompt``."""
         system = (Message(role="system", content=self.system),) if self.system else ()
         if prompt.messages:
             return system + prompt.messages
         return (*system, Message(role="user", content=self.text(prompt)))
 
     def text(self, prompt: Prompt) -> str:
-        """Give the question inside the template."""
+        """Return the question inside the template."""
         return self.template.replace(QUESTION, prompt.question)
 
 
@@ -66,17 +66,17 @@ def split_config(config: Mapping[str, Any], *, where: str) -> tuple[PromptFormat
 
 
 class Encoder(Protocol):
-    """What a prompter needs of a tokenizer."""
+    """Interface of a tokenizer, as far as a prompter needs it."""
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Give the ids of a text."""
+        """Return the ids of a text."""
 
     def chat(self, messages: Sequence[Mapping[str, str]], *, options: Mapping[str, Any]) -> list[int]:
         """Return the ids of a conversation. Raises ManifestError where the model's chat template cannot make them."""
 
 
 class Prompter:
-    """Gives token ids by serial."""
+    """A source of prompts as token ids, by serial."""
 
     def __init__(self, source: PromptSource, tokenizer: Encoder, form: PromptFormat) -> None:
         self.source = source
@@ -84,11 +84,11 @@ class Prompter:
         self._tokenizer = tokenizer
 
     def ids(self, serial: int) -> list[int]:
-        """Give the token ids of task ``serial``."""
+        """Return the token ids of task ``serial``."""
         return self.encode(self.source.prompt(serial))
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Give the token ids of ``prompt``. Raises ManifestError where the model cannot be asked so."""
+        """Return the token ids of ``prompt``. Raises ManifestError where the model cannot be asked so."""
         if self.form.chat or prompt.messages:
             messages = self.form.messages(prompt)
             turns = [{"role": turn.role, "content": turn.content} for turn in messages]
@@ -97,7 +97,7 @@ class Prompter:
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
-    """What the first prompts of a source are like.
+    """Findings about the first prompts of a source.
 
     prompts: how many were looked at; longest: tokens of the longest; too_long: the questions with more tokens than
     allowed; too_large: those whose packed task has more bytes than allowed; unanswered: those without an answer.

@@ -1,4 +1,4 @@
-"""Which source a manifest means: ``gym://``, ``tiny://``, or a file: ``jsonl://``, ``parquet://``, ``dataset://``.
+"""Data sources of a manifest: ``gym://``, ``tiny://``, or a file: ``jsonl://``, ``parquet://``, ``dataset://``.
 
 Invariant: whatever is wrong with a source is known when it is opened: the first task has been made.
 """
@@ -28,7 +28,7 @@ CACHE = "data-cache"
 
 
 class SourceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a manifest says of one source.
+    """Settings of one data source in a manifest.
 
     source: ``gym://DATASET``, ``tiny://TASK``, a path of a JSONL file, or one of FILE_SCHEMES with
     ``PATH?prompt=FIELD&answer=FIELD``; config: the source's own fields and those of PromptFormat; seed: another seed

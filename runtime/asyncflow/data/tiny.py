@@ -33,7 +33,7 @@ class TinyTask:
     habits: Sequence[tuple[float, Response]]
 
     def lesson(self, *, seed: int) -> Iterator[tuple[str, str]]:
-        """Give questions and responses without end, a pure function of ``seed``."""
+        """Yield questions and responses without end, a pure function of ``seed``."""
         rng = random.Random(seed)
         shares = [share for share, _ in self.habits]
         while True:
@@ -72,7 +72,7 @@ TASKS = {task.name: task for task in (REVERSE_DIGITS,)}
 
 
 def tiny_task(name: str, *, where: str) -> TinyTask:
-    """Give the task of that name. Raises ManifestError where there is none."""
+    """Return the task of that name. Raises ManifestError where there is none."""
     if name not in TASKS:
         raise ManifestError(f"there is nothing tiny named {name!r}", where=where, hint=f"One of: {', '.join(TASKS)}")
     return TASKS[name]

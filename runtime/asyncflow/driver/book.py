@@ -1,4 +1,4 @@
-"""Which prompt belongs to which step.
+"""Assignment of prompts to steps.
 
 Serials are given in data order, each to the lowest step that is short of prompts; a group that was filtered or dropped
 leaves its step short, and the next serial takes its place.
@@ -35,7 +35,7 @@ class PromptBook:
     _lowest: int = 1
 
     def issue(self) -> tuple[int, int] | None:
-        """Give the next (serial, step), or None when every step has its prompts."""
+        """Return the next (serial, step), or None when every step has its prompts."""
         while self._lowest <= self.steps and self._counted[self._lowest] >= self.prompts_per_step:
             self._lowest += 1
         if self._lowest > self.steps:
@@ -98,7 +98,7 @@ class PromptBook:
         return self._counted.total()
 
     def unfinished(self, *, trained_step: int) -> set[int]:
-        """Give the steps after ``trained_step`` that have prompts."""
+        """Return the steps after ``trained_step`` that have prompts."""
         return {step for step, count in self._counted.items() if step > trained_step and count > 0}
 
 

@@ -198,7 +198,7 @@ class Driver:
         await self._ending.conclude(self.phase)
 
     def status(self) -> DriverStatus:
-        """Give what ``GET /v1/status`` answers."""
+        """Return what ``GET /v1/status`` answers."""
         newest = self.versions.newest
         return build_status(
             self.progress,
@@ -235,7 +235,7 @@ class Driver:
         self.members.drain(worker)
 
     def checkpoint(self) -> None:
-        """Ask the trainer for a checkpoint at the next step boundary."""
+        """Request a checkpoint from the trainer at the next step boundary."""
         self.members.ask_for_checkpoint()
 
     def suspend(self) -> None:

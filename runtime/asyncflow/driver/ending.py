@@ -1,4 +1,4 @@
-"""When a job has come to its end, and what is done then.
+"""End of a job: when it has come, and what is done then.
 
 A run succeeds when its last weights are safe and known to be: they are in a checkpoint, every evaluation that is still
 possible is recorded, and the trainer has written what the run leaves behind. It is suspended when the newest step is in
@@ -31,7 +31,7 @@ from asyncflow.errors import DeadlineExceeded, PeerLost
 from asyncflow.queue.client.client import QueueClient
 
 HEAR_S = 2.0
-"""How long a last heartbeat is waited for, so that the figures of the last second count too."""
+"""Seconds for which a last heartbeat is waited for, so that the figures of the last second count too."""
 
 
 @dataclass(kw_only=True)
@@ -74,7 +74,7 @@ class Ending:
                 self.members.ask_for_checkpoint()
 
     async def committed(self) -> bool:
-        """Ask the ledger whether the newest step is in a checkpoint; False while it cannot be asked."""
+        """Return whether the newest step is in a checkpoint, by the ledger; False while the queue cannot be asked."""
         try:
             snapshot = await self.queue.snapshot(partition=TRAIN, timeout=CALL_TIMEOUT_S)
         except (PeerLost, DeadlineExceeded):

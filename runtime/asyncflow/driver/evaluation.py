@@ -57,7 +57,7 @@ SetName = Annotated[str, Meta(pattern=NAME, max_length=63)]
 
 @dataclass(kw_only=True)
 class Tally:
-    """What has come in of one evaluation, so that a repeat changes nothing: by (serial, sample) its reward, or None."""
+    """Rewards received for one evaluation by (serial, sample), None where there is none: a repeat changes nothing."""
 
     sampled: dict[tuple[int, int], float | None] = field(default_factory=dict)
     greedy: dict[tuple[int, int], float | None] = field(default_factory=dict)

@@ -42,7 +42,7 @@ _FEWEST: Final = 2
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPolicy:
-    """What becomes of a finished group.
+    """Rules for what becomes of a finished group.
 
     estimator: the advantage's name (``asyncflow.algorithms.advantages``). drop_zero_variance: DAPO's dynamic sampling,
     with at most ``most_filtered`` groups dropped for one step. drop_timeouts: a reward that ran into its deadline is
@@ -77,7 +77,7 @@ class GroupPolicy:
         return group_advantages(rewards, name=self.estimator)
 
     def drops(self, failure: str) -> bool:
-        """Tell whether a sample goes no further whose reward failed so; "" is one that has its reward."""
+        """Return whether a sample whose reward failed in this way is dropped; "": it has its reward."""
         return bool(failure) and (failure != "timeout" or self.drop_timeouts)
 
     def refusal(self, rewards: np.ndarray) -> str | None:

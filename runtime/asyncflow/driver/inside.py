@@ -1,4 +1,4 @@
-"""How far the step is that is being made, for whoever waits for it.
+"""Progress within the current step, for whoever waits for its end.
 
 Invariant: every figure is counted by who does the work: generated samples by the queue, trained ones by the trainer's
 ranks, tokens and running sequences by the rollouts.

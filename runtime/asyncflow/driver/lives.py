@@ -1,4 +1,4 @@
-"""How long each process of the job was there, how much of that it worked, and what it made.
+"""Lifetime of each process of the job, its working time, and its output.
 
 A role counts the seconds in which it worked (a running sequence; forward, backward, optimizer, checkpoint), a rollout
 also those in which it had something to do, and the tokens that it generated, and tells the sums with each heartbeat.
@@ -82,7 +82,7 @@ class Lives:
                 life.held_since = now if life.held_since is None else life.held_since
 
     def idle_shares(self, now: float) -> dict[str, float]:
-        """Give the idle share of each role that tells how it works and lived inside the window."""
+        """Return the idle share of each role that tells how it works and lived inside the window."""
         if self.opened is None:
             return {}
         end = now if self.closed is None else self.closed
@@ -112,7 +112,7 @@ class Lives:
         return sum(life.tokens for life in self._lives.values())
 
     def up_s(self, since: float, until: float) -> float:
-        """Give the seconds between two times in which at least one process was there."""
+        """Return the seconds between two times in which at least one process was there."""
         covered, reached = 0.0, since
         for life in sorted(self._lives.values(), key=lambda life: life.started):
             end = min(life.seen, until)
@@ -121,7 +121,7 @@ class Lives:
         return covered
 
     def dump(self) -> dict[str, Any]:
-        """Give all lives as JSON."""
+        """Return all lives as JSON."""
         return {incarnation: asdict(life) for incarnation, life in self._lives.items()}
 
     def restore(self, lives: Mapping[str, Life]) -> None:

@@ -88,7 +88,7 @@ class Members:
 
     @property
     def counts(self) -> Counter[str]:
-        """How many there are of each role."""
+        """Number of members of each role."""
         return Counter(member.role for member in self._directory.members())
 
     @property
@@ -102,7 +102,7 @@ class Members:
         return [self._directory.status(member.incarnation) for member in self._directory.members(role)]
 
     def rollouts(self, *, newest: int | None, lag: int) -> list[RolloutState]:
-        """Give the state of each rollout; newest: step of the newest version; lag: how far behind is allowed."""
+        """Return the state of each rollout; newest: step of the newest version; lag: how far behind is allowed."""
         return [
             rollout_state(member, self._directory.status(member.incarnation), newest=newest, lag=lag)
             for member in self._directory.members("rollout")
@@ -162,7 +162,7 @@ class Members:
         self._checkpoints_asked += 1
 
     async def dismiss(self, *, within_s: float) -> None:
-        """Tell everybody to stop, and wait until they have left, at most ``within_s`` seconds."""
+        """Direct all members to stop, and wait until they have left, at most ``within_s`` seconds."""
         self._stopping = True
         try:
             async with asyncio.timeout(within_s):

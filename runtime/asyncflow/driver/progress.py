@@ -1,4 +1,4 @@
-"""How far the run has come: a line a step, a line an evaluation, and the figures drawn from them.
+"""Progress of the run: a line for each step, a line for each evaluation, and the figures drawn from them.
 
 The lines are the truth: ``metrics.jsonl`` (steps) and ``events.jsonl`` (start, evaluations, end) are read back by a
 restarted driver; where they are gone with its folder, the ledger still says which step was the last. A step that a
@@ -34,7 +34,7 @@ _Versions = Annotated[float, Meta(ge=-1e9, le=1e9)]
 
 
 class _Step(Struct, kw_only=True):
-    """What figures are drawn from in a line of ``metrics.jsonl``, with the bounds of what is said of them."""
+    """Fields of a line of ``metrics.jsonl`` from which figures are drawn, with the bounds of their values."""
 
     at: Moment
     step: Annotated[int, Meta(ge=1)]
@@ -54,14 +54,14 @@ class _Step(Struct, kw_only=True):
 
 
 class _Event(Struct, kw_only=True):
-    """What every line of ``events.jsonl`` has."""
+    """Fields of every line of ``events.jsonl``."""
 
     event: str
     at: Moment
 
 
 class _Again(Struct, kw_only=True):
-    """What ``AGAIN`` has besides."""
+    """Further fields of an event ``AGAIN``."""
 
     step: Count
 
@@ -104,13 +104,13 @@ class Progress:
         self._events.append({"event": event, "at": at, **fields})
 
     def at(self, event: str, *, first: bool = True) -> float | None:
-        """Give when ``event`` happened for the first (or last) time, or None."""
+        """Return when ``event`` happened for the first (or last) time, or None."""
         times = [float(line["at"]) for line in self._events.lines if line["event"] == event]
         return None if not times else times[0] if first else times[-1]
 
     @property
     def started(self) -> float:
-        """When the run's first driver started, in unix seconds."""
+        """Time at which the run's first driver started, in unix seconds."""
         return self.at("driver started") or self.now
 
     def begin_at(self, step: int, *, attempt: int) -> None:
@@ -155,7 +155,7 @@ class Progress:
 
     @property
     def last_step_at(self) -> float | None:
-        """When the newest step that has a line was done, in unix seconds."""
+        """Time at which the newest step that has a line was done, in unix seconds."""
         return float(self.lines[-1]["at"]) if self._by_step else None
 
     def step_seconds(self) -> list[float]:
@@ -163,23 +163,23 @@ class Progress:
         return [seconds for seconds, _ in self._paces()]
 
     def tokens_per_second(self) -> float:
-        """Give the tokens trained in a second, over the recent steps that followed one of their own attempt."""
+        """Return the tokens trained in a second, over the recent steps that followed one of their own attempt."""
         recent = self._paces()[-RECENT_STEPS:]
         seconds = sum(pace for pace, _ in recent)
         return sum(tokens for _, tokens in recent) / seconds if seconds > _LEAST_S else 0.0
 
     def eta_seconds(self) -> float | None:
-        """Give the seconds to the last step at the pace of the recent steps; None before there is a pace."""
+        """Return the seconds to the last step at the pace of the recent steps; None before there is a pace."""
         recent = self.step_seconds()[-RECENT_STEPS:]
         return statistics.fmean(recent) * (self.steps - self.done) if recent else None
 
     def step_p95(self) -> float | None:
-        """Give the 95th percentile of the seconds between steps."""
+        """Return the 95th percentile of the seconds between steps."""
         seconds = sorted(self.step_seconds())
         return seconds[min(len(seconds) - 1, int(0.95 * len(seconds)))] if seconds else None
 
     def wait_share(self) -> float:
-        """Give the share of the recent steps that the trainer waited for samples."""
+        """Return the share of the recent steps that the trainer waited for samples."""
         recent = self.lines[-RECENT_STEPS:]
         wall = sum(float(line["wall_s"]) for line in recent)
         return min(1.0, sum(float(line["wait_s"]) for line in recent) / wall) if wall else 0.0
@@ -190,7 +190,7 @@ class Progress:
         self._events.close()
 
     def _paces(self) -> list[tuple[float, int]]:
-        """Give seconds and tokens of each step that followed one of the same attempt."""
+        """Return seconds and tokens of each step that followed one of the same attempt."""
         pairs = [(a, b) for a, b in pairwise(self.lines) if a["attempt"] == b["attempt"]]
         return [(float(b["wall_s"]), int(b["tokens"])) for _, b in pairs]
 

@@ -1,4 +1,4 @@
-"""Which samples got a reward and which did not, and when so many did not that the job must pause.
+"""Counts of samples with and without a reward, and the rule that pauses the job when too many have none.
 
 A sample without a reward is no sample: it is counted here by why it has none, and never trained as if it had earned 0.
 
@@ -25,7 +25,7 @@ _Kept = Annotated[int, Meta(ge=0, le=1 << 50)]
 
 
 class Totals(msgspec.Struct, frozen=True):
-    """What is kept over restarts of the driver; fields as in ``RewardTally``."""
+    """Counts that are kept over restarts of the driver; fields as in ``RewardTally``."""
 
     scored: _Kept
     failed: Annotated[dict[Annotated[str, Meta(max_length=32)], _Kept], Meta(max_length=8)]
@@ -106,7 +106,7 @@ class RewardTally:
 
     @property
     def state(self) -> RewardState:
-        """What the status says of it."""
+        """Counts of scored and failed samples, for the status."""
         return RewardState(scored=self.scored, failed=dict(self.failed), first_failure=self.first_failure)
 
     def _pause_if_most_failed(self, step: int) -> None:

@@ -15,7 +15,7 @@ from asyncflow.api.status import DriverStatus
 
 
 class Control(Protocol):
-    """What can be asked of the driver. Errors of the tree become HTTP errors with their words."""
+    """Requests that the driver accepts. AsyncFlow's errors become HTTP errors with their words."""
 
     def drain(self, worker: str) -> None:
         """Let a rollout hand back its work and leave. Raises StaleHandle for an unknown one."""

@@ -1,4 +1,4 @@
-"""What the driver says of the job: the answer of ``GET /v1/status``.
+"""Status of the job as the driver reports it: the answer of ``GET /v1/status``.
 
 Invariant: pure; a status says what is waited for whenever the job makes no progress.
 """
@@ -34,12 +34,12 @@ Standing = Literal["starting", "ready", "lagging", "draining", "lost"]
 
 
 def timestamp(at: float) -> str:
-    """Give unix seconds as RFC 3339 in UTC."""
+    """Return unix seconds as RFC 3339 in UTC."""
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def rollout_state(member: Member, status: Status, *, newest: int | None, lag: int) -> RolloutState:
-    """Give one rollout's state from its last heartbeat; it lags when it is further behind than the schedule says."""
+    """Return one rollout's state from its last heartbeat; it lags when it is further behind than the schedule says."""
     packed = status.get("version")
     version = Version.unpack(packed).step if isinstance(packed, int) and packed >= 0 else None
     standing: Standing = "ready"
@@ -133,7 +133,7 @@ def waiting_for(
     stats: QueueStats | None,
     quiet_s: float,
 ) -> str:
-    """Say in a few words what keeps the job from its next step; "" while nothing does.
+    """Return in a few words what keeps the job from its next step; "" while nothing does.
 
     members: how many there are of each role; newest: step of the newest published version; evaluating: versions whose
     evaluation is not finished; exported: whether the trainer has written what the run leaves behind; quiet_s: seconds

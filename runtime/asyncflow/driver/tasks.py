@@ -21,7 +21,7 @@ _RESPONSE = ["response_ids", "logprobs", "versions", "reward"]
 
 
 def tasks_of(spec: RLJobSpec) -> list[TaskSpec]:
-    """Give the tasks of both partitions."""
+    """Return the tasks of both partitions."""
     lease_s = spec.rollout.lease_seconds
     return [
         TaskSpec(partition=TRAIN, name="rollout", needs=_PROMPT, writes=_RESPONSE, groups=True, lease_s=lease_s),

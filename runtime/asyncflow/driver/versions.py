@@ -1,4 +1,4 @@
-"""Which versions of the weights the job still needs.
+"""Versions of the weights that the job still needs.
 
 Invariant: a version that an unfinished step or an unfinished evaluation names is required until neither does; one that
 can never be had again is not waited for.
@@ -38,12 +38,12 @@ class Versions:
         return None if version is None else self.catalogue.manifest(version).nbytes
 
     def required(self) -> set[int]:
-        """Give the steps of the versions that must not be forgotten."""
+        """Return the steps of the versions that must not be forgotten."""
         unfinished = self.book.unfinished(trained_step=self.progress.done)
         return self.schedule.required(unfinished) | set(self.unevaluated())
 
     def unevaluated(self) -> list[int]:
-        """Give the versions that are to be evaluated, are not, and still can be."""
+        """Return the versions that are to be evaluated, are not, and still can be."""
         if not self.evaluates:
             return []
         newest = self.newest or 0
@@ -59,6 +59,6 @@ class Versions:
         return unevaluated[0] - 1 if unevaluated else self.progress.steps
 
     def due(self) -> list[int]:
-        """Give the versions that can be evaluated now: of the history that survives, after the line of their step."""
+        """Return the versions that can be evaluated now: of the history that survives, after the line of their step."""
         done = self.progress.done
         return [step for step in self.unevaluated() if step <= done and self.catalogue.find(step) is not None]

@@ -1,4 +1,4 @@
-"""How many more prompts may be dispatched now.
+"""Admission of prompts: how many more may be dispatched now.
 
 One policy, one formula. They are combined by taking the smallest allowance (``admit``), so each can only make a run
 more cautious, never less.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
-    """What a policy looks at; all in prompts but ``published``.
+    """Counts by which an admission policy decides; all in prompts but ``published``.
 
     published: step of the newest published version. dispatched: prompts given out that were not filtered or dropped.
     running: dispatched whose responses are not complete.
@@ -33,7 +33,7 @@ class Admission(Protocol):
     """A rule for dispatching prompts."""
 
     def allowance(self, flow: Flow) -> int:
-        """Give how many more prompts may be dispatched; negative counts as none."""
+        """Return how many more prompts may be dispatched; negative counts as none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class BoundedLag:
     steps: int
 
     def allowance(self, flow: Flow) -> int:
-        """Give the prompts that may still go out under the newest published version."""
+        """Return the prompts that may still go out under the newest published version."""
         last_step = min(self.lag + flow.published + 1, self.steps)
         return last_step * self.prompts_per_step - flow.dispatched
 
@@ -62,7 +62,7 @@ class Concurrency:
     limit: int
 
     def allowance(self, flow: Flow) -> int:
-        """Give the free places."""
+        """Return the free places."""
         return self.limit - flow.running
 
 
@@ -80,13 +80,13 @@ class StalenessThreshold:
     threshold: float
 
     def allowance(self, flow: Flow) -> int:
-        """Give max_required_samples - staleness_samples."""
+        """Return max_required_samples - staleness_samples."""
         limit = int(self.prompts_per_step * (1 + self.threshold) * self.sync_every)
         return limit - (flow.dispatched - flow.published * self.prompts_per_step)
 
 
 def admission_of(spec: RLJobSpec) -> list[Admission]:
-    """Give the rules that a manifest asks for; quotas admit whole steps, so verl's fraction is not theirs."""
+    """Return the rules that a manifest asks for; quotas admit whole steps, so verl's fraction is not theirs."""
     batch, schedule = spec.algorithm.prompts_per_step, spec.schedule
     policies: list[Admission] = [BoundedLag(prompts_per_step=batch, lag=schedule.lag, steps=spec.algorithm.steps)]
     if schedule.swap_at != "quota":
@@ -100,5 +100,5 @@ def admission_of(spec: RLJobSpec) -> list[Admission]:
 
 
 def admit(policies: Iterable[Admission], flow: Flow) -> int:
-    """Give how many prompts may be dispatched now under all policies, at least 0."""
+    """Return how many prompts may be dispatched now under all policies, at least 0."""
     return max(0, min(policy.allowance(flow) for policy in policies))

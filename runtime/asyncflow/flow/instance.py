@@ -1,4 +1,4 @@
-"""When one rollout instance claims, holds, starts and swaps, for ``swapAt: quota`` and ``sequence``.
+"""Decisions of one rollout instance: when it claims, holds, starts and swaps, for ``swapAt: quota`` and ``sequence``.
 
     GENERATE(v) --staged(v+1)--> GENERATE(v, staged) --nothing left for v--> SWAP --> GENERATE(v+1)
 
@@ -40,7 +40,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What to claim: ``version`` is the step of the loaded weights, ``accept`` are others that could be loaded."""
+    """Claim to make: ``version`` is the step of the loaded weights, ``accept`` are others that could be loaded."""
 
     version: int
     accept: tuple[int, ...]
@@ -141,7 +141,7 @@ class Instance:
         return begun
 
     def swap(self) -> int | None:
-        """Give the step to load now, None for no swap. Until it is ``loaded``, or that has failed, admit nothing."""
+        """Return the step to load now, None for no swap. Until it is ``loaded``, or that has failed, admit nothing."""
         target = self._target()
         if target is None or self._running or self._draining:
             return None
@@ -150,7 +150,7 @@ class Instance:
         return target if leaving and not due else None
 
     def ask(self, purpose: Purpose) -> Ask | None:
-        """Give what to claim for ``purpose``, None for nothing now."""
+        """Return what to claim for ``purpose``, None for nothing now."""
         if self.current is None or self._draining or self._misfit() is not None:
             return None
         accept, room = self._claim_train() if purpose == "train" else self._claim_eval()
@@ -159,7 +159,7 @@ class Instance:
         return Ask(self.current.step, tuple(sorted(accept - {self.current.step})), room) if room > 0 else None
 
     def want(self, versions: Collection[Version], *, required: Collection[int]) -> int | None:
-        """Give the step to pull next out of what others offer, None for nothing.
+        """Return the step to pull next out of what others offer, None for nothing.
 
         versions: those that can be had; required: the steps that unfinished work needs.
         """
@@ -176,7 +176,7 @@ class Instance:
         return min(pinned).step if pinned else max(newer).step
 
     def waits(self, wish: int | None, *, required: Collection[int]) -> bool:
-        """Say whether there is work for this instance and none of it runs because other weights must be loaded first.
+        """Return whether this instance has work of which none runs because other weights must be loaded first.
 
         wish: what ``want`` gives now; required: as for ``want``. Whether those weights are still being received or are
         here already makes no difference. In ``sequence`` no step is required, so any newer version counts as needed.
@@ -190,7 +190,7 @@ class Instance:
         return [*self._held.values(), *self._running.values()]
 
     def _claim_train(self) -> tuple[frozenset[int] | None, int]:
-        """Give the versions that a claim of training rows accepts (None: no claim) and the room for them."""
+        """Return the versions that a claim of training rows accepts (None: no claim) and the room for them."""
         room = self._capacity - len(self._all())
         if not self._back:
             return None if self._forward() or self._behind() else frozenset(), room
@@ -199,7 +199,7 @@ class Instance:
         return self._in_memory if self._all() else self._loadable(), room
 
     def _claim_eval(self) -> tuple[frozenset[int] | None, int]:
-        """Give the same for evaluation rows, which training rows that only wait for a swap do not keep out."""
+        """Return the same for evaluation rows, which training rows that only wait for a swap do not keep out."""
         held = sum(1 for work in self._held.values() if work.purpose == "eval")
         mine = held + sum(1 for work in self._running.values() if work.purpose == "eval")
         share = self._capacity if mine == len(self._all()) else self._eval_slots
@@ -209,17 +209,17 @@ class Instance:
         return self._loadable() if not self._back or not self._all() else frozenset(), room
 
     def _loadable(self) -> frozenset[int]:
-        """Give the steps that are here, and older ones that can be had; newer than any loaded come by themselves."""
+        """Return the steps that are here, and older ones that can be had; newer than any loaded come by themselves."""
         assert self._newest is not None
         newest = self._newest.step
         return self._in_memory | {step for step in self._available if step <= newest}
 
     def _forward(self) -> bool:
-        """Say whether a version newer than the loaded one is staged."""
+        """Return whether a version newer than the loaded one is staged."""
         return self._staged is not None and (self.current is None or self._staged > self.current)
 
     def _behind(self) -> bool:
-        """Say whether the loaded version is older than one loaded before."""
+        """Return whether the loaded version is older than one loaded before."""
         return self.current is not None and self._newest is not None and self.current < self._newest
 
     def _outdated(self, work: Work) -> bool:
@@ -227,13 +227,13 @@ class Instance:
         return not self._back and work.purpose == "train" and newest is not None and work.window.newest < newest.step
 
     def _suits(self, work: Work) -> bool:
-        """Say whether ``work`` may begin under the loaded version."""
+        """Return whether ``work`` may begin under the loaded version."""
         if self.current is None or (work.purpose == "train" and not self._back and self._behind()):
             return False
         return _within(work, self.current.step)
 
     def _better_at(self, target: int | None, work: Work) -> bool:
-        """Say whether ``work`` should wait for the version that comes next."""
+        """Return whether ``work`` should wait for the version that comes next."""
         if target is None or not _within(work, target):
             return False
         staged = self._staged
@@ -241,11 +241,11 @@ class Instance:
         return work.purpose == "eval" or self._back or forward
 
     def _misfit(self) -> Work | None:
-        """Give the row held longest of those that need another version than the loaded one."""
+        """Return the row held longest of those that need another version than the loaded one."""
         return next((work for work in self._held.values() if not self._suits(work)), None)
 
     def _serving(self, work: Work) -> int:
-        """Give the version step to load for ``work``."""
+        """Return the version step to load for ``work``."""
         if self._staged is not None and _within(work, self._staged.step):
             return self._staged.step
         if work.purpose == "train" and not self._back and self._newest is not None and self._behind():
@@ -253,7 +253,7 @@ class Instance:
         return max((step for step in self._available if _within(work, step)), default=work.window.oldest)
 
     def _target(self) -> int | None:
-        """Give the version step that this instance goes to next, None where it stays."""
+        """Return the version step that this instance goes to next, None where it stays."""
         misfit = self._misfit()
         if misfit is not None:
             return self._serving(misfit)

@@ -1,4 +1,4 @@
-"""What is ready for a task, in the task's order, so that a claim takes the first items and never looks at the others.
+"""Index of items ready for a task, in the task's order: a claim takes the first and never looks at the others.
 
 ``ReadyIndex`` keeps one shelf for each window of versions that may begin an item. A shelf is a sorted list of runs,
 each of items that became ready at once and come one after another. What becomes ready goes to the end nearly always,
@@ -69,12 +69,12 @@ class ReadyIndex(Generic[T]):
         return iter(self._places)
 
     def count(self, window: Window) -> int:
-        """Give how many items lie on the shelf ``window``."""
+        """Return how many items lie on the shelf ``window``."""
         shelf = self._shelves.get(window)
         return shelf.count if shelf is not None else 0
 
     def fitting(self, fits: Callable[[Window], bool]) -> int:
-        """Give how many items have a window that ``fits``."""
+        """Return how many items have a window that ``fits``."""
         return sum([shelf.count for window, shelf in self._shelves.items() if fits(window)])
 
     def add(self, item: T, *, window: Window, order: Rank, weight: int = 1) -> None:
@@ -125,7 +125,7 @@ class ReadyIndex(Generic[T]):
                 self.discard(item)
 
     def head(self, fits: Callable[[Window], bool]) -> T | None:
-        """Give the first item whose window ``fits``; it stays where it is."""
+        """Return the first item whose window ``fits``; it stays where it is."""
         first: _Run | None = None
         for window, shelf in self._shelves.items():
             if fits(window):
@@ -166,13 +166,13 @@ class ReadyIndex(Generic[T]):
         return taken
 
     def each(self, fits: Callable[[Window], bool]) -> Iterator[T]:
-        """Give the items whose windows ``fits`` in order; they stay where they are. Nothing may change meanwhile."""
+        """Return the items whose windows ``fits`` in order; they stay where they are. Nothing may change meanwhile."""
         shelves = [self._runs(shelf) for window, shelf in self._shelves.items() if fits(window)]
         merged = shelves[0] if len(shelves) == 1 else heapq.merge(*shelves, key=_BEFORE)
         return (item for run in merged for item in self._held(run))
 
     def in_order(self, window: Window) -> Iterator[T]:
-        """Give the items of the shelf ``window`` in order; they stay where they are. Nothing may change meanwhile."""
+        """Yield the items of the shelf ``window`` in order; they stay where they are. Nothing may change meanwhile."""
         shelf = self._shelves.get(window)
         if shelf is not None:
             for run in self._runs(shelf):
@@ -187,7 +187,7 @@ class ReadyIndex(Generic[T]):
         return (item for item in reversed(run[2]) if places.get(item) is run)
 
     def _first(self, shelf: _Shelf) -> _Run:
-        """Give the run of the first item that holds, and forget those before it."""
+        """Return the run of the first item that holds, and forget those before it."""
         while True:
             run = shelf.runs[shelf.start]
             items = run[2]

@@ -1,4 +1,4 @@
-"""How many rollouts should there be? The elastic policy, pure.
+"""Elastic policy, pure: how many rollouts there should be.
 
 Rollouts are added while the trainer waits for samples. With r rollouts and a trainer that waits for a share w of its
 time, generation keeps up with a share 1 - w of what training could take, so (1 - t) / (1 - w) * r rollouts would leave
@@ -25,7 +25,7 @@ Direction = Literal["more", "fewer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signals:
-    """What the policy looks at.
+    """Measurements by which the elastic policy decides.
 
     rollouts: how many are wanted now; ready: how many of them generate; step: the last one made; since: the step after
     which the shares begin; wait_share: share of its time that the trainer waited for samples; busy_share: share of
@@ -53,7 +53,7 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What is remembered between two looks: ``rollouts`` have been wanted since ``step``, and all were there then."""
+    """State kept between two decisions: ``rollouts`` have been wanted since ``step``, and all were there then."""
 
     rollouts: int
     step: int
@@ -117,4 +117,4 @@ class Elasticity:
 
 
 _ROUNDING = 1e-6
-"""What a share of seconds may be off by, so that it does not ask for one rollout more."""
+"""Error that a share of seconds may have, so that it does not ask for one rollout more."""

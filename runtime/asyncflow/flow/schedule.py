@@ -1,4 +1,4 @@
-"""Which weight version may generate the samples of step k.
+"""Choice of the weight version that may generate the samples of step k.
 
 The whole of asynchrony is in one number, the *lag* η: D_k may begin under θ_{k-1-η} or newer. ``sync`` and ``periodic``
 have η = 0; ``delayed`` with ``swapAt: quota`` has η = 1 and allows that one version only (AsyncFlow §4.2.1: D_1 and D_2
@@ -42,7 +42,7 @@ class Schedule:
 
     @classmethod
     def of(cls, spec: RLJobSpec) -> Schedule:
-        """Give the schedule that a manifest asks for."""
+        """Return the schedule that a manifest asks for."""
         return cls(
             steps=spec.algorithm.steps,
             lag=spec.schedule.lag,
@@ -52,23 +52,23 @@ class Schedule:
         )
 
     def window(self, step: int) -> Window:
-        """Give the versions that may generate D_step; the oldest is the first published one that keeps the lag."""
+        """Return the versions that may generate D_step; the oldest is the first published one that keeps the lag."""
         oldest = -(-max(0, step - 1 - self.lag) // self.sync_every) * self.sync_every
         return Window(oldest, oldest if self.exact else NEWEST)
 
     def publishes(self, step: int) -> bool:
-        """Tell whether θ_step is published."""
+        """Return whether θ_step is published."""
         return step % self.sync_every == 0 or step == self.steps
 
     def evaluates(self, step: int) -> bool:
-        """Tell whether θ_step is evaluated: the first, the last, and each ``eval_every``-th that is published."""
+        """Return whether θ_step is evaluated: the first, the last, and each ``eval_every``-th that is published."""
         regular = self.eval_every > 0 and step % self.eval_every == 0
         return step in (0, self.steps) or (regular and self.publishes(step))
 
     def evaluations(self) -> list[int]:
-        """Give the steps whose weights are evaluated, in order."""
+        """Return the steps whose weights are evaluated, in order."""
         return [step for step in range(self.steps + 1) if self.evaluates(step)]
 
     def required(self, unfinished: set[int]) -> set[int]:
-        """Give the versions that the samples of unfinished steps still need exactly; none where newer ones serve."""
+        """Return the versions that the samples of unfinished steps still need exactly; none where newer ones serve."""
         return {self.window(step).oldest for step in unfinished} if self.exact else set()

@@ -1,4 +1,4 @@
-"""Which rows a claimer can serve, and which rank gets which rows of a slot.
+"""Selection of the rows that a claimer can serve, and assignment of a slot's rows to ranks.
 
 ``Appetite`` is what a claimer can serve; ``balance`` deals samples or groups to ranks.
 
@@ -23,7 +23,7 @@ _CLOSE = 200
 
 @dataclass(frozen=True, slots=True)
 class Appetite:
-    """What a claimer can serve.
+    """Versions of the weights under which a claimer can serve items.
 
     version: step of the weights that it has (None: versions do not matter); accept: further ones that it could load.
     """
@@ -32,11 +32,11 @@ class Appetite:
     accept: tuple[int, ...] = ()
 
     def suits(self, window: Window) -> bool:
-        """Tell whether the claimer can begin such an item as it is."""
+        """Return whether the claimer can begin an item of this window as it is."""
         return self.version is None or window.oldest <= self.version <= window.newest
 
     def accepts(self, window: Window) -> bool:
-        """Tell whether the claimer could begin such an item, after loading another version if need be."""
+        """Return whether the claimer could begin an item of this window, after loading another version if need be."""
         return self.suits(window) or any(window.oldest <= step <= window.newest for step in self.accept)
 
 
@@ -78,7 +78,7 @@ def _heaviest_first(indices: Iterable[int], weights: Sequence[int]) -> list[int]
 
 
 def _shares(weights: Sequence[int], totals: list[int]) -> tuple[list[list[int]], list[int]]:
-    """Give each item, heaviest first, to the rank that has least (LPT)."""
+    """Return each item, heaviest first, to the rank that has least (LPT)."""
     shares: list[list[int]] = [[] for _ in totals]
     loads = [(total, rank) for rank, total in enumerate(totals)]
     heapq.heapify(loads)
@@ -109,7 +109,7 @@ def _even_out(shares: list[list[int]], totals: list[int], weights: Sequence[int]
 
 
 def _best_swap(most: list[int], least: list[int], gap: int, weights: Sequence[int]) -> tuple[int, int] | None:
-    """Give the pair whose difference comes closest to half of ``gap``; None where no swap makes it smaller."""
+    """Return the pair whose difference comes closest to half of ``gap``; None where no swap makes it smaller."""
     light = sorted(least, key=lambda index: (weights[index], index))
     sizes = [weights[index] for index in light]
     best: tuple[int, int, int] | None = None

@@ -13,7 +13,7 @@ from asyncflow.durable import make_folder, sync
 
 @contextmanager
 def whole_folder(target: Path, *, replace: bool) -> Iterator[Path]:
-    """Give an empty folder beside ``target`` that takes its name when the block ends well, and is removed when not.
+    """Yield an empty folder beside ``target`` that takes its name when the block ends well, and is removed when not.
 
     replace: what becomes of a ``target`` that is already there: replaced, or kept, for contents that are the same
     whoever writes them, so that several processes may write at once.

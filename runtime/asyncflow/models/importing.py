@@ -47,7 +47,7 @@ def import_gguf(package_or_path: str, folder: Path) -> Path:
 
 
 def find_gguf(package_or_path: str) -> Path:
-    """Give the GGUF file that is meant. Raises ManifestError."""
+    """Return the GGUF file that is meant. Raises ManifestError."""
     path = Path(package_or_path)
     if path.is_file():
         return path.absolute()

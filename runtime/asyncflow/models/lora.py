@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 PREFIX = "base_model.model."
-"""What peft puts before the name of every module."""
+"""Prefix that peft puts before the name of every module."""
 PARTS = ("lora_A", "lora_B")
 INSTALL = "pip install 'asyncflow[torch,lora]'"
 TARGETS = "spec.trainer.lora.targets"

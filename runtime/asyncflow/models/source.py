@@ -1,4 +1,4 @@
-"""Where a model comes from: ``tiny://NAME?seed=N``, a folder, ``pvc://CLAIM/PATH``, ``hf://ORG/NAME`` (local cache).
+"""Sources of models: ``tiny://NAME?seed=N``, a folder, ``pvc://CLAIM/PATH``, ``hf://ORG/NAME`` (local cache).
 
 Every role needs config and tokenizer, which are cheap and need no torch; the first trainer rank alone needs weights.
 
@@ -24,14 +24,14 @@ from asyncflow.models.tiny import write_config
 
 WHERE = "model.source"
 CLAIMS = Path("/mnt")
-"""Where pods mount the claims that a manifest names, each under its name."""
+"""Folder in which pods mount the claims that a manifest names, each under its name."""
 WEIGHTS = "model.safetensors"
 _WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 _DAMAGED = "Copy it again: it may be cut off, or the pointer of a large-file store"
 
 
 class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
-    """What a source means.
+    """Parsed source of a model.
 
     kind: how it is had; name: the tiny model, or ORG/NAME; folder: where it lies or will lie (hf: unused).
     """
@@ -63,7 +63,7 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def materialize_config(source: str, workdir: Path) -> Path:
-    """Give a folder with config.json and the tokenizer's files, written under ``workdir`` where the project makes them.
+    """Return a folder with config.json and the tokenizer's files, written under ``workdir`` if the project makes them.
 
     Raises ManifestError where there is no such model.
     """

@@ -1,4 +1,4 @@
-"""Which models can be trained and run, told from a model's configuration and from what its attention asks for.
+"""Limits on the models that can be trained and run, told from their configuration and what their attention asks for.
 
 A model can be used where a token's output depends on the earlier tokens of its own sequence alone, by softmax attention
 over all of them: then it may stand in a pack beside others, and in a batch with others. What the configuration does not
@@ -43,7 +43,7 @@ _SINKS = _names("deepseek_v4 gpt_oss granite_swa granitemoe_swa hy_v4 mimo_v2_fl
 _FULL = frozenset({"full_attention"})
 _WINDOWS = frozenset({"sliding_attention", "chunked_attention"})
 _MORE_THAN_SOFTMAX = ("softcap", "s_aux", "position_bias", "head_mask")
-"""What transformers' attention functions may be asked for beside softmax attention."""
+"""Arguments by which transformers' attention functions are asked for more than softmax attention."""
 
 
 def check_model(config: Mapping[str, Any], *, longest: int, where: str) -> None:

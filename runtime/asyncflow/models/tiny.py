@@ -75,7 +75,7 @@ def linear_layers() -> list[str]:
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:
-    """Give a tokenizer with an id for each byte: byte-level BPE without merges."""
+    """Return a tokenizer with an id for each byte: byte-level BPE without merges."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([PAD, END, *alphabet])}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

@@ -101,12 +101,12 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Give the ids of ``text``; special tokens spelled in it are recognised, others only added when asked."""
+        """Return the ids of ``text``; special tokens spelled in it are recognised, others only added when asked."""
         ids: list[int] = self._core.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Give the text of ``ids``, without special tokens unless asked for."""
+        """Return the text of ``ids``, without special tokens unless asked for."""
         text: str = self._core.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
         return text
 

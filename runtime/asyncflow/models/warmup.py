@@ -57,7 +57,7 @@ def _schedule(step: int) -> float:
 
 
 def _batch(tokenizer: Tokenizer, pairs: Iterator[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give input ids and the ids to predict from them, both int64 (BATCH, length), padded on the right."""
+    """Return input ids and the ids to predict from them, both int64 (BATCH, length), padded on the right."""
     import torch
 
     coded = [(tokenizer.encode(question), [*tokenizer.encode(said), tokenizer.eos_ids[0]]) for question, said in pairs]

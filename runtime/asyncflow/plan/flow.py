@@ -1,4 +1,4 @@
-"""What flows between the roles of a job, and under which version D_k is made, in words.
+"""Data flow between the roles of a job, and the version under which D_k is made, in words.
 
 Invariant: only what the schedule fixes is said; the policies that do it are ``asyncflow.flow``.
 """
@@ -17,7 +17,7 @@ _SWAPS = {
 
 
 def edges(spec: RLJobSpec) -> tuple[Edge, ...]:
-    """Give the data flow in the order in which a sample meets it."""
+    """Return the data flow in the order in which a sample meets it."""
     schedule = spec.schedule
     judged = f"responses, log-probs, versions, reward ({spec.reward.function})"
     return (
@@ -31,7 +31,7 @@ def edges(spec: RLJobSpec) -> tuple[Edge, ...]:
 
 
 def generated_by(schedule: ScheduleSpec) -> str:
-    """Say which version generates D_k."""
+    """Return in words which version generates D_k."""
     if schedule.update == "sync" and schedule.swap_at == "quota":
         return "D_k by θ_{k-1}"
     if schedule.swap_at == "quota":

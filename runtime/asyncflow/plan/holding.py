@@ -22,18 +22,18 @@ MakeRole = Callable[[RoleName, int, Resources, tuple[RoleName, ...]], Role]
 
 
 def held_bytes(queue: QueueSpec) -> int:
-    """Give the room of one holder: a quarter more than a unit may fill, and a grain for small ones."""
+    """Return the room of one holder: a quarter more than a unit may fill, and a grain for small ones."""
     least = queue.bytes_per_unit.bytes * 5 // 4 + _GRAIN
     return -(-least // _GRAIN) * _GRAIN
 
 
 def unit_bytes(queue: QueueSpec) -> int:
-    """Give the memory that the process of a unit needs at least."""
+    """Return the memory that the process of a unit needs at least."""
     return OVERHEAD + (queue.bytes_per_unit.bytes if queue.backend == "memory" else 0)
 
 
 def holders(queue: QueueSpec) -> dict[RoleName, int]:
-    """Give how many processes of which roles hold the bytes, in the order in which they start."""
+    """Return how many processes of which roles hold the bytes, in the order in which they start."""
     if queue.backend == "memory" or queue.store is not None:
         return {}
     masters: dict[RoleName, int] = {"master": 1} if queue.backend == "mooncake" else {}
@@ -41,12 +41,12 @@ def holders(queue: QueueSpec) -> dict[RoleName, int]:
 
 
 def unit_after(queue: QueueSpec, leader: RoleName) -> tuple[RoleName, ...]:
-    """Give the roles that a unit starts after. leader: whom all dial."""
+    """Return the roles that a unit starts after. leader: whom all dial."""
     return (leader, "holder") if holders(queue) else (leader,)
 
 
 def holding_roles(queue: QueueSpec, leader: RoleName, make: MakeRole) -> tuple[Role, ...]:
-    """Give the roles of ``holders``, each started after the one before it, the first after the leader."""
+    """Return the roles of ``holders``, each started after the one before it, the first after the leader."""
     cpu = float(queue.resources.cpu.amount) if queue.resources.cpu is not None else 1.0
     memory: dict[RoleName, int] = {"master": _MASTER_BYTES, "holder": held_bytes(queue) + OVERHEAD}
     made: list[Role] = []

@@ -24,7 +24,7 @@ _CPU_ONLY = AcceleratorSpec()
 
 
 def plan(job: RLJob) -> JobPlan:
-    """Give the roles of ``job`` and the flow between them."""
+    """Return the roles of ``job`` and the flow between them."""
     spec = job.spec
     holding = holding_roles(spec.transfer_queue, "driver", lambda *given: _holding(spec, *given))
     roles = (_driver(spec), _controller(spec), *holding, _storage(spec), _trainer(spec), _rollout(spec))
@@ -151,7 +151,7 @@ def _restart(spec: RestartSpec) -> RestartPolicy:
 
 
 def _env(*templates: TemplateSpec, threads: int, accelerator: AcceleratorSpec = _CPU_ONLY) -> Mapping[str, str]:
-    """Give the environment; what the user's templates say, later ones first, wins over the facts and ``threads``."""
+    """Return the environment; what the user's templates say, later ones first, wins over the facts and ``threads``."""
     return MappingProxyType(
         dict.fromkeys(_THREAD_VARIABLES, str(threads))
         | {"TOKENIZERS_PARALLELISM": "false"}

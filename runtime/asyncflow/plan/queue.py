@@ -22,7 +22,7 @@ _READY: Final = Readiness(path="/readyz", port="http", within_s=LimitsSpec().sta
 
 
 def queue_roles(queue: TransferQueue) -> tuple[Role, ...]:
-    """Give the roles in the order in which they start."""
+    """Return the roles in the order in which they start."""
     spec = queue.spec
     cpu = float(spec.resources.cpu.amount) if spec.resources.cpu is not None else 1.0
     memory = spec.resources.memory.bytes if spec.resources.memory is not None else unit_bytes(spec)
@@ -50,7 +50,7 @@ def queue_roles(queue: TransferQueue) -> tuple[Role, ...]:
 
 
 def queue_role(queue: TransferQueue, name: RoleName) -> Role:
-    """Give one role. Raises KeyError where a queue has none of that name."""
+    """Return one role. Raises KeyError where a queue has none of that name."""
     for role in queue_roles(queue):
         if role.name == name:
             return role

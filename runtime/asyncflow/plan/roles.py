@@ -1,4 +1,4 @@
-"""What a role is: how many processes, the command line of each, and what a substrate owes it.
+"""Description of a role: how many processes, the command line of each, and what a substrate must provide.
 
 Invariant: a role says everything that a substrate needs and nothing that only one substrate knows: no address, no path,
 no process and no pod. What only the substrate knows is given to ``command``.
@@ -43,7 +43,7 @@ class Readiness:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """What a role's failures may cost, over all its processes; for a gang one restart is one.
+    """Restart budget of a role, over all its processes; for a gang one restart is one.
 
     max_restarts: within ``window_s`` seconds; backoff_s: seconds before the first, doubled by each in a row.
     """
@@ -55,7 +55,7 @@ class RestartPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What one process needs.
+    """Resources that one process needs.
 
     cpu: cores; memory: bytes, None = unstated; accelerators: devices of ``resource``; share: part of each that it uses.
     """
@@ -131,7 +131,7 @@ class Role:
         http_port: int | None = None,
         python: str = "python",
     ) -> list[str]:
-        """Give the command line of process ``index``.
+        """Return the command line of process ``index``.
 
         attempt: counts from 0, grows with every restart; driver: the driver's address, for the driver itself the one
         to listen on; job: path of the manifest; workdir: where the process may write; http_port: where /metrics is
@@ -165,7 +165,7 @@ class JobPlan:
     edges: tuple[Edge, ...]
 
     def role(self, name: RoleName) -> Role:
-        """Give a role by name. Raises KeyError where the job has none of it."""
+        """Return a role by name. Raises KeyError where the job has none of it."""
         for role in self.roles:
             if role.name == name:
                 return role

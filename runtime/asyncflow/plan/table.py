@@ -24,7 +24,7 @@ class Table:
 
 
 def tables(job: RLJob, plan: JobPlan) -> tuple[Table, ...]:
-    """Give the roles, the data flow and the figures of a job."""
+    """Return the roles, the data flow and the figures of a job."""
     return (
         Table(
             title="Roles",
@@ -75,7 +75,7 @@ def _figures(job: RLJob) -> tuple[tuple[str, str], ...]:
 
 
 def size(count: int) -> str:
-    """Give a number of bytes in the largest unit that leaves at least 1: ``1536`` -> ``1.5 KiB``."""
+    """Return a number of bytes in the largest unit that leaves at least 1: ``1536`` -> ``1.5 KiB``."""
     amount = float(count)
     for unit in _UNITS[:-1]:
         if amount < 1024:

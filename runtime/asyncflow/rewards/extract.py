@@ -13,18 +13,18 @@ _BOXED = "\\boxed{"
 
 
 def text(response: str) -> str:
-    """Give the whole response without the white space around it."""
+    """Return the whole response without the white space around it."""
     return response.strip()
 
 
 def last_number(response: str) -> str:
-    """Give the last decimal number, without thousands separators and plus sign: "so 1,000 - 1 = +999." gives "999"."""
+    """Return the last decimal number, without thousands separators and plus: "so 1,000 - 1 = +999." gives "999"."""
     numbers = _NUMBER.findall(response.replace("\N{MINUS SIGN}", "-"))
     return numbers[-1].replace(",", "").removeprefix("+") if numbers else ""
 
 
 def boxed(response: str) -> str:
-    r"""Give the content of the last ``\boxed{...}`` whose braces close."""
+    r"""Return the content of the last ``\boxed{...}`` whose braces close."""
     start = response.rfind(_BOXED)
     if start < 0:
         return ""

@@ -119,7 +119,7 @@ class _Guard:
 
 
 def _runs_answers(hook: FrameType | None) -> bool:
-    """Tell whether what is run comes from a checker or sympy's parser, and not from a module that is being imported."""
+    """Return whether the running code comes from a checker or sympy's parser, and not from a module being imported."""
     caller = hook.f_back if hook is not None else None
     if caller is None or not _module(caller).startswith(("reasoning_gym.", "sympy.parsing.")):
         return False

@@ -73,7 +73,7 @@ class RewardPool:
 
     @property
     def workers(self) -> int:
-        """How many processes live now."""
+        """Number of processes that live now."""
         return len(self._alive)
 
     async def start(self) -> None:

@@ -42,9 +42,9 @@ _SET_VARIABLES = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 _RUN_LOCK = "run/lock"
-"""What every folder of a run holds, from its start on."""
+"""File that every folder of a run holds, from its start on."""
 _RUN_PRIVATE = ("run", "ledger", "checkpoints", "logs")
-"""What a run keeps to itself in its folder: its token, its rows, its weights."""
+"""Entries that a run keeps to itself in its folder: its token, its rows, its weights."""
 _MOST_FOLDERS = 20_000
 """Folders that are looked into for runs; those below are hidden, since it is not known what they hold."""
 _MOST_SCRATCH_BYTES = 1 << 30
@@ -52,7 +52,7 @@ _MOST_SCRATCH_FILES = 10_000
 _BLOCK_BYTES = 512
 _WATCH_S = 0.5
 _ROUNDS = 10
-"""How often those that started meanwhile are looked for, when a process is ended with what it started."""
+"""Number of looks for processes that started meanwhile, when a process is ended with what it started."""
 _END_S = 10.0
 """Seconds that the kernel may take to end what was killed."""
 _COMPUTE_FACTOR = 2.0
@@ -63,7 +63,7 @@ _MOST_LINE_BYTES = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Scorer:
-    """What a reward process is: the function that it loads and how it is confined.
+    """Definition of a reward process: the function that it loads and how it is confined.
 
     function, extractor: see ``rewards.registry`` and ``rewards.extract``; workdir: the job's folder, from where a
     user's module is imported; readable: what it may read beside that folder and Python; hidden: folders that it may not
@@ -233,7 +233,7 @@ class RewardProcess:
         self._answered.set_result(answer)
 
     def _break(self, why: str) -> None:
-        """Ask it nothing more, and end it with what it started."""
+        """Stop using the process, and end it with all that it started."""
         self.broken = self.broken or PeerLost(f"the reward process {why}", where=f"pid {self.pid}")
         if self._process.returncode is None and self._processes:
             self._end_started()
@@ -296,7 +296,7 @@ def _threads(*processes: psutil.Process) -> int:
 
 
 def _is_full(folder: Path) -> bool:
-    """Tell whether a folder takes more room than a reward process may."""
+    """Return whether a folder takes more room than a reward process may."""
     size = files = 0
     for place, folders, names in os.walk(folder):
         files += len(folders) + len(names)

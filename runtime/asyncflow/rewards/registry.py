@@ -1,4 +1,4 @@
-"""Which function a manifest means by ``reward.function``: a name of the project, or the user's ``module:function``.
+"""Reward functions by their name in ``reward.function``: one of the project's, or the user's ``module:function``.
 
 A user's function is called as ``fn(*, response: str, prompt: str, answer, meta) -> float``: the response after the
 extractor, the prompt's question, and the answer and meta of the data source (JSON values). A finite number is a reward;
@@ -22,10 +22,10 @@ from asyncflow.rewards.extract import EXTRACTORS
 
 
 class RewardFunction(Protocol):
-    """What scores a response."""
+    """Function that scores a response."""
 
     def __call__(self, *, response: str, prompt: str, answer: Any, meta: dict[str, Any]) -> float:
-        """Give the reward, a finite number; may raise anything and take for ever."""
+        """Return the reward, a finite number; may raise anything and take for ever."""
 
 
 BUILT_IN = {

@@ -1,4 +1,4 @@
-"""What a process that runs somebody else's code may do: little, and nothing that could reach a secret.
+"""Sandbox of a process that runs somebody else's code: it may do little, and nothing that could reach a secret.
 
 The process restricts itself, before it loads that code, and can never undo it: no new privileges, no capabilities,
 resource limits, Landlock for files and signals, and a seccomp filter for sockets, other processes and the system calls
@@ -29,7 +29,7 @@ _SYSTEM: Final = (
     *("/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/sys/devices/system"),
     *("/dev/urandom", "/dev/random", "/dev/zero"),
 )
-"""What a Python process reads of its machine, and nobody's data."""
+"""Paths that a Python process reads of its machine, and nobody's data."""
 _DEVICES: Final = ("/dev/null",)
 _OPEN_FILES: Final = 256
 _FILE_BYTES: Final = 256 << 20
@@ -42,7 +42,7 @@ _FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
 
 
 class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
-    """What is allowed.
+    """Permissions of a sandboxed process.
 
     readable, writable: files and folders, beside what Python itself needs; hidden: folders in these, resolved, whose
     files cannot be read; network: whether sockets of the internet families may be opened; processes: how many further
@@ -128,7 +128,7 @@ def _prctl(option: int, argument: int) -> int:
 
 
 def _drop_capabilities() -> None:
-    """Give up all capabilities, also for programs that root starts later."""
+    """Drop all capabilities, also for programs that root starts later."""
     for capability in range(_CAPABILITIES):
         try:
             if _prctl(_PR_CAPBSET_READ, capability):
@@ -234,7 +234,7 @@ def _landlock(call: int, *arguments: object) -> int:
 
 
 class _Machine(NamedTuple):
-    """What a filter must know of a processor: its number, that of the call ``seccomp``, and those of others by name."""
+    """Processor facts that a filter needs: its number, that of the call ``seccomp``, and those of others by name."""
 
     audit: int
     seccomp: int

@@ -38,7 +38,7 @@ _START_S: Final = 60.0
 
 
 class Rewards(Protocol):
-    """What scores samples: a pool here, or a client of one beside this process."""
+    """Scorer of samples: a pool here, or a client of one beside this process."""
 
     async def start(self) -> None:
         """Get ready. Raises ManifestError where the function cannot be loaded, DeadlineExceeded, PeerLost."""

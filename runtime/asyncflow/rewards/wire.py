@@ -1,4 +1,4 @@
-"""What passes between a pool and a reward process: length-prefixed msgpack over its standard input and output.
+"""Messages between a pool and a reward process: length-prefixed msgpack over its standard input and output.
 
 Invariants: a frame is a 4-byte big-endian length and that many bytes, at most MAX_FRAME; a process says one thing for
 each thing that it is told, with the nonce of that.
@@ -24,7 +24,7 @@ FAILURES: tuple[Failure, ...] = get_args(Failure)
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
-    """What is scored: the prompt's question, the response's text, the source's answer and meta (JSON values)."""
+    """Sample to score: the prompt's question, the response's text, the source's answer and meta (JSON values)."""
 
     prompt: str
     response: str
@@ -52,7 +52,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process says: a finite value, or why there is none.
+    """Answer of the process: a finite value, or why there is none.
 
     detail: a line about a failure, or the traceback of what was raised. To ``Load`` it answers with 0.0 or why the
     function cannot be loaded; unrestricted: what its sandbox lacks.

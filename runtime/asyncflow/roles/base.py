@@ -1,4 +1,4 @@
-"""How a role runs from its command line to its exit status.
+"""Execution of a role from its command line to its exit status.
 
 A role is an async function that is given a ``Post``: a place in a job, or in a queue that stands alone. It ends when
 the driver says stop or drain, on SIGTERM or SIGINT, or when it was replaced by a newer incarnation.

@@ -84,12 +84,12 @@ async def serve_alone(post: QueuePost) -> None:
 
 @dataclass
 class _Others:
-    """Where the other controllers are. membership: None until this one is a member."""
+    """Addresses of the other controllers. membership: None until this one is a member."""
 
     membership: Membership | None = None
 
     def address(self, index: int) -> str | None:
-        """Give the address of a controller."""
+        """Return the address of a controller."""
         return self.membership.address("controller", index) if self.membership is not None else None
 
 
@@ -133,7 +133,7 @@ def _status_route(controller: Controller, directory: Directory) -> web.RouteDef:
 
 
 def _status(controller: Controller, *, units: int) -> QueueStatus:
-    """Say what the controller knows of the queue's status. units: how many are registered."""
+    """Return the part of the queue's status that the controller knows. units: how many are registered."""
     stats, partitions = controller.stats(), controller.table.books.partitions.values()
     return QueueStatus(
         ready_units=min(stats.units, units),

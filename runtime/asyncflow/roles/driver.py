@@ -24,7 +24,7 @@ from asyncflow.telemetry.metrics import DriverMetrics
 log = logging.getLogger(__name__)
 
 WORKER = "driver"
-"""Who holds the driver's leases: the same for all incarnations, so that each ends those of the one before."""
+"""Worker that holds the driver's leases: the same for all incarnations, so that each ends those of the one before."""
 
 
 def main(options: RoleOptions) -> int:
@@ -80,7 +80,7 @@ async def serve(post: JobPost) -> None:
 
 
 async def _until_told(post: JobPost, driver: Driver) -> bool:
-    """Give whether the job came to its own end."""
+    """Return whether the job came to its own end."""
     running, told = asyncio.create_task(driver.run()), asyncio.create_task(post.stopping.wait())
     await asyncio.wait((running, told), return_when=asyncio.FIRST_COMPLETED)
     told.cancel()

@@ -1,4 +1,4 @@
-"""Where one process stands: its command line, its manifest, its address, and how it joins the others.
+"""Place of one process: its command line, its manifest, its address, and how it joins the others.
 
 Invariants: what a process gives to others as its address is ``host``, never "all interfaces"; ``/readyz`` says no until
 the process is registered; a place in a job and one in a queue that stands alone differ in what the manifest says, and
@@ -79,7 +79,7 @@ class Post(ABC):
 
     @property
     def bind(self) -> str:
-        """Where an RPC server of this process listens: any port of the host."""
+        """Address at which an RPC server of this process listens: any port of the host."""
         return f"tcp://{self.host}:*"
 
     @property
@@ -90,12 +90,12 @@ class Post(ABC):
     @property
     @abstractmethod
     def queue(self) -> QueueSpec:
-        """What is said of the queue."""
+        """Specification of the queue."""
 
     @property
     @abstractmethod
     def ledger(self) -> LedgerSpec:
-        """What is said of its ledger."""
+        """Specification of the queue's ledger."""
 
     @property
     def store_password(self) -> str:
@@ -219,17 +219,17 @@ class QueuePost(Post):
 
     @property
     def start_s(self) -> float:
-        """What a job has that does not say otherwise."""
+        """Seconds that this process may take to become ready: the default of a job."""
         return LimitsSpec().start_seconds
 
 
 def job_folder(job: RLJob, options: RoleOptions) -> Path:
-    """Give the folder where the job's relative paths and modules are: that of its manifest, unless the job says."""
+    """Return the folder where the job's relative paths and modules are: that of its manifest, unless the job says."""
     return Path((job.metadata.annotations or {}).get(FOLDER, options.job.parent))
 
 
 def keys_of_job() -> Keys | None:
-    """Give the job's key, where the substrate has put one."""
+    """Return the job's key, where the substrate has put one."""
     named = os.environ.get(KEY_FILE_ENV)
     path = Path(named or KEY_FILE)
     return Keys.load(path) if named or path.exists() else None

@@ -132,7 +132,7 @@ class Leaving:
 
     @property
     def tasks(self) -> list[asyncio.Task[bool]]:
-        """What ends when it is over."""
+        """Tasks that end when the unit has left or cannot leave."""
         return [self._departure]
 
     async def end(self) -> bool:

@@ -58,7 +58,7 @@ class Desk:
         return iter(self._jobs)
 
     def backlog(self) -> int:
-        """Give how many samples are generated and not delivered."""
+        """Return how many samples are generated and not delivered."""
         return sum(1 for job in self._jobs if job.generated)
 
     def take(self, rows: Iterable[LeasedRow]) -> None:

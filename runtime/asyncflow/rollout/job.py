@@ -31,7 +31,7 @@ _MOST_DETAIL = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
-    """What all instances of a job have in common.
+    """Settings that all instances of a job have in common.
 
     temperature, max_tokens: unless a row's tags name others; stop_ids, stop_texts: end a response; seed: of the
     sampling; train, eval: names of the partitions; lease_s: of the ``rollout`` tasks; call_s: for one call to the
@@ -69,14 +69,14 @@ class Job:
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
     def needs(self, step: int, *, loaded: Version | None) -> bool:
-        """Say whether the row may begin under version step ``step`` but not under the one loaded."""
+        """Return whether the row may begin under version step ``step`` but not under the one loaded."""
         window = self.work.window
         here = loaded is not None and window.oldest <= loaded.step <= window.newest
         return window.oldest <= step <= window.newest and not here
 
     @property
     def purpose(self) -> Literal["train", "eval"]:
-        """What the row is for."""
+        """Purpose of the row."""
         return "eval" if self.row.meta.purpose == "eval" else "train"
 
     @property
@@ -86,7 +86,7 @@ class Job:
         return Work(self, self.purpose, Window(meta.min_version, meta.max_version))
 
     def request(self, settings: RolloutSettings) -> GenerationRequest:
-        """Give what the engine is asked for."""
+        """Return what the engine is asked for."""
         meta = self.row.meta
         return GenerationRequest(
             key=meta.key,
@@ -100,7 +100,7 @@ class Job:
         )
 
     def example(self, response: str) -> Example:
-        """Give what the reward function is asked."""
+        """Return what the reward function is asked."""
         assert self.prompt is not None
         return Example(prompt=self.prompt.question, response=response, answer=self.prompt.answer, meta=self.prompt.meta)
 
@@ -134,7 +134,7 @@ class Outcome:
 
 
 def columns(outcomes: Sequence[Outcome]) -> dict[str, Jagged]:
-    """Give the columns response_ids int32, logprobs float32, versions int64 and reward float32[1], a row an outcome."""
+    """Return the columns response_ids int32, logprobs float32, versions int64 and reward float32[1], by outcome."""
     made = [outcome.completion for outcome in outcomes]
     return {
         "response_ids": Jagged.from_rows([completion.ids for completion in made], np.int32),

@@ -1,4 +1,4 @@
-"""What a rollout counts of itself.
+"""Counters that a rollout keeps of itself.
 
 Invariant: ``generate`` counts the time with at least one running sequence; ``receive`` the time in which there was none
 although there was work, which waited for other weights (on their way, or here and not loaded yet); ``swap`` the time in
@@ -64,7 +64,7 @@ class Meter:
             (self.occupied.begin if self._holding else self.occupied.end)("rows")
 
     def lap(self) -> Lap:
-        """Give the seconds since it was asked last, or since the start."""
+        """Return the seconds since it was asked last, or since the start."""
         before, self._lap = self._lap, (time.monotonic(), self.stall_s, self.generate_s)
         wall_s, stall_s, generate_s = (new - old for new, old in zip(self._lap, before, strict=True))
         return Lap(wall_s, stall_s, wall_s - generate_s)

@@ -24,7 +24,7 @@ _MASK = 2**64 - 1
 
 
 def _mixed(word: int) -> int:
-    """Give SplitMix64's finalizer of one 64-bit word."""
+    """Return SplitMix64's finalizer of one 64-bit word."""
     word &= _MASK
     word = (word ^ word >> 30) * _FIRST & _MASK
     word = (word ^ word >> 27) * _SECOND & _MASK
@@ -32,7 +32,7 @@ def _mixed(word: int) -> int:
 
 
 def stream(*, seed: int, key: SampleKey) -> int:
-    """Give the generator state (uint64) of sample ``key`` under ``seed``."""
+    """Return the generator state (uint64) of sample ``key`` under ``seed``."""
     state = _mixed(seed + _GOLDEN)
     for part in key:
         state = _mixed(state * _FIRST + part + _GOLDEN)
@@ -40,12 +40,12 @@ def stream(*, seed: int, key: SampleKey) -> int:
 
 
 def purpose_seed(seed: int, purpose: str) -> int:
-    """Give the seed of samples made for ``purpose``; ``train`` keeps ``seed`` itself, so that keys may be shared."""
+    """Return the seed of samples made for ``purpose``; ``train`` keeps ``seed`` itself, so that keys may be shared."""
     return seed if purpose == "train" else _mixed(seed ^ zlib.crc32(purpose.encode()) << 32)
 
 
 def words(streams: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Give output ``positions[i]`` (from 0) of the generator ``streams[i]``, as uint64; the shapes broadcast."""
+    """Return output ``positions[i]`` (from 0) of the generator ``streams[i]``, as uint64; the shapes broadcast."""
     word = streams + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
     word = (word ^ word >> np.uint64(30)) * np.uint64(_FIRST)
     word = (word ^ word >> np.uint64(27)) * np.uint64(_SECOND)
@@ -54,5 +54,5 @@ def words(streams: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
 
 
 def uniforms(streams: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Give the doubles in [0, 1), 53 bits each, of response tokens ``positions`` of ``streams``; shapes broadcast."""
+    """Return the doubles in [0, 1), 53 bits each, of response tokens ``positions`` of ``streams``; shapes broadcast."""
     return (words(streams, positions) >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)

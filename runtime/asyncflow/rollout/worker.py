@@ -46,7 +46,7 @@ Weights: TypeAlias = Mapping[str, NDArray[Any]]
 
 
 def wanted_by(instance: Instance) -> Callable[[CatalogueView], int | None]:
-    """Give the ``want`` of the receiver that serves ``instance``."""
+    """Return the ``want`` of the receiver that serves ``instance``."""
     return lambda view: instance.want(view.available, required=view.required)
 
 
@@ -133,7 +133,7 @@ class RolloutWorker:
             raise self._failure
 
     def status(self) -> Status:
-        """Give what heartbeats report. version, staged: packed, -1 for none; seconds and counts since the start."""
+        """Return what heartbeats report. version, staged: packed, -1 for none; seconds and counts since the start."""
         tokens = self._engine.stats().tokens
         version, staged = self._engine.version, self._receiver.staged
         return {
@@ -172,7 +172,7 @@ class RolloutWorker:
                 await self._swap(step)
 
     def _look(self) -> None:
-        """Tell the instance what can be loaded, the receiver what is wanted, and the claimers that things changed."""
+        """Inform the instance of what can be loaded, the receiver of what is wanted, and the claimers of the change."""
         receiver = self._receiver
         self._instance.know(staged=receiver.staged, in_memory=receiver.held, available=receiver.available())
         wish = wanted_by(self._instance)(receiver.view)

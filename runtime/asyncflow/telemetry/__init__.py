@@ -1,1 +1,1 @@
-"""What a role tells about itself: metrics, how busy it was, and its log."""
+"""Telemetry of a role: its metrics, how busy it was, and its log."""

@@ -1,4 +1,4 @@
-"""How long something was busy, and with what.
+"""Measurement of how long something was busy, and with what.
 
 Sections of one cause may overlap (many sequences run at once) and nest (a forward inside a step), in one thread or in
 many. Time is counted as the union of the sections: of each cause, and of all together.
@@ -78,12 +78,12 @@ class BusyClock:
             self._all.end(now)
 
     def total(self) -> float:
-        """Give the seconds so far in which at least one section of any cause ran."""
+        """Return the seconds so far in which at least one section of any cause ran."""
         with self._lock:
             return self._all.until(self._clock())
 
     def seconds(self) -> dict[str, float]:
-        """Give the seconds so far of each cause; causes that overlap both count."""
+        """Return the seconds so far of each cause; causes that overlap both count."""
         with self._lock:
             now = self._clock()
             return {cause: union.until(now) for cause, union in self._causes.items()}

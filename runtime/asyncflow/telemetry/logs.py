@@ -21,7 +21,7 @@ class LineFormatter(logging.Formatter):
         self.converter = time.gmtime
 
     def format(self, record: logging.LogRecord) -> str:
-        """Give the record as one line."""
+        """Return the record as one line."""
         return super().format(record).replace("\r", "\\r").replace("\n", "\\n")
 
 

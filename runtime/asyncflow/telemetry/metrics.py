@@ -39,12 +39,12 @@ class Total(Collector):
         self._value = value
 
     def collect(self) -> Iterable[Metric]:
-        """Give the counter."""
+        """Yield the counter."""
         yield CounterMetricFamily(*self._family, value=self._value)
 
 
 class RoleMetrics:
-    """What all roles have in common: the process itself, and how to declare a metric of this role."""
+    """Metrics that all roles have in common: those of the process itself, and how to declare one of this role."""
 
     role = "role"
 
@@ -214,7 +214,7 @@ class _Relayed(Collector):
         self._text = ""
 
     async def refresh(self) -> None:
-        """Ask the other process; while it does not answer it has no metrics."""
+        """Fetch the metrics of the other process; while it does not answer it has none."""
         text = ""
         with suppress(AsyncFlowError):
             text = await self._source()

@@ -18,7 +18,7 @@ from asyncflow.identity import SampleKey
 from asyncflow.net.frames import Jagged
 
 COLUMNS = ("prompt_ids", "response_ids", "logprobs", "versions", "reward", "advantage")
-"""What a trainer fetches of each row."""
+"""Columns that a trainer fetches of each row."""
 
 LOSS_MASK = "loss_mask"
 """Optional column: bool for each response token, False where the policy did not choose it (an observation)."""
@@ -44,7 +44,7 @@ class MicroBatch:
 
     @classmethod
     def empty(cls) -> MicroBatch:
-        """Give the batch of a rank that has no part in a slot."""
+        """Return the batch of a rank that has no part in a slot."""
         ids = Jagged.from_rows([], "int32")
         return cls(
             keys=(),
@@ -117,11 +117,11 @@ class MicroBatch:
         return len(self.keys)
 
     def response_lengths(self) -> NDArray[np.int64]:
-        """Give the tokens of each response, [n]."""
+        """Return the tokens of each response, [n]."""
         return self.responses.lengths
 
     def loss_lengths(self) -> NDArray[np.int64]:
-        """Give how many tokens of each response count in the loss, [n]."""
+        """Return how many tokens of each response count in the loss, [n]."""
         if self.loss_mask is None:
             return self.response_lengths()
         counted = np.r_[0, np.cumsum(self.loss_mask.values, dtype=np.int64)]

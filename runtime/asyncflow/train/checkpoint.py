@@ -50,7 +50,7 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint says of itself.
+    """Manifest of a checkpoint.
 
     step: its weights are θ_step, made by trainer ``attempt``; samples: trained in steps 1..step; carried: steps of
     earlier versions in it, oldest first; saved_at: unix time.
@@ -136,7 +136,7 @@ class Checkpoints:
         self.shared = bool(self.group.gather(np.array([seen]), what="who sees the checkpoints").all())
 
     def latest(self) -> Checkpoint | None:
-        """Give the complete checkpoint of the highest step, or None; unfinished folders are passed over."""
+        """Return the complete checkpoint of the highest step, or None; unfinished folders are passed over."""
         complete = self._complete()
         return complete[-1] if complete else None
 
@@ -223,7 +223,7 @@ class Checkpoints:
         return sorted(found, key=lambda checkpoint: checkpoint.manifest.step)
 
     def _replace(self, final: Path, draft: Path) -> None:
-        """Give ``draft`` its name; what an older attempt left there is undone first, manifest before files."""
+        """Rename ``draft`` to its name; what an older attempt left there is undone first, manifest before files."""
         (final / MANIFEST).unlink(missing_ok=True)
         if final.exists():
             sync(final)

@@ -29,7 +29,7 @@ _REMIND_S = 60.0
 
 
 class TrainQueue(Protocol):
-    """What a trainer uses of ``queue.client.QueueClient``."""
+    """Methods of ``queue.client.QueueClient`` that a trainer uses."""
 
     async def begin(self, *, partition: str, attempt: int, step: int, world: int, timeout: float) -> None:
         """Declare that the weights are θ_step."""
@@ -37,19 +37,19 @@ class TrainQueue(Protocol):
     async def slot(
         self, *, partition: str, attempt: int, step: int, slot: int, rank: int, tokens: int, timeout: float
     ) -> Slot | None:
-        """Give this rank's part of a slot, or None when it was not decided in time."""
+        """Return this rank's part of a slot, or None when it was not decided in time."""
 
     async def fetch(self, rows: Lot, columns: Sequence[str], *, timeout: float) -> dict[str, Jagged]:
-        """Give columns of rows."""
+        """Return columns of rows."""
 
     async def step_done(self, *, partition: str, attempt: int, step: int, rank: int, timeout: float) -> None:
-        """Say that this rank has finished the step."""
+        """Report that this rank has finished the step."""
 
     async def sync(self, *, timeout: float) -> None:
         """Have the ledger on disk."""
 
     async def commit(self, *, partition: str, attempt: int, step: int, timeout: float) -> None:
-        """Say that a checkpoint holds the step."""
+        """Report that a checkpoint holds the step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,10 +23,10 @@ class Stepping(Protocol):
     """The trainer, to its loops."""
 
     def steps(self) -> AsyncIterator[int]:
-        """Give the steps that are left, one after another."""
+        """Return the steps that are left, one after another."""
 
     def slots(self, step: int) -> AsyncGenerator[Filled, None]:
-        """Give the slots of D_step."""
+        """Return the slots of D_step."""
 
     async def accumulate(self, step: int, slot: Filled) -> None:
         """Compute the gradient of one slot."""

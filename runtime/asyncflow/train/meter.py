@@ -31,7 +31,7 @@ class Histogram:
         self.counts += np.bincount(bins, minlength=_BINS)
 
     def quantile(self, q: float) -> float:
-        """Give the upper edge of the bin that holds quantile ``q``; nan where nothing was counted."""
+        """Return the upper edge of the bin that holds quantile ``q``; nan where nothing was counted."""
         total = self.counts.sum()
         if not total:
             return float("nan")
@@ -56,11 +56,11 @@ class Meter:
                 self.maxima[name] = max(self.maxima[name], value)
 
     def array(self) -> NDArray[np.float64]:
-        """Give everything as float64[n], the same n on every rank."""
+        """Return everything as float64[n], the same n on every rank."""
         return np.concatenate([list(self.sums.values()), list(self.maxima.values()), self.histogram.counts])
 
     def merged(self, rows: NDArray[np.float64]) -> Self:
-        """Give the meter that all the ranks' arrays, [world, n], make together."""
+        """Return the meter that all the ranks' arrays, [world, n], make together."""
         one = type(self)(sums=list(self.sums), maxima=list(self.maxima))
         added, highest = rows.sum(axis=0).tolist(), rows.max(axis=0).tolist()
         one.sums = dict(zip(self.sums, added, strict=False))

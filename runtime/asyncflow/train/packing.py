@@ -47,7 +47,7 @@ class Pack:
     offsets: NDArray[np.int64]
 
     def mask(self) -> NDArray[np.bool_]:
-        """Give who sees whom, bool[T, T]: row i may attend to column j."""
+        """Return who sees whom, bool[T, T]: row i may attend to column j."""
         causal = np.tri(len(self.ids), dtype=np.bool_)
         same_document = self.documents[:, None] == self.documents
         visible = (self.segments == 0) | (self.segments[:, None] == self.segments)
@@ -55,7 +55,7 @@ class Pack:
         return mask
 
     def table(self) -> DocumentTable:
-        """Give the pack as a batch of documents, for attention that takes one."""
+        """Return the pack as a batch of documents, for attention that takes one."""
         lengths = np.bincount(self.documents)
         starts, columns = np.r_[0, np.cumsum(lengths)[:-1]], np.arange(lengths.max())
         inside = columns < lengths[:, None]

@@ -49,7 +49,7 @@ Weights: TypeAlias = Mapping[str, NDArray[Any]]
 
 
 class Publisher(Protocol):
-    """What a trainer uses of ``weights.sender.WeightSender``."""
+    """Methods of ``weights.sender.WeightSender`` that a trainer uses."""
 
     def copy(self, version: Version, tensors: Tensors) -> Copied:
         """Copy the tensors aside; blocks."""
@@ -159,7 +159,7 @@ class Publication:
         return copied
 
     def carried(self, step: int) -> list[int]:
-        """Give the steps, oldest first, of the versions that a checkpoint of θ_step has to carry."""
+        """Return the steps, oldest first, of the versions that a checkpoint of θ_step has to carry."""
         return sorted(number for number in self._held.keys() & self._needed(step) if number < step)
 
     def slices(self, step: int) -> Tensors:

@@ -66,7 +66,7 @@ class Group(Protocol):
     world: int
 
     def gather(self, array: NDArray[Any], *, what: str) -> NDArray[Any]:
-        """Give every rank's ``array`` (same shape and dtype everywhere) as [world, ...]; ``what`` is for the errors.
+        """Return every rank's ``array`` (same shape and dtype everywhere) as [world, ...]; ``what`` is for the errors.
 
         Blocks: call it from the compute thread, never from the event loop. Raises DeadlineExceeded when a rank is
         missing for too long, Left when one leaves before all have given theirs.
@@ -78,7 +78,7 @@ class Group(Protocol):
         ...
 
     async def left(self) -> bool:
-        """Say whether a rank has left, so that there are no more rounds; for a rank that waits for something else."""
+        """Return whether a rank has left, and there are no more rounds; for a rank that waits for something else."""
         ...
 
     def beside(self) -> Group:
@@ -129,7 +129,7 @@ class Alone:
     world = 1
 
     def gather(self, array: NDArray[Any], *, what: str) -> NDArray[Any]:  # noqa: ARG002
-        """Give ``array`` as [1, ...]."""
+        """Return ``array`` as [1, ...]."""
         return array[None]
 
     def leave(self) -> None:
@@ -291,7 +291,7 @@ class HostGroup:
         self._limit: asyncio.Timeout | None = None
 
     def gather(self, array: NDArray[Any], *, what: str) -> NDArray[Any]:
-        """Give every rank's ``array`` as [world, ...], from the compute thread."""
+        """Return every rank's ``array`` as [world, ...], from the compute thread."""
         array = np.ascontiguousarray(array)
         self._round += self._onwards
         share = Share(
@@ -307,14 +307,14 @@ class HostGroup:
         return np.stack([np.frombuffer(frame, array.dtype).reshape(array.shape) for frame in frames])
 
     def leave(self) -> None:
-        """Tell rank 0; what it does not answer within two seconds, because it is gone, ends here."""
+        """Notify rank 0 that this rank leaves; a round still unanswered after two seconds, as rank 0 is gone, ends."""
         if self._leaving is None:
             self._leaving = self._loop.create_task(self._say_leave(), name="leaving the gang")
             if self._limit is not None:
                 self._limit.reschedule(self._loop.time() + _LEAVE_S)
 
     async def left(self) -> bool:
-        """Ask rank 0; one that does not answer has not left, as far as is known."""
+        """Return whether rank 0 knows of a rank that has left; False where it does not answer."""
         try:
             return (await self._client.call("trainer.left", Ask(attempt=self._attempt), Asked, timeout=_LEAVE_S)).left
         except (DeadlineExceeded, PeerLost):
@@ -371,7 +371,7 @@ class HostGroup:
         return frames
 
     async def _gathered(self, share: Share, content: bytes, what: str) -> tuple[Shares, list[memoryview]]:
-        """Ask until the round is complete or never will be; the patience begins anew whenever rank 0 has got on."""
+        """Call until the round is complete or never will be; the patience begins anew whenever rank 0 has got on."""
 
         async def attempt() -> tuple[Shares, list[memoryview]]:
             return await self._client.call_frames("trainer.gather", share, Shares, timeout=_ANSWER_S, frames=[content])

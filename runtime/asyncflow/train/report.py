@@ -1,4 +1,4 @@
-"""What the trainer says about each step: to the driver, and so to ``metrics.jsonl``.
+"""Report of the trainer on each step: to the driver, and so to ``metrics.jsonl``.
 
 Invariant: everything is measured over the whole of D_step and all ranks, and every number is finite, so a line is JSON.
 """
@@ -13,12 +13,12 @@ from asyncflow.train.tally import Tally
 
 
 class Seconds(Struct, frozen=True, kw_only=True):
-    """Where the time since the last report went. wall: all of it; wait: for samples; compute: forward and backward,
-    on a device until they are queued there; optimizer: the step, and what is still queued before it; publish: waiting
-    for a publication, which goes on beside the rest.
+    """Parts of the time since the last report.
 
-    checkpoint: for which the step before this one waited (the copying, and the end of the
-    checkpoint before), not the writing beside training.
+    wall: all of it; wait: for samples; compute: forward and backward, on a device until they are queued there;
+    optimizer: the step, and what is still queued before it; publish: waiting for a publication, which goes on beside
+    the rest; checkpoint: for which the step before this one waited (the copying, and the end of the checkpoint before),
+    not the writing beside training.
     """
 
     wall: float

@@ -221,7 +221,7 @@ class Saver:
             Publication.save(folder, step, slices, rank=self._checkpoints.group.rank)
 
     async def _tell(self, step: int) -> None:
-        """Tell the queue of a checkpoint; one that does not hear of it does when the next attempt begins."""
+        """Notify the queue of a checkpoint; a queue that is not reached learns of it when the next attempt begins."""
         commit: Callable[[], Awaitable[None]] = partial(
             self._queue.commit,
             partition=self._settings.partition,

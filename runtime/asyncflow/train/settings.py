@@ -1,4 +1,4 @@
-"""What a job says about training, in the words that this room uses; the trainer's role fills it from the manifest.
+"""Settings of training, in the trainer's own terms; the trainer's role fills them from the manifest.
 
 Invariant: the learning rate of step k is a function of k and of these settings alone, so that a resumed run continues
 on the same curve.
@@ -42,7 +42,7 @@ class OptimizerSettings:
     max_grad_norm: float = 1.0
 
     def rate(self, step: int) -> float:
-        """Give the learning rate of optimizer step ``step`` >= 1."""
+        """Return the learning rate of optimizer step ``step`` >= 1."""
         if step <= self.warmup_steps:
             return self.learning_rate * step / self.warmup_steps
         if self.curve == "constant":
@@ -54,7 +54,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendSettings:
-    """What a backend needs to know.
+    """Settings of a backend.
 
     lora: adapters to train in place of the weights, None for all weights; temperature: of the sampling that made the
     responses, applied to the trainer's logits too; compute: dtype of forward and backward; weights: dtype in
@@ -109,7 +109,7 @@ class TorchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings:
-    """What the loops need to know.
+    """Settings of the training loops.
 
     schedule: how many steps, which of them are published, and which versions later steps need; partition: the job's
     rows; attempt: of this gang, which fences older ones; whole: collect all of D_k before the first gradient (the

@@ -1,4 +1,4 @@
-"""What a step's samples were: how many, how long, how old, and which.
+"""Statistics of a step's samples: how many, how long, how old, and which.
 
 Invariant: all entries are whole numbers that add up (or have a maximum) over slots and ranks, so the result does not
 depend on how D_step was cut; two sets of samples have the same digest only if they are the same set, as far as 64 bits

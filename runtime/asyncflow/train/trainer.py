@@ -190,13 +190,13 @@ class Trainer:
         return self.step
 
     async def steps(self) -> AsyncIterator[int]:
-        """Give the steps that are left, one after another."""
+        """Yield the steps that are left, one after another."""
         while self.step < self._settings.schedule.steps:
             await self._attend()
             yield self.step + 1
 
     def slots(self, step: int) -> AsyncGenerator[Filled, None]:
-        """Give the slots of D_step."""
+        """Return the slots of D_step."""
         return self._feed.slots(step, tokens=self._backend.slot_tokens)
 
     async def accumulate(self, step: int, slot: Filled) -> None:
@@ -394,7 +394,7 @@ class Trainer:
             await self._checkpoint_if(self._asked())
 
     def _asked(self) -> bool:
-        """Say whether the driver has asked for a checkpoint that would be new."""
+        """Return whether the driver has asked for a checkpoint that would be new."""
         asked, self._checkpoints_asked = self._checkpoints_asked, self._directives().checkpoint
         return self._checkpoints_asked > asked and self.step > self._saver.newest
 

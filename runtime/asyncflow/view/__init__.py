@@ -1,1 +1,1 @@
-"""What a person sees of a run. Rendering is pure: a ``Frame`` goes in, lines or a rich renderable come out."""
+"""Presentation of a run to a person. Rendering is pure: a ``Frame`` goes in, lines or a rich renderable come out."""

@@ -20,7 +20,7 @@ _FIGURE = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
 def news(before: DriverStatus, now: DriverStatus, *, ending: bool = False) -> list[str]:
-    """Give a line for each of phase, step, evaluation and what is waited for that changed between two answers.
+    """Return a line for each of phase, step, evaluation and what is waited for that changed between two answers.
 
     ending: everything was told to end, so nothing is waited for any more.
     """
@@ -54,12 +54,12 @@ def _evaluation(status: DriverStatus) -> tuple[float | None, ...]:
 
 
 def metrics_line(placed: Sequence[Placed]) -> str:
-    """Say where each process serves its metrics."""
+    """Return the line that says where each process serves its metrics."""
     return "metrics: " + ", ".join(f"{each.role}-{each.index} {each.http}/metrics" for each in placed if each.http)
 
 
 def step_line(status: DriverStatus) -> str:
-    """Give the line of the newest step."""
+    """Return the line of the newest step."""
     failed = f"  rewards failed {failures(status.rewards.failed)}" if status.rewards.failed else ""
     return (
         f"step {status.step}/{status.steps}  reward {score(status.reward)}  "
@@ -69,7 +69,7 @@ def step_line(status: DriverStatus) -> str:
 
 
 def event_line(event: Event) -> str | None:
-    """Give the line of what happened to a process; None for what goes without saying."""
+    """Return the line of what happened to a process; None for what goes without saying."""
     match event:
         case Started(attempt=0) | Ended(wanted=True) | Ended(status=ExitStatus(ok=True)):
             return None

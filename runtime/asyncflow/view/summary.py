@@ -1,4 +1,4 @@
-"""What is shown at the end: the figures of ``summary.json`` and where the files are. Pure.
+"""Summary at the end of a run: the figures of ``summary.json`` and where the files are. Pure.
 
 Invariant: it shows what the run has measured and nothing else; a figure that is not there is a dash.
 """
@@ -64,5 +64,5 @@ def _evaluated(summary: Mapping[str, Any], which: str) -> dict[str, float]:
 
 
 def files_line(folder: str, names: list[str]) -> str:
-    """Say where the files are; ``names`` are those of the folder's entries that exist."""
+    """Return the line that says where the files are; ``names`` are those of the folder's entries that exist."""
     return f"files in {folder}: {', '.join(names)}" if names else f"files in {folder}"

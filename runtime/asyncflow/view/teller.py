@@ -1,4 +1,4 @@
-"""What shows something that goes on to whoever reads our output.
+"""Live display of events and states to whoever reads our output.
 
 Invariant: a reader who is slow, or does not read at all, never holds up the supervisor: the thread of the teller is the
 only one that writes, and nobody waits for it for more than a few seconds.
@@ -91,7 +91,7 @@ class Teller(ABC):
         return True, events
 
     def _ask(self, shape: type[M]) -> M | None:
-        """Ask the first process for its status; None where it does not answer in time, or nonsense."""
+        """Return the status of the first process; None where it does not answer in time, or answers nonsense."""
         connection = http.client.HTTPConnection("127.0.0.1", self._http_port, timeout=_ANSWER_S)
         try:
             connection.request("GET", "/v1/status")
@@ -104,11 +104,11 @@ class Teller(ABC):
             connection.close()
 
     def _print_beginning(self) -> None:
-        """Say where files are."""
+        """Print where files are."""
         self._print(f"{self._name}: files in {self._folder}, logs in {self._folder / 'logs'}")
 
     def _print_metrics(self) -> None:
-        """Say once where each process serves its metrics, as soon as that is known."""
+        """Print once where each process serves its metrics, as soon as that is known."""
         placed = self._placed()
         if not self._told_metrics and placed and all(each.http for each in placed):
             self._told_metrics = True

@@ -18,7 +18,7 @@ from asyncflow.view.summary import files_line, summary_table
 from asyncflow.view.teller import Teller
 
 _QUIET_S = 5.0
-"""How long nothing may be said: with a period and a driver that is slow to answer it is never more than 10 s."""
+"""Most seconds of silence: with a period and a driver that is slow to answer it is never more than 10 s."""
 _FILES = ("summary.json", "metrics.jsonl", "job.yaml", "checkpoints", "ledger", "logs")
 
 

@@ -11,7 +11,7 @@ _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 
 def duration(seconds: float | None) -> str:
-    """Give seconds as ``45s``, ``2m13s``, ``3h07m`` or ``2d04h``."""
+    """Return seconds as ``45s``, ``2m13s``, ``3h07m`` or ``2d04h``."""
     if seconds is None:
         return ABSENT
     whole = round(seconds)
@@ -25,7 +25,7 @@ def duration(seconds: float | None) -> str:
 
 
 def amount(number: float | None, unit: str = "") -> str:
-    """Give a number in about three digits: ``7``, ``0.31``, ``12.4k``, ``3.10M``."""
+    """Return a number in about three digits: ``7``, ``0.31``, ``12.4k``, ``3.10M``."""
     if number is None:
         return ABSENT
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -42,7 +42,7 @@ def failures(counts: Mapping[str, int]) -> str:
 
 
 def share(part: float | None) -> str:
-    """Give a share of one in percent."""
+    """Return a share of one in percent."""
     return ABSENT if part is None else f"{100 * part:.0f}%"
 
 
@@ -64,5 +64,5 @@ def _set_result(result: SetState) -> str:
 
 
 def score(value: float | None) -> str:
-    """Give a reward or an accuracy with three decimals."""
+    """Return a reward or an accuracy with three decimals."""
     return ABSENT if value is None else f"{value:.3f}"

@@ -49,7 +49,7 @@ class Arena:
         return MappingProxyType(views)
 
     def read(self, tensor: str, box: Box) -> memoryview:
-        """Give the bytes of ``box`` of ``tensor`` in C order: in place where contiguous, else a copy.
+        """Return the bytes of ``box`` of ``tensor`` in C order: in place where contiguous, else a copy.
 
         Raises StaleHandle where they do not lie here.
         """

@@ -1,4 +1,4 @@
-"""Which versions exist, who holds them, and which of them may be forgotten. Pure: no clock, no socket.
+"""Catalogue of versions: which exist, who holds them, and which may be forgotten. Pure: no clock, no socket.
 
 Invariants:
 * ``newest`` never goes back, and an older trainer attempt publishes nothing once a newer one is known.
@@ -20,7 +20,7 @@ from asyncflow.weights.slices import Box, subtract
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """What one worker has of a version and where it serves it; ``regions`` None means all of it."""
+    """Holding of a version by one worker, and where it serves it; ``regions`` None means all of it."""
 
     worker: str
     address: str
@@ -35,7 +35,7 @@ class _Record:
     available: bool = False
 
     def settle(self) -> None:
-        """Say again whether the holders together have every byte."""
+        """Compute again whether the holders together have every byte."""
         self.available = self.manifest is not None and (
             any(holding.regions is None for holding in self.holders.values())
             or all(self._covered(entry) for entry in self.manifest.tensors)
@@ -74,27 +74,27 @@ class Catalogue:
         return sorted(self._records)
 
     def available(self, version: Version) -> bool:
-        """Say whether live holders together have every byte of ``version``."""
+        """Return whether live holders together have every byte of ``version``."""
         return version in self._records and self._records[version].available
 
     def find(self, step: int) -> Version | None:
-        """Give the available version of ``step``, that of the newest attempt, or None."""
+        """Return the available version of ``step``, that of the newest attempt, or None."""
         return max((v for v, record in self._records.items() if v.step == step and record.available), default=None)
 
     def manifest(self, version: Version) -> Manifest:
-        """Give the manifest of ``version``. Raises StaleHandle where it is unknown or not complete."""
+        """Return the manifest of ``version``. Raises StaleHandle where it is unknown or not complete."""
         record = self._records.get(version)
         if record is None or record.manifest is None:
             raise StaleHandle(f"{version} is not in the catalogue", where="weights catalogue")
         return record.manifest
 
     def digest(self, version: Version) -> str | None:
-        """Give the digest of ``version``, None while it is unknown or not complete."""
+        """Return the digest of ``version``, None while it is unknown or not complete."""
         record = self._records.get(version)
         return record.manifest.digest if record is not None and record.manifest is not None else None
 
     def holders(self, version: Version) -> list[Holding]:
-        """Give who holds ``version`` or a part of it."""
+        """Return who holds ``version`` or a part of it."""
         record = self._records.get(version)
         return list(record.holders.values()) if record is not None else []
 
@@ -160,14 +160,14 @@ class Catalogue:
             self.drop(worker, version)
 
     def require(self, steps: Iterable[int]) -> None:
-        """Say which steps unfinished work needs. A step that is left out once may be gone when it is named again."""
+        """Set the steps that unfinished work needs. A step that is left out once may be gone when it is named again."""
         required = frozenset(steps)
         if required != self._required:
             self._required = required
             self.revision += 1
 
     def releasable(self, worker: str) -> list[Version]:
-        """Give the versions that ``worker`` holds and may forget, oldest first."""
+        """Return the versions that ``worker`` holds and may forget, oldest first."""
         if self._required is None:
             return []
         kept = self._kept(self._required)

@@ -97,7 +97,7 @@ class Holder:
         self._tasks.append(task)
 
     async def close(self) -> None:
-        """Tell the catalogue, serve no longer, and drop every copy."""
+        """Notify the catalogue, stop serving, and drop every copy."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

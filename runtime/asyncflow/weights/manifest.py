@@ -1,4 +1,4 @@
-"""What a version consists of: tensors, the slices they were published in, and the digest of each.
+"""Contents of a version: tensors, the slices they were published in, and the digest of each.
 
 A manifest is content, never place: it is the same at whoever holds the version, and a slice's ``holder`` only says who
 published it.
@@ -70,7 +70,7 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank ``part`` of ``parts`` publishes of a version; ``address`` is where it serves it."""
+    """Part of a version that rank ``part`` of ``parts`` publishes; ``address`` is where the rank serves it."""
 
     version: int
     part: int
@@ -147,7 +147,7 @@ def merge(parts: Iterable[Part]) -> Manifest:
 
 
 def dtype_name(array: AnyArray) -> str:
-    """Give the name under which an array's dtype is published. Raises Refused for a dtype that weights cannot have."""
+    """Return the name under which an array's dtype is published. Raises Refused for one that weights cannot have."""
     name = _NAMES.get(array.dtype)
     if name is None:
         hint = f"Weights may be {', '.join(DTYPES)}; bfloat16 as its bits in uint16."

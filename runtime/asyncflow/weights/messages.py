@@ -1,4 +1,4 @@
-"""What holders and the catalogue say to each other, and the catalogue as one worker sees it.
+"""Messages between holders and the catalogue, and the catalogue as one worker sees it.
 
 Invariant: a ``CatalogueView`` is whole: who has it needs no earlier one. Revisions compare only within one ``epoch``,
 the life of one catalogue.
@@ -16,7 +16,7 @@ from asyncflow.weights.slices import Box
 
 
 class HolderView(msgspec.Struct, frozen=True, kw_only=True):
-    """Who has a version, or a part of it (``whole`` False), and where it serves it."""
+    """Holder of a version, or of a part of it (``whole`` False), and where it serves it."""
 
     worker: str
     address: str
@@ -47,11 +47,11 @@ class CatalogueView(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[VersionView, ...]
 
     def get(self, version: Version) -> VersionView | None:
-        """Give what is known of ``version``."""
+        """Return what is known of ``version``."""
         return next((known for known in self.versions if known.version == version.packed), None)
 
     def find(self, step: int) -> Version | None:
-        """Give the available version of ``step``, that of the newest attempt, or None."""
+        """Return the available version of ``step``, that of the newest attempt, or None."""
         return max((version for version in self.available if version.step == step), default=None)
 
     @property
@@ -60,7 +60,7 @@ class CatalogueView(msgspec.Struct, frozen=True, kw_only=True):
         return [Version.unpack(known.version) for known in self.versions if known.available]
 
     def held_by(self, worker: str) -> set[Version]:
-        """Give the versions that the catalogue believes ``worker`` to hold, wholly or in part."""
+        """Return the versions that the catalogue believes ``worker`` to hold, wholly or in part."""
         return {
             Version.unpack(known.version)
             for known in self.versions

@@ -1,4 +1,4 @@
-"""Which version a receiver fetches next, and from whom. Pure.
+"""Choice of the version that a receiver fetches next, and of the holders to fetch it from. Pure.
 
 Invariants: what a caller waits for comes before what the worker wants; an unfinished transfer is given up for a newer
 version only if no unfinished step needs it; receivers of one version spread over its holders, and a holder that failed
@@ -22,7 +22,7 @@ def next_version(
     asked: Iterable[int],
     wanted: int | None,
 ) -> Version | None:
-    """Give the version to fetch now, which may be the unfinished one; None: nothing new, an unfinished one goes on.
+    """Return the version to fetch now, which may be the unfinished one; None: nothing new, an unfinished one goes on.
 
     asked: steps that somebody waits for, in that order; wanted: the step that the worker's policy names. A version
     older than all that is held is fetched only when its step is asked for or required.

@@ -20,7 +20,7 @@ from asyncflow.weights.slices import AnyArray
 TOKENS = 32
 """Tokens of a probe at most."""
 _TELLING = 4.0
-"""How many times larger than rounding a change of the weights has to be, so that the version before can be told."""
+"""Factor by which a change of the weights has to exceed rounding, so that the version before can be told."""
 _IDS = "asyncflow.probe.ids"
 _LOGPROBS = "asyncflow.probe.logprobs"
 
@@ -82,5 +82,5 @@ def split_probe(tensors: Mapping[str, AnyArray]) -> tuple[Mapping[str, AnyArray]
 
 
 def is_probe(name: str) -> bool:
-    """Say whether a published tensor is a part of a probe."""
+    """Return whether a published tensor is a part of a probe."""
     return name in (_IDS, _LOGPROBS)

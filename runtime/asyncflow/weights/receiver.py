@@ -102,7 +102,7 @@ class WeightReceiver:
         return self._transfer.version, self._transfer.nbytes - self._transfer.missing, self._transfer.nbytes
 
     def available(self) -> list[int]:
-        """Give the steps that are held or could be loaded, in order."""
+        """Return the steps that are held or could be loaded, in order."""
         return sorted({*self.held, *(version.step for version in self.view.available)})
 
     async def start(self) -> None:
@@ -116,7 +116,7 @@ class WeightReceiver:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def notify(self) -> None:
-        """Ask ``want`` again: what it depends on has changed."""
+        """Have ``want`` evaluated again: what it depends on has changed."""
         self._holder.notify()
 
     def take(self, step: int) -> tuple[Version, Mapping[str, AnyArray]]:
@@ -244,7 +244,7 @@ class WeightReceiver:
         )
 
     def _known(self) -> dict[str, AnyArray]:
-        """Give by digest the published slices that are at hand in other versions."""
+        """Return by digest the published slices that are at hand in other versions."""
         return {
             piece.digest: view(copy.arena.arrays[entry.name], copy.arena.boxes[entry.name], piece.box)
             for copy in self._holder.copies.values()

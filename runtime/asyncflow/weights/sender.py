@@ -32,7 +32,7 @@ class Shard:
 
     @property
     def box(self) -> Box:
-        """Where the slice lies in the tensor."""
+        """Box of the tensor that the slice fills."""
         return Box(self.offset, self.array.shape)
 
 

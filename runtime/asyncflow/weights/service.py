@@ -53,7 +53,7 @@ class CatalogueService:
         server.route("weights.dropped", Dropped, self._dropped)
 
     def require(self, steps: Iterable[int]) -> None:
-        """Say which steps unfinished work needs, all of them each time. See ``Catalogue.require``."""
+        """Set the steps that unfinished work needs, all of them each time. See ``Catalogue.require``."""
         self.catalogue.require(steps)
         self._wake()
 
@@ -67,7 +67,7 @@ class CatalogueService:
         self._wake()
 
     def view(self, worker: str = "") -> CatalogueView:
-        """Give the catalogue as ``worker`` sees it."""
+        """Return the catalogue as ``worker`` sees it."""
         catalogue = self.catalogue
         return CatalogueView(
             epoch=self._epoch,

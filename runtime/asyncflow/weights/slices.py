@@ -28,7 +28,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def whole(cls, shape: Iterable[int]) -> Box:
-        """Give the box that covers a tensor of ``shape``."""
+        """Return the box that covers a tensor of ``shape``."""
         extent = tuple(int(size) for size in shape)
         return cls((0,) * len(extent), extent)
 
@@ -38,7 +38,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
         return prod(self.extent)
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Say whether the box is well formed and lies inside a tensor of ``shape``."""
+        """Return whether the box is well formed and lies inside a tensor of ``shape``."""
         return len(self.offset) == len(self.extent) == len(shape) and all(
             start >= 0 and size >= 0 and start + size <= limit
             for start, size, limit in zip(self.offset, self.extent, shape, strict=True)
@@ -46,7 +46,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Give the region that two boxes of one tensor share, None where it is empty."""
+    """Return the region that two boxes of one tensor share, None where it is empty."""
     start = tuple(map(max, a.offset, b.offset))
     stop = (min(i + x, j + y) for i, x, j, y in zip(a.offset, a.extent, b.offset, b.extent, strict=True))
     extent = tuple(end - begin for begin, end in zip(start, stop, strict=True))
@@ -54,7 +54,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def subtract(box: Box, others: Iterable[Box]) -> list[Box]:
-    """Give what is left of ``box`` without ``others``, as disjoint boxes."""
+    """Return what is left of ``box`` without ``others``, as disjoint boxes."""
     left = [box] if box.volume else []
     for other in others:
         left = [piece for part in left for piece in _without(part, other)]
@@ -99,7 +99,7 @@ def split(box: Box, limit: int) -> Iterator[Box]:
 
 
 def route(wanted: Iterable[Box], sources: Mapping[H, Box | None]) -> tuple[dict[H, list[Box]], list[Box]]:
-    """Say which source gives which piece of the wanted boxes of one tensor, and what nobody has.
+    """Return which source gives which piece of the wanted boxes of one tensor, and the boxes that nobody has.
 
     sources: in order of preference, the box that each holds of this tensor (None: nothing).
     """
@@ -116,7 +116,7 @@ def route(wanted: Iterable[Box], sources: Mapping[H, Box | None]) -> tuple[dict[
 
 
 def view(array: AnyArray, at: Box, box: Box) -> AnyArray:
-    """Give the part ``box`` of ``array``, which holds the region ``at``: a view. Raises ValueError if it sticks out."""
+    """Return a view of the part ``box`` of ``array``, which holds the region ``at``; ValueError if it is outside."""
     inside = Box(tuple(map(int.__sub__, box.offset, at.offset)), box.extent)
     if not inside.fits(at.extent):
         raise ValueError(f"{box} does not lie inside {at}")

@@ -34,13 +34,15 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 
 Sources = Mapping[Source, Mapping[str, Box] | None]
-"""Who holds a version, and the box of each tensor that it has; None: all of it."""
+"""Holders of a version, and the box of each tensor that it has; None: all of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferRecord:
-    """What one finished transfer was. Times by ``clock.now``; holders: bytes by worker; reused: bytes of
-    slices that had not changed since a version held before; faults: peers that failed, stalled or sent wrong bytes.
+    """Record of one finished transfer.
+
+    Times by ``clock.now``; holders: bytes by worker; reused: bytes of slices that had not changed since a version held
+    before; faults: peers that failed, stalled or sent wrong bytes.
     """
 
     version: Version

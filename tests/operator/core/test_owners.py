@@ -33,7 +33,7 @@ def raw(*, generation: int = 1, status: Any = None, uid: str = "u", **spec: Any)
 
 
 def seen(*raws: dict[str, Any]) -> Mine:
-    """Give the view after these versions."""
+    """Return the view after these versions."""
     view = None
     for each in raws:
         view = mine("RLJob", each, view)

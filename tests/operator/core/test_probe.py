@@ -218,7 +218,7 @@ async def test_drivers_that_keep_one_waiting_have_slots_of_their_own(world: Worl
 
 
 def largest(rollouts: int) -> DriverStatus:
-    """Give the longest status that is legal."""
+    """Return the longest status that is legal."""
     state = RolloutState(id="r" * 128, index=LARGEST, state="starting", version=LARGEST, inflight=LARGEST)
     longest, line = -1.2345678901234567e-300, "\x00" * 1024
     depth = QueueDepth(ready=LARGEST, leased=LARGEST, staged=LARGEST, bytes=LARGEST, limit=LARGEST)

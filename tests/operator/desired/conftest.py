@@ -28,7 +28,7 @@ def newer() -> Desired:
 
 @pytest.fixture(scope="session")
 def job_state() -> Callable[..., JobState]:
-    """Give the state of a job called ``math``; the keywords are parts of its spec."""
+    """Return the state of a job called ``math``; the keywords are parts of its spec."""
 
     def state(*, uid: str = "uid-1", labels: dict[str, str] | None = None, **spec: Any) -> JobState:
         usual: dict[str, Any] = {
@@ -50,7 +50,7 @@ def job_state() -> Callable[..., JobState]:
 
 @pytest.fixture(scope="session")
 def queue_state() -> Callable[..., QueueState]:
-    """Give the state of a queue called ``shared`` that stands alone; the keywords are parts of its spec."""
+    """Return the state of a queue called ``shared`` that stands alone; the keywords are parts of its spec."""
 
     def state(**spec: Any) -> QueueState:
         queue = TransferQueue.model_validate({"metadata": {"name": "shared", "namespace": NAMESPACE}, "spec": spec})

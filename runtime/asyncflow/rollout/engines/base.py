@@ -1,4 +1,4 @@
-"""What an engine is: something that turns prompts into stamped tokens, one coroutine a sequence.
+"""Interface of an engine, which turns prompts into tokens with their log-probs and versions, one coroutine a sequence.
 
 The same face fits a model in this process, a vLLM server over HTTP (a request, a response, pause-update-resume inside
 ``load``) and a simulation. Requests are batched inside; the caller knows only coroutines.
@@ -26,7 +26,7 @@ from asyncflow.rollout.engines.stopping import Decode, StopTexts
 
 Finish = Literal["stop", "length", "aborted"]
 OPTIONS = "spec.rollout.engine.options"
-"""Where a manifest gives an engine its own options."""
+"""Field of a manifest with the engine's own options."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,10 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """What an engine did so far. busy_s: seconds with at least one running sequence; tokens: responses' by purpose."""
+    """Counts of an engine's work so far.
+
+    busy_s: seconds with at least one running sequence; tokens: responses' by purpose.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -206,7 +209,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def stats(self) -> EngineStats:
-        """Give the counters; cheap, from any thread."""
+        """Return the counters; cheap, from any thread."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -57,7 +57,7 @@ class Sequence:
             self.finish = "length"
 
     def completion(self) -> Completion:
-        """Give what there is."""
+        """Return what there is."""
         return Completion(
             ids=np.array(self._ids, dtype=np.int32),
             logprobs=np.array(self._logprobs, dtype=np.float32),

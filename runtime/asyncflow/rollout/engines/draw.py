@@ -30,7 +30,7 @@ def draw(logits: Tensor, *, temperatures: Tensor, uniforms: Tensor) -> tuple[Ten
 
 
 def _inverse(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Give the first index whose cumulative weight, in float64, exceeds uniform * total.
+    """Return the first index whose cumulative weight, in float64, exceeds uniform * total.
 
     Two levels keep it cheap for a wide vocabulary: a block is found by the blocks' sums, then the index in the block;
     where the sums' rounding leaves the target past the block's end, its last index of positive weight is taken.

@@ -64,15 +64,15 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002 - the shape never depends on it
-        """Give (KV length, offset)."""
+        """Return (KV length, offset)."""
         return self._cache.max_length, 0
 
     def get_seq_length(self) -> int:
-        """Give 0: rows have lengths of their own, positions are passed to the model."""
+        """Return 0: rows have lengths of their own, positions are passed to the model."""
         return 0
 
     def get_max_length(self) -> int:
-        """Give the positions of a row."""
+        """Return the positions of a row."""
         return self._cache.max_length
 
 

@@ -23,7 +23,7 @@ from asyncflow.models.supported import check_dtype, check_length, check_model, p
 from asyncflow.rollout.engines.kv import ATTENTION, Prefix, SlotCache
 
 _EXPERTS = "batched_mm"
-"""How transformers computes experts: for each token by itself, so that no token depends on who else is computed."""
+"""Transformers' computation of experts: for each token by itself, so that no token depends on who else is computed."""
 _PREFILL_MULTIPLE = 8
 
 

@@ -33,7 +33,7 @@ _Amount = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is simulated.
+    """Options of the simulated engine.
 
     tokens: mean response length (the median where sigma > 0; 0: max_tokens, always); sigma: of the log of the length
     (lognormal); token_s, prefill_s, load_s: seconds per token, per response and per load; time_scale: multiplies all
@@ -116,7 +116,7 @@ class SimulatedEngine(RolloutEngine):
         return self._made_up(request, length, version, finish)
 
     def _length(self, request: GenerationRequest) -> int:
-        """Give the response's length: lognormal by Box and Muller from two uniforms keyed by the sample."""
+        """Return the response's length: lognormal by Box and Muller from two uniforms keyed by the sample."""
         typical = self._set.tokens or request.max_tokens
         state = np.array([stream(seed=request.seed, key=request.key)], dtype=np.uint64)
         first, second = uniforms(state, np.array(_LENGTH_POSITIONS)).tolist()
@@ -141,7 +141,7 @@ class SimulatedEngine(RolloutEngine):
                 aborted.set()
 
     def stats(self) -> EngineStats:
-        """Give the counters."""
+        """Return the counters."""
         ongoing = time.monotonic() - self._busy_since if self._running else 0.0
         return EngineStats(
             running=len(self._running),

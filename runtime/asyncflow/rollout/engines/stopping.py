@@ -23,7 +23,7 @@ class StopTexts:
         self._window = max(len(text.encode()) for text in texts) + _MARGIN
 
     def met(self, ids: Sequence[int]) -> bool:
-        """Say whether the last of ``ids`` completes one of the texts, given that none before it did.
+        """Return whether the last of ``ids`` completes one of the texts, given that none before it did.
 
         A token has at least one byte, so that no text is longer than the tokens that are looked at.
         """

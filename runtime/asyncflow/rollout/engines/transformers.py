@@ -104,7 +104,7 @@ class TransformersEngine(RolloutEngine):
                     sequence.aborted = True
 
     def stats(self) -> EngineStats:
-        """Give the counters."""
+        """Return the counters."""
         with self._wake:
             since = self._busy_since
             open_, seated = len(self._open), self._batch.running if self._batch else 0

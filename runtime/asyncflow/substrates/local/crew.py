@@ -1,4 +1,4 @@
-"""Who runs, who runs again, and when is it over? The pure state machine of a job's processes.
+"""State machine of a job's processes, pure: which run, which run again, and when the job is over.
 
 A *unit* is what starts and ends together: one replica, or all ranks of a gang. When a member of a unit dies, the others
 are told to end, and the whole unit starts again with the next attempt.
@@ -31,7 +31,7 @@ class Seat:
 
 
 class State(StrEnum):
-    """What a seat is doing. done: it ended well by itself; ended: with the job, whose verdict was given before."""
+    """State of a seat. done: it ended well by itself; ended: with the job, whose verdict was given before."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -61,7 +61,7 @@ class Restart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """How the job ended: well, or because ``culprit`` ended with ``status`` and may not start again."""
+    """End of the job: a good one, or one because ``culprit`` ended with ``status`` and may not start again."""
 
     ok: bool
     culprit: Seat | None = None
@@ -100,7 +100,7 @@ class Crew:
 
     @property
     def verdict(self) -> Verdict | None:
-        """How the job ended, or None while it goes on."""
+        """Verdict on the job, or None while it goes on."""
         return self._verdict
 
     @property
@@ -113,13 +113,13 @@ class Crew:
         self._verdict = self._verdict or Verdict(ok=False, reason=reason)
 
     def wake_at(self) -> float | None:
-        """Give the time at which ``due`` has something to start, or None."""
+        """Return the time at which ``due`` has something to start, or None."""
         return min(
             (unit.start_at for seat, unit in self._unit_of.items() if unit.states[seat] is State.WAITING), default=None
         )
 
     def due(self, now: float) -> list[Start]:
-        """Give the seats to start at ``now``, in plan order; from here on they count as running."""
+        """Return the seats to start at ``now``, in plan order; from here on they count as running."""
         starts = []
         for seat, unit in self._unit_of.items():
             if self._verdict is None and unit.states[seat] is State.WAITING and unit.start_at <= now:

@@ -1,4 +1,4 @@
-"""What a supervisor tells whoever watches it. Invariant: plain immutable facts, in the order in which they happened."""
+"""Events that a supervisor reports. Invariant: plain immutable facts, in the order in which they happened."""
 
 from __future__ import annotations
 

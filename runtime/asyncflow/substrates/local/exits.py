@@ -1,4 +1,4 @@
-"""How a process ended, and what that says about starting it again.
+"""End of a process, and what it says about starting the process again.
 
 Invariant: a process has either exited with a status or been ended by a signal, never both.
 """

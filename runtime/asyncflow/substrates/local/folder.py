@@ -42,9 +42,9 @@ LEAST_FREE = 16 << 20
 """Bytes that must be free where a run begins: its logs, its ledger and its first checkpoint would not fit into less."""
 
 _RUN_ENTRIES = (*(JOB, QUEUE, "ledger", "checkpoints"), *FILES, *(f"{name}{ASIDE}" for name in FILES))
-"""What makes a folder one that holds a run: nothing of this is there when a run begins in it."""
+"""Entries that make a folder one that holds a run: nothing of this is there when a run begins in it."""
 _SUPERVISORS = ("lock", "token", "processes.json", f"processes.json{ASIDE}", "overrides.json", "reaper.log")
-"""What the supervisor makes in ``run``."""
+"""Files that the supervisor makes in ``run``."""
 _LOG = re.compile(rf"(supervisor|({'|'.join(get_args(RoleName))})-\d+)\.log")
 _EVALUATION = b"evaluation"
 
@@ -118,7 +118,7 @@ class RunFolder:
 
     @property
     def summary(self) -> Path:
-        """What the driver found out, written before it ends."""
+        """Path of the summary, which the driver writes before it ends."""
         return self.path / SUMMARY
 
     def log(self, name: str) -> Path:
@@ -175,12 +175,12 @@ def remembered(path: Path) -> list[str]:
 
 
 def holds_run(path: Path) -> bool:
-    """Say whether a run has left something at ``path`` that must not be written over."""
+    """Return whether a run has left something at ``path`` that must not be written over."""
     return any((path / entry).exists() for entry in _RUN_ENTRIES)
 
 
 def _came_to_nothing(path: Path) -> bool:
-    """Say whether a supervisor has begun a job at ``path`` from which nothing came that could be lost."""
+    """Return whether a supervisor has begun a job at ``path`` from which nothing came that could be lost."""
     begun = (path / JOB).is_file() and (path / "run" / "processes.json").is_file()
     return begun and not _has_progress(path)
 

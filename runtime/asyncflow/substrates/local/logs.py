@@ -48,7 +48,7 @@ class RoleLog:
             file.write(f"--- {datetime.now(UTC).isoformat(timespec='milliseconds')} {words}\n")
 
     def tail(self) -> list[str]:
-        """Give the last lines that the current attempt itself has written."""
+        """Return the last lines that the current attempt itself has written."""
         try:
             with self.path.open("rb") as file:
                 file.seek(max(self._begins_at, self.path.stat().st_size - _TAIL_BYTES))

@@ -1,4 +1,4 @@
-"""How a replica of a plan becomes a command line on this machine.
+"""Translation of a plan's replicas into command lines on this machine.
 
 Invariant: what is added to the plan is what only this machine knows: paths, loopback ports, devices, the interpreter. A
 replica serves at the same ports however often it starts again.

@@ -51,7 +51,7 @@ class PortReservation:
         self.close()
 
     def close(self) -> None:
-        """Give the ports up."""
+        """Release the ports."""
         for held in self._held:
             held.close()
         self._held.clear()
@@ -76,7 +76,7 @@ def _listen_once(port: int) -> None:
 
 
 def _ephemeral_low() -> int:
-    """Give the first port of the kernel's range for outgoing connections (``ip_local_port_range``)."""
+    """Return the first port of the kernel's range for outgoing connections (``ip_local_port_range``)."""
     try:
         low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
     except (OSError, ValueError, IndexError):

@@ -54,7 +54,7 @@ class Process:
         self._loop.add_reader(self._pidfd, self._ended)
 
     def terminate(self) -> None:
-        """Ask the process to end in order; a stopped one is continued so that it can."""
+        """Send the process SIGTERM, so that it ends in order; a stopped one is continued so that it can."""
         if self.alive:
             for number in (signal.SIGTERM, signal.SIGCONT):
                 with contextlib.suppress(ProcessLookupError):
@@ -83,7 +83,7 @@ class Process:
 
 
 def _inheritable() -> list[int]:
-    """Give the descriptors beyond the first three that whoever started us has left open for our children."""
+    """Return the descriptors beyond the first three that whoever started us has left open for our children."""
     found = []
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):

@@ -47,7 +47,7 @@ def _belongs(pid: int, mark: str | None, sessions: Collection[int]) -> bool:
 
 
 def members(*, mark: str | None, sessions: Collection[int]) -> list[int]:
-    """Give the pids of living processes that belong to the run; this process is never one of them."""
+    """Return the pids of living processes that belong to the run; this process is never one of them."""
     pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
     return [pid for pid in pids if pid != os.getpid() and _belongs(pid, mark, sessions)]
 

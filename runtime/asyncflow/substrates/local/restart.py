@@ -20,7 +20,7 @@ _MOST_DOUBLINGS = 32
 
 
 def delay(policy: RestartPolicy, failures: int) -> float:
-    """Give the seconds to wait after ``failures`` failures in a row (at least one)."""
+    """Return the seconds to wait after ``failures`` failures in a row (at least one)."""
     return float(min(policy.backoff_s * 2.0 ** min(failures - 1, _MOST_DOUBLINGS), LONGEST_S))
 
 

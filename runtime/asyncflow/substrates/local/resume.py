@@ -32,7 +32,7 @@ class Difference:
 
 
 def differences(old: RLJob, new: RLJob) -> list[Difference]:
-    """Give every value that differs. Raises ManifestError where one of them must not."""
+    """Return every value that differs. Raises ManifestError where one of them must not."""
     found = list(_differ(_plain(old), _plain(new), ()))
     frozen = {("metadata", "name"): "the folder belongs to the old job", _SETTINGS_OF_DATA: "it makes other prompts"}
     frozen.update(_frozen(new.spec, ("spec",)))

@@ -32,7 +32,7 @@ class Site:
 
 @contextmanager
 def site(roles: Sequence[Role], *, folder: RunFolder, limits: Limits, port: int = 0) -> Iterator[Site]:
-    """Give the place at which ``roles`` run from ``folder``, whose first one all dial at ``port`` (0: any).
+    """Yield the place at which ``roles`` run from ``folder``, whose first one all dial at ``port`` (0: any).
 
     Raises AsyncFlowError where a port or a device is not to be had.
     """

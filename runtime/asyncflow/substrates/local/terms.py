@@ -1,4 +1,4 @@
-"""What a supervisor is asked to do, and what it answers. Invariant: plain immutable values."""
+"""Requests to a supervisor, and its answers. Invariant: plain immutable values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncflow.substrates.local.ending import WITHIN_S
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What to start for one seat and attempt: a command line, and environment variables beside the inherited ones.
+    """Command line to start for one seat and attempt, and environment variables beside the inherited ones.
 
     http: where it serves /metrics, "" where nobody knows.
     """
@@ -31,7 +31,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How the run ended.
+    """Outcome of a run.
 
     exit_code: 0, 1, or 128 + signal; failure: what to tell, where it failed; refused: a role refused its input.
     """

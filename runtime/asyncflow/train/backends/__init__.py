@@ -1,1 +1,1 @@
-"""What a trainer computes with; found by entry points of the group ``asyncflow.trainer_backends``."""
+"""Backends with which a trainer computes, found by entry points of the group ``asyncflow.trainer_backends``."""

@@ -1,4 +1,4 @@
-"""What every trainer backend does. The loops know nothing else of it.
+"""Interface of every trainer backend. The loops know nothing else of it.
 
 Invariant: the weights change in ``update`` and ``finish_step`` only, however many micro-batches come between; each
 turns the gradient of all micro-batches since the last change into one optimizer update, the same on every rank.
@@ -25,7 +25,7 @@ from asyncflow.weights.probe import Probe
 from asyncflow.weights.sender import Shard, Tensors
 
 OPTIONS = "spec.trainer.backend.options"
-"""Where a manifest gives a backend its own options."""
+"""Field of a manifest with the backend's own options."""
 SLOT_TOKENS = 4096
 """Most tokens of a rank's part of a slot, where neither the manifest nor a device's memory decides it."""
 

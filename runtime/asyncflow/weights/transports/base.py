@@ -1,4 +1,4 @@
-"""What a way to move weights must be able to do: serve boxes of versions, and pull boxes from one peer.
+"""Interface of a transport of weights: serve boxes of versions, and pull boxes from one peer.
 
 Invariant: ``pull`` gives every region at most once to the sink, and those it gave stay given when it raises: the caller
 asks another peer only for the rest. A peer that is slow is waited for; one that makes no progress is not.
@@ -20,7 +20,7 @@ GROUP = "asyncflow.transports"
 """Entry-point group under which transports are registered."""
 
 Read = Callable[[Version, str, Box], memoryview]
-"""Gives the bytes of a box of a tensor of a version, in C order. Raises StaleHandle where it is not held."""
+"""Returns the bytes of a box of a tensor of a version, in C order. Raises StaleHandle where it is not held."""
 
 Sink = Callable[["Region", memoryview], None]
 """Takes the bytes of a region, in C order; they are only valid during the call."""

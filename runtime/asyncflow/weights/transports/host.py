@@ -124,7 +124,7 @@ class HostTransport(Transport):
 
 
 def _deliver(answer: tuple[list[Region], list[memoryview]], sink: Sink) -> int:
-    """Give the regions of an answer to ``sink``; return their bytes."""
+    """Return the regions of an answer to ``sink``; return their bytes."""
     for region, frame in zip(*answer, strict=True):
         sink(region, frame)
     return sum(frame.nbytes for frame in answer[1])

@@ -1,4 +1,4 @@
-"""How much to ask for at once and how long to wait for it, from the rate measured so far. Pure: time is passed in.
+"""Pace of a pull: how much to ask for at once and how long to wait, from the rate so far. Pure: time is passed in.
 
 Invariant: patience grows with the time that what is in flight should take, so a link that is slow, however slow, is not
 taken for a dead peer once a first piece has come; chunks never exceed ``most`` bytes.

@@ -28,7 +28,7 @@ REFUSED = 2
 _PARSERS = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
 _SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
 _PARSER_CLASSES = ("vllm.utils.argparse_utils", "vllm.utils")
-"""Where these are in different versions of vLLM, newest first."""
+"""Modules in which different versions of vLLM have these, newest first."""
 
 
 class VllmOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 Placed = dict[str, Any]
-"""Where a tensor lies in the memory that was shared: name, dtype, shape, offset in bytes."""
+"""Place of a tensor in the memory that was shared: name, dtype, shape, offset in bytes."""
 
 _SPARE = 1 << 30
 """Bytes of device memory that staged tensors leave alone."""

@@ -106,7 +106,7 @@ def attend(
 
 
 def takes_sequences(config: PretrainedConfig, *, device: torch.device, compute: torch.dtype) -> bool:
-    """Say whether attention over sequences of any length has a kernel for this model on this device."""
+    """Return whether attention over sequences of any length has a kernel for this model on this device."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     alike = getattr(config, "v_head_dim", None) is None  # latent attention has values of another size
     return device.type == "cuda" and compute in (torch.bfloat16, torch.float16) and alike and head <= _LARGEST_HEAD

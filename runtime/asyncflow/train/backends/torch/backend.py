@@ -297,7 +297,7 @@ class TorchBackend(TrainerBackend):
             log.warning("log-probs of older weights are not measured: a device has no room for them")
 
     def _find_room(self) -> bool:
-        """Say whether every rank of a gang has room for what it holds once more; one rank alone just tries."""
+        """Return whether every rank of a gang has room for what it holds once more; one rank alone just tries."""
         if self.group.world == 1:
             return True
         mine = True

@@ -1,4 +1,4 @@
-"""How a model's layers are computed: which kernels, compiled or not, kept for the backward pass or computed again.
+"""Computation of a model's layers: which kernels, compiled or not, kept for the backward pass or computed again.
 
 Invariant: none of it changes what is computed but for rounding; modules stay as for evaluation, without dropout.
 """

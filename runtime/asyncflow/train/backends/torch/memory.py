@@ -1,4 +1,4 @@
-"""How many tokens a micro-batch may have: found by a trial on an accelerator, halved once when memory runs out.
+"""Largest size of a micro-batch in tokens: found by a trial on an accelerator, halved once when memory runs out.
 
 A pass needs a fixed amount of memory and one that grows with the tokens of its pack. Two trials of different size tell
 both, and the largest pack that leaves some memory free is taken.

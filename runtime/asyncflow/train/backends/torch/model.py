@@ -75,7 +75,7 @@ def open_model(
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Give each parameter once, tied ones under their first name, and then the buffers that belong to the state."""
+    """Yield each parameter once, tied ones under their first name, and then the buffers that belong to the state."""
     yield from model.named_parameters(remove_duplicate=True)
     persistent = model.state_dict().keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
@@ -224,7 +224,7 @@ def _no_packs(model: nn.Module, why: str) -> NotYetError:
 
 
 def _ends_in_its_head(model: nn.Module) -> bool:
-    """Say whether logits are what the output layer makes of the last states: not scaled, not capped.
+    """Return whether logits are what the output layer makes of the last states: not scaled, not capped.
 
     Asked with states of its own, since those of a model that is not read yet, or of its padding, may be 0.
     """

@@ -25,7 +25,7 @@ from asyncflow.train.settings import OptimizerSettings
 
 
 class Applied(NamedTuple):
-    """What a step did: norm of the gradient before clipping, learning rate, whether the weights moved."""
+    """Effect of an optimizer step: norm of the gradient before clipping, learning rate, whether the weights moved."""
 
     grad_norm: float
     learning_rate: float

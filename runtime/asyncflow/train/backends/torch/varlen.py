@@ -23,7 +23,7 @@ from asyncflow.train.packing import Pack
 
 
 class Piece(NamedTuple):
-    """Which queries see which keys: sequence by sequence. query_starts, key_starts: int32 [S + 1], on the device.
+    """Attention of queries to keys, sequence by sequence. query_starts, key_starts: int32 [S + 1], on the device.
 
     longest_query, longest_key: of one sequence; causal: whether a query sees earlier keys only.
     """
