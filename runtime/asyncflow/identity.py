@@ -82,7 +82,7 @@ def units_of(rows: Iterable[int]) -> list[int]:
 
 
 def home_of(row: int) -> int:
-    """Return the home where row id ``row`` was put: epoch and unit, that is one incarnation of a unit, in one number."""
+    """Return the home where row id ``row`` was put: epoch and unit, one incarnation of a unit, in one number."""
     return row >> COUNTER_BITS
 
 
