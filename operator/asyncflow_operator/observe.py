@@ -86,7 +86,7 @@ class Refused:
         kept = {ref: denial for ref, denial in known.denials.items() if ref not in tried}
         known.denials = kept | {denial.ref: denial for denial in denials}
         if denials and self._clock() >= known.until:
-            known.until = self._clock() + backoff(known.times, self._rng)
+            known.until = self._clock() + backoff(known.times, uniform=self._rng.uniform)
         if known.denials:
             self._denied[key] = known
         else:

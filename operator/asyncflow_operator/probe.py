@@ -22,6 +22,7 @@ from asyncflow.api.status import MOST_ROLLOUTS, DriverStatus
 from asyncflow.errors import AsyncFlowError, ProtocolError, Refused
 from asyncflow_operator.exchange import HEAD_BYTES, exchange
 from asyncflow_operator.observed import Owner, Probe
+from asyncflow_operator.worklist import backoff
 
 AT_ONCE: Final = 32
 """Exchanges under way at a time with drivers that answer at once, and as many with all others."""
@@ -46,7 +47,6 @@ _LOOK_S: Final = 1.0
 _SLOWEST_S: Final = 30.0
 _REST: Final = 9.0
 """A driver is left alone for so many times as long as it took to answer."""
-_MOST_DOUBLINGS: Final = 16
 _WORDS: Final = 200
 _NONE: Final = Probe()
 
@@ -196,7 +196,7 @@ class Drivers:
     def _not_taken(self, owner: Owner, path: str, *, why: str, declined: int) -> None:
         self._ordered("failed")
         _log.warning("order not taken", extra={"object": _name(owner), "target": path, "why": why})
-        pause_s = min(_LONGEST_RETRY_S, _RETRY_S * 2.0 ** min(declined, _MOST_DOUBLINGS))
+        pause_s = backoff(declined + 1, first_s=_RETRY_S, longest_s=_LONGEST_RETRY_S)
         asyncio.get_running_loop().call_later(pause_s, self._news, owner)
 
     async def _ask(self, known: _Known, within_s: float) -> None:

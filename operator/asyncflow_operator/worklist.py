@@ -22,9 +22,18 @@ COOLDOWN_S: Final = 0.1
 """Between the end of one reconcile and the start of the next of the same key, so that a burst of changes is one."""
 
 
-def backoff(failures: int, rng: random.Random) -> float:
-    """Return the seconds for which something is left alone that has failed so many times in a row."""
-    return min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(failures - 1, 16)) * rng.uniform(0.75, 1.0)
+def backoff(
+    failures: int,
+    *,
+    first_s: float = FIRST_BACKOFF_S,
+    longest_s: float = LONGEST_BACKOFF_S,
+    uniform: Callable[[float, float], float] = random.uniform,
+) -> float:
+    """Return the seconds to wait before the next attempt, after so many failures in a row (at least one).
+
+    ``first_s`` doubles with each failure up to ``longest_s``; ``uniform`` draws the jitter, at most a quarter.
+    """
+    return min(longest_s, first_s * 2.0 ** min(failures - 1, 16)) * uniform(0.75, 1.0)
 
 
 class Worklist(Generic[K]):
@@ -106,7 +115,7 @@ class Worklist(Generic[K]):
         pause_s = 0.0
         if failed:
             failures = self._failures[key] = self._failures.get(key, 0) + 1
-            again_in_s = pause_s = backoff(failures, self._rng)
+            again_in_s = pause_s = backoff(failures, uniform=self._rng.uniform)
         else:
             self._failures.pop(key, None)
         self._not_before[key] = self._clock() + max(self._cooldown_s, pause_s)

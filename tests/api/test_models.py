@@ -46,12 +46,13 @@ def specs(draw: st.DrawFn) -> dict[str, object]:
                 {"mode": "periodic", "update": "sync"},
                 {"mode": "async", "update": "delayed", "swapAt": "quota", "maxStaleness": 1},
                 {"swapAt": "sequence", "maxStaleness": 3, "stalenessThreshold": 0.5, "maxInflight": 100},
-                {"mode": "async", "update": "sync", "swapAt": "token", "maxStaleness": 0},
+                {"mode": "async", "swapAt": "sequence", "syncEvery": 4, "maxStaleness": 4},
             ]
         )
     )
     profile = draw(st.sampled_from(list(PROFILES)))
     accelerator = {"profile": profile, "count": draw(st.sampled_from(PROFILES[profile].gang_counts))}
+    name = "transformers" if profile == "cpu" else "a-third-partys"
     return {
         "model": {"source": draw(st.text(min_size=1, max_size=60))},
         "data": {
@@ -65,7 +66,7 @@ def specs(draw: st.DrawFn) -> dict[str, object]:
             },
             "eval": {"source": "gym://chain_sum", "size": draw(st.integers(1, 1000))},
         },
-        "reward": {"function": draw(st.sampled_from(["task", "gym", "my.module:judge"])), "config": draw(options)},
+        "reward": {"function": draw(st.sampled_from(["task", "gym", "my.module:judge"]))},
         "algorithm": draw(
             st.fixed_dictionaries(
                 {"steps": st.just(steps)},
@@ -87,7 +88,7 @@ def specs(draw: st.DrawFn) -> dict[str, object]:
             "minReplicas": draw(st.integers(0, replicas)),
             "maxReplicas": draw(st.integers(replicas, 100)),
             "accelerator": accelerator,
-            "engine": draw(mapping(slots=st.integers(1, 256), options=options)),
+            "engine": {"name": name} | draw(mapping(slots=st.integers(1, 256), options=options)),
         },
         "trainer": {"replicas": draw(st.integers(1, 8)), "accelerator": accelerator},
         "transferQueue": {"bytesPerUnit": "64Gi", "storageUnits": draw(st.integers(1, 8))},

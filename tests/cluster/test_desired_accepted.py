@@ -76,7 +76,7 @@ JOBS: dict[str, dict[str, Any]] = {
     },
     "nvidia": {"trainer": {"replicas": 2, "accelerator": {"profile": "nvidia", "count": 8}}},
     "one-pod-gang": {"trainer": {"accelerator": {"profile": "nvidia", "count": 8}}},
-    "ascend-alone": {"rollout": {"replicas": 4, **A3}, "trainer": A3},
+    "ascend-alone": {"rollout": {"replicas": 4, "engine": {"name": "vllm"}, **A3}, "trainer": A3},
 }
 OF_THE_HOST: dict[str, dict[str, Any]] = {
     "ascend-gang": {"trainer": {"replicas": 2, **A3}},

@@ -215,11 +215,11 @@ def test_a_quota_that_runs_out_is_said_and_is_no_hot_loop(start: Start, world: W
 
 def test_a_job_that_this_version_does_not_do_says_so(start: Start, world: World) -> None:
     start()
-    world.apply(lambda manifest: manifest["spec"]["rollout"].update(accelerator={"profile": "nvidia", "count": 1}))
+    world.apply(lambda manifest: manifest["spec"].update(critic={"replicas": 1}))
     world.until(lambda: world.condition("Accepted"), "the job to be judged")
     accepted = world.condition("Accepted")
     assert (accepted["status"], accepted["reason"]) == ("False", "NotYet")
-    assert "spec.rollout.accelerator.profile" in accepted["message"]
+    assert "spec.critic" in accepted["message"]
     assert not world.pods()
 
 
@@ -236,11 +236,11 @@ def test_a_running_job_that_is_edited_to_what_cannot_be_done_goes_on_as_it_was_a
     def edit(**spec: Any) -> None:
         world.plane.api.patch(path, {"spec": spec})
 
-    edit(rollout={"accelerator": {"profile": "nvidia", "count": 1}})
+    edit(critic={"replicas": 1})
     world.until(lambda: world.condition("Accepted")["reason"] == "NotYet", "the edit to be judged")
     said = world.condition("Accepted")["message"]
     assert said.startswith("Generation 1 runs on; of this one suspend: true and its scale are obeyed")
-    assert "spec.rollout.accelerator.profile" in said
+    assert "spec.critic" in said
     world.annotate("quickstart-trainer-0", exit="137")
     world.until(lambda: attempts(world.pods("trainer")) == {"quickstart-trainer-0": "1"}, "the trainer's next attempt")
     world.until_whole()
@@ -263,7 +263,7 @@ def test_a_running_job_that_is_edited_to_what_cannot_be_done_goes_on_as_it_was_a
     world.until(lambda: world.job()["status"]["observedGeneration"] == generation, "a look at that")
     assert world.job()["status"]["phase"] == "Suspended", "what is refused begins nothing"
     driver.say(phase="Running")
-    edit(rollout={"accelerator": {"profile": "cpu", "count": None}})
+    edit(critic=None)
     world.until_whole(rollout=3)
     assert world.condition("Accepted")["status"] == "True"
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from asyncflow.api.accelerators import PROFILES
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import RoleName
-from asyncflow.errors import ManifestError, NotYetError
+from asyncflow.errors import ManifestError
 from asyncflow.plan import plan
 from asyncflow.plan.roles import Readiness, Resources, RestartPolicy, Role
 from asyncflow.substrates.local.crew import Seat
@@ -104,7 +104,7 @@ def test_auto_is_the_cpu_only_where_no_device_was_asked_for_and_says_so() -> Non
 def test_what_auto_stands_for_keeps_the_rules() -> None:
     with pytest.raises(ManifestError, match="does not give a process so many devices"):
         resolved(AUTO | {"count": 20}, visible=CUDA, devices=32)
-    with pytest.raises(NotYetError, match="the engine computes on the CPU"):
+    with pytest.raises(ManifestError, match="the engine computes on the CPU"):
         resolve(job({}, AUTO | {"count": 1}), find=lambda _: ["0"])
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from msgspec import Struct
 
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost, ProtocolError, Refused, RemoteError
+from asyncflow.errors import DeadlineExceeded, Fenced, PeerLost, ProtocolError, Refused, RemoteError
 from asyncflow.net.frames import Jagged, encode_batch
-from asyncflow.net.rpc import RpcClient, RpcServer, persist
+from asyncflow.net.rpc import RpcClient, RpcServer
 
 pytestmark = pytest.mark.usefixtures("way")
 
@@ -231,32 +231,3 @@ async def test_an_unbound_host_is_advertised() -> None:
     server = RpcServer(name="server", bind="tcp://0.0.0.0:*", advertise="pod-3.job")
     assert (await server.start()).startswith("tcp://pod-3.job:")
     await server.close()
-
-
-async def test_persist_tries_again_only_what_may_be_tried_again() -> None:
-    outcomes: list[AsyncFlowError | int] = [PeerLost("a"), DeadlineExceeded("b"), 7]
-
-    async def attempt() -> int:
-        outcome = outcomes.pop(0)
-        if isinstance(outcome, int):
-            return outcome
-        raise outcome
-
-    assert await persist(attempt, what="seven", timeout=10) == 7
-    outcomes[:] = [Refused("no"), 7]
-    with pytest.raises(Refused):
-        await persist(attempt, what="seven", timeout=10)
-
-
-async def test_persist_gives_up_at_its_deadline_and_says_why() -> None:
-    async def lost() -> int:
-        raise PeerLost("gone", where="there")
-
-    async def silent() -> int:
-        await asyncio.Event().wait()
-        return 1
-
-    with pytest.raises(DeadlineExceeded, match=r"a thing did not succeed within 0.2 s; last: there: gone"):
-        await persist(lost, what="a thing", timeout=0.2)
-    with pytest.raises(DeadlineExceeded, match=r"a thing did not succeed within 0.05 s"):
-        await persist(silent, what="a thing", timeout=0.05)

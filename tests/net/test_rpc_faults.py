@@ -9,7 +9,8 @@ import pytest
 from msgspec import Struct
 
 from asyncflow.errors import DeadlineExceeded, PeerLost
-from asyncflow.net.rpc import RpcClient, persist
+from asyncflow.net.retry import retry
+from asyncflow.net.rpc import RpcClient
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("way")]
 
@@ -42,7 +43,7 @@ async def test_a_server_that_comes_back_at_the_same_address_is_found(spawn: Any)
     await add(client)()
     for _ in range(2):
         peer.kill()
-        waiting = asyncio.create_task(persist(add(client), what="adding", timeout=30))
+        waiting = asyncio.create_task(retry(add(client), what="adding", timeout=30))
         await asyncio.sleep(0.3)
         peer = await asyncio.to_thread(spawn, "echo", peer.said)
         assert (await waiting).value == 2
@@ -55,7 +56,7 @@ async def test_a_server_that_comes_back_elsewhere_is_found(spawn: Any) -> None:
     await add(client)()
     peer.kill()
     peer = await asyncio.to_thread(spawn, "echo")
-    assert (await persist(add(client), what="adding", timeout=30)).value == 2
+    assert (await retry(add(client), what="adding", timeout=30)).value == 2
     await client.close()
 
 
@@ -90,5 +91,5 @@ async def test_a_stopped_server_does_not_make_its_callers_memory_grow(spawn: Any
     assert sum(sum(sizes) for _, sizes in outbox._messages.values()) < 1 << 20  # type: ignore[union-attr]
     parked.cancel()
     peer.signal(signal.SIGCONT)
-    assert (await persist(add(client), what="adding", timeout=30)).value == 2
+    assert (await retry(add(client), what="adding", timeout=30)).value == 2
     await client.close()

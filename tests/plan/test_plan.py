@@ -7,9 +7,9 @@ import pytest
 
 from asyncflow.api import RLJob, load_job
 from asyncflow.plan import plan
+from asyncflow.plan.describe import duration, size, tables
 from asyncflow.plan.flow import generated_by
 from asyncflow.plan.holding import held_bytes
-from asyncflow.plan.table import size, tables
 
 MANIFEST = """
 apiVersion: asyncflow.dev/v1alpha1
@@ -191,6 +191,16 @@ def test_tables_are_rectangular_and_tell_the_roles_and_the_flow() -> None:
     assert ("optimizer steps", "3") in figures.rows
 
 
-@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (1 << 30, "1 GiB"), (1 << 52, "4096 TiB")])
-def test_sizes(count: int, text: str) -> None:
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (1 << 30, "1 GiB"), (1 << 52, "4096 TiB"), (None, "–")]
+)
+def test_sizes(count: int | None, text: str) -> None:
     assert size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0s"), (59.4, "59s"), (60, "1m"), (133, "2m13s"), (11220, "3h07m"), (187200, "2d04h"), (None, "–")],
+)
+def test_durations_have_two_units(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from asyncflow.api.names import FIELD_MANAGER
 from asyncflow.errors import ManifestError
 from asyncflow_operator.cluster.kinds import Kind
 from asyncflow_operator.cluster.refusals import NotLeading, Refusal, TooLarge, Unreachable, refusal
+from asyncflow_operator.worklist import backoff
 
 Json = dict[str, Any]
 Answered = Callable[[str, str, str, float], None]
@@ -46,8 +46,8 @@ DEADLINE_S: Final = 30.0
 """Seconds of a call with all its attempts."""
 _NO_VERSION: Final = "1"
 """A resource version that no object has: etcd counts from it."""
-_FIRST_PAUSE_S: Final = 0.2
-_LONGEST_PAUSE_S: Final = 5.0
+_FIRST_BACKOFF_S: Final = 0.2
+_LONGEST_BACKOFF_S: Final = 5.0
 _OWNED: Final = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
 _BUSY: Final = frozenset((429, 502, 503, 504))
 _BROKEN: Final = (aiohttp.ClientError, TimeoutError, OSError)
@@ -270,7 +270,7 @@ class Api:
     ) -> Json:
         where = f"{verb} {path}"
         deadline = time.monotonic() + deadline_s
-        pause = _FIRST_PAUSE_S
+        failures = 0
         while True:
             begun = time.monotonic()
             timeout = aiohttp.ClientTimeout(total=max(0.1, min(CALL_S, deadline - begun)))
@@ -295,11 +295,11 @@ class Api:
                 if response.status not in _BUSY and "Retry-After" not in response.headers:
                     raise failure
                 wanted = _seconds(response.headers.get("Retry-After", ""))
-            pause = max(wanted, pause * random.uniform(0.7, 1.3))
+            failures += 1
+            pause = max(wanted, backoff(failures, first_s=_FIRST_BACKOFF_S, longest_s=_LONGEST_BACKOFF_S))
             if time.monotonic() + pause >= deadline:
                 raise Unreachable(str(failure), where=where) from failure
             await asyncio.sleep(pause)
-            pause = min(_LONGEST_PAUSE_S, 2 * pause)
 
     async def _send(
         self,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import time
 from collections.abc import Callable
 from typing import Any, Final, Never
@@ -18,11 +17,12 @@ from asyncflow_operator.cluster.client import Api
 from asyncflow_operator.cluster.kinds import Kind
 from asyncflow_operator.cluster.refusals import ApiError, Expired, Refusal
 from asyncflow_operator.cluster.store import Store
+from asyncflow_operator.worklist import backoff
 
 IDLE_S: Final = 70.0
 """Bookmarks come every 60 s."""
-_FIRST_PAUSE_S: Final = 0.5
-_LONGEST_PAUSE_S: Final = 30.0
+_FIRST_BACKOFF_S: Final = 0.5
+_LONGEST_BACKOFF_S: Final = 30.0
 _ABSENT_PAUSE_S: Final = 300.0
 """Between two looks for a kind that the cluster does not have."""
 
@@ -50,7 +50,7 @@ class Informer:
         self._namespace = namespace
         self._labels = labels
         self._clock = clock
-        self._pause = _FIRST_PAUSE_S
+        self._failures = 0
         self._there = asyncio.Event()
 
     def exists(self) -> None:
@@ -103,7 +103,7 @@ class Informer:
         try:
             async for changes in stream:
                 self.heard = self._clock()
-                self._pause = _FIRST_PAUSE_S
+                self._failures = 0
                 for change in changes:
                     version = self._take(change)
         except ApiError as error:
@@ -141,5 +141,5 @@ class Informer:
             await self._rest()
 
     async def _rest(self) -> None:
-        await asyncio.sleep(self._pause * random.uniform(0.7, 1.3))
-        self._pause = min(_LONGEST_PAUSE_S, 2 * self._pause)
+        self._failures += 1
+        await asyncio.sleep(backoff(self._failures, first_s=_FIRST_BACKOFF_S, longest_s=_LONGEST_BACKOFF_S))

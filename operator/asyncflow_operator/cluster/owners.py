@@ -22,7 +22,6 @@ from pydantic import ValidationError
 from asyncflow.api.base import COLLECT, Spec
 from asyncflow.api.check import inspect, legible
 from asyncflow.api.job import RLJob
-from asyncflow.api.later import planned
 from asyncflow.api.names import JOB_FILE
 from asyncflow.api.queue import QueueStatus, TransferQueue
 from asyncflow.api.status import JobStatus
@@ -144,11 +143,9 @@ def _parsed(kind: str, raw: Json, labels: dict[str, str]) -> tuple[Any, str, str
     model, problems = inspect(_MODELS[kind][0], given)
     if model is None:
         model, problems = inspect(_MODELS[kind][0], legible(_MODELS[kind][0], given))
-    if model is not None and not problems:
-        problems = list(planned(kind, model.spec))  # type: ignore[attr-defined]
     if not problems:
         return model, "", ""
-    reason = NOT_YET if all(problem.later for problem in problems) else INVALID
+    reason = NOT_YET if all(problem.planned for problem in problems) else INVALID
     return None, "; ".join(str(problem) for problem in problems)[:_SHOWN], reason
 
 

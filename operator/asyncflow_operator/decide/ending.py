@@ -12,12 +12,13 @@ from typing import Any, Final
 
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.status import JobStatus, Phase
+from asyncflow.plan.describe import duration
 from asyncflow_operator.actions import Ask, Delete, Plan
 from asyncflow_operator.decide.admission import given_back, queued_again, released
 from asyncflow_operator.decide.draft import Draft
 from asyncflow_operator.decide.failure import End, Verdict, end_of
 from asyncflow_operator.decide.gang import next_attempt
-from asyncflow_operator.decide.moments import read, spoken, written
+from asyncflow_operator.decide.moments import read, written
 from asyncflow_operator.decide.progress import FIGURES, figures
 from asyncflow_operator.decide.seats import removed
 from asyncflow_operator.observed import JobState, PodView, Ref
@@ -109,7 +110,7 @@ def overdue(draft: Draft[JobStatus], spec: RLJobSpec) -> Verdict | None:
     deadline, began = spec.limits.active_deadline_seconds, read(draft.before.start_time)
     if deadline is None or began is None or draft.alarm.until(began + deadline):
         return None
-    return Verdict("DeadlineExceeded", f"The job did not finish within activeDeadlineSeconds ({spoken(deadline)})")
+    return Verdict("DeadlineExceeded", f"The job did not finish within activeDeadlineSeconds ({duration(deadline)})")
 
 
 def _may_save(state: JobState) -> bool:

@@ -17,9 +17,10 @@ from enum import StrEnum
 from typing import Final
 
 from asyncflow.api.status import RoleRecord
+from asyncflow.plan.describe import duration
 from asyncflow.plan.roles import DISRUPTED, MOST_DISRUPTIONS, REFUSED, RestartPolicy, Role
 from asyncflow_operator.actions import Note
-from asyncflow_operator.decide.moments import Alarm, read, spoken, written
+from asyncflow_operator.decide.moments import Alarm, read, written
 from asyncflow_operator.observed import PodView
 
 SETTLED_S: Final = 20.0
@@ -166,7 +167,7 @@ def _exceeded(role: Role, pods: list[PodView], record: RoleRecord) -> Verdict | 
     last = max(failed, key=lambda pod: (pod.finished or 0.0, pod.name), default=None)
     who = _ended(last) if last is not None else f"{role.name} failed"
     most = MOST_DISRUPTIONS if disrupted else policy.max_restarts
-    budget = f"{most} restarts of {role.name} within {spoken(policy.window_s)} are used up"
+    budget = f"{most} restarts of {role.name} within {duration(policy.window_s)} are used up"
     words = f". {_words(last)}" if last is not None and last.last_words else ""
     return Verdict("BudgetExceeded", f"{who}, and the {budget}{words}")
 

@@ -1,4 +1,4 @@
-"""Moments and durations: as a status writes them, as people read them, and the next one that matters.
+"""Moments: as a status writes them, and the next one that matters.
 
 Invariant: a moment that was written is never later than the one it was written from, by less than a second.
 """
@@ -25,20 +25,6 @@ def read(time: str | None) -> float | None:
         return datetime.fromisoformat(time).timestamp()
     except ValueError:
         return None
-
-
-def spoken(seconds: float) -> str:
-    """Return a duration with its two largest units: ``42s``, ``12m``, ``2h13m``, ``3d4h``."""
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    minutes = whole // 60
-    if minutes < 60:
-        return f"{minutes}m"
-    hours = minutes // 60
-    if hours < 24:
-        return f"{hours}h{minutes % 60}m"
-    return f"{hours // 24}d{hours % 24}h"
 
 
 @dataclass(slots=True)

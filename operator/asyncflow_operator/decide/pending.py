@@ -10,9 +10,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from asyncflow.plan.describe import duration
 from asyncflow.plan.roles import Resources, Role
 from asyncflow_operator.decide.admission import admitted, waits_for
-from asyncflow_operator.decide.moments import Alarm, spoken
+from asyncflow_operator.decide.moments import Alarm
 from asyncflow_operator.decide.seats import OVERDUE_S
 from asyncflow_operator.observed import Denial, JobState, NodeFree, ObjectView, PodView, Ref
 
@@ -94,7 +95,7 @@ def why_lacking(
         return Why("NodeLost", f"{said}: {pod.node} does not answer. {then}")
     if leaving := [pod for pod in affected if pod.deleting]:
         pod = leaving[0]
-        then = f"at the latest {spoken(OVERDUE_S)} after its grace period"
+        then = f"at the latest {duration(OVERDUE_S)} after its grace period"
         return Why("Terminating", f"{said}: {pod.name} has yet to go from {pod.node} and then comes again, {then}")
     if attaching := [pod for pod in affected if _attaches(pod, alarm)]:
         pod = attaching[0]

@@ -10,8 +10,9 @@ from typing import Any, Final
 
 from asyncflow.api.durability import LimitsSpec
 from asyncflow.api.status import MOST_COUNTED, DriverStatus, JobStatus
+from asyncflow.plan.describe import duration
 from asyncflow_operator.decide.conditions import Board
-from asyncflow_operator.decide.moments import Alarm, read, spoken
+from asyncflow_operator.decide.moments import Alarm, read
 from asyncflow_operator.observed import PodView, Probe
 
 FIGURES: Final = frozenset(
@@ -45,7 +46,7 @@ def figures(seen: DriverStatus | None, rollouts: Collection[PodView]) -> dict[st
         "staleness": seen.staleness.start,
         "version": seen.version,
         "queue_depth": seen.queue.ready,
-        "eta": "" if seen.eta_seconds is None else spoken(seen.eta_seconds),
+        "eta": "" if seen.eta_seconds is None else duration(seen.eta_seconds),
         "last_step_at": seen.last_step_at,
         "checkpoint_step": seen.checkpoint.step if seen.checkpoint is not None else None,
         "best_step": seen.best.step if seen.best is not None else None,
@@ -77,7 +78,7 @@ def judge(
         board.say("Stalled", False, "Stepping")
         return
     what = f"; it waits for {_shown(seen.waiting_for)}" if seen.waiting_for else ""
-    message = f"No step for more than {spoken(patience)}, after step {seen.step} of {seen.steps}{what}"
+    message = f"No step for more than {duration(patience)}, after step {seen.step} of {seen.steps}{what}"
     board.say("Stalled", True, "NoStep", message)
 
 

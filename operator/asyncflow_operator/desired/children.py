@@ -1,6 +1,6 @@
 """The TransferQueue and the WeightSync that a job makes for itself.
 
-Invariant: a job that names existing ones makes none; what it makes says what the job says, and nothing of its own.
+Invariant: a job that names an existing WeightSync makes none; what it makes says what the job says, nothing of its own.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from asyncflow_operator.observed import Manifest
 def make_children(job: RLJob, family: Family) -> tuple[Manifest, ...]:
     """Return the job's own queue and versions."""
     spec = job.spec
-    made = []
-    if spec.transfer_queue.name is None:
-        queue = _said(spec.transfer_queue) | {"ledger": _said(spec.storage.ledger), "template": _said(spec.template)}
-        queue["storageUnits"] = spec.transfer_queue.storage_units
-        made.append(make_object(API_VERSION, "TransferQueue", family, name=family.name, body={"spec": queue}))
+    queue = _said(spec.transfer_queue) | {"ledger": _said(spec.storage.ledger), "template": _said(spec.template)}
+    queue["storageUnits"] = spec.transfer_queue.storage_units
+    made = [make_object(API_VERSION, "TransferQueue", family, name=family.name, body={"spec": queue})]
     if spec.weight_sync.name is None:
         weights = _said(WeightsSpec(transport=spec.weight_sync.transport))
         made.append(make_object(API_VERSION, "WeightSync", family, name=family.name, body={"spec": weights}))

@@ -1,18 +1,19 @@
 """Everything that is wrong with the data of a manifest, in one pass.
 
 Shapes are pydantic's to check; then each model's rules. Where a shape is wrong, the rules that look elsewhere are
-still checked, so that a manifest is mended in one go. Invariant: no problem is reported that follows from another.
+still checked, so that a manifest is mended in one go. Features that the schema names and this version lacks are refused
+as "not yet" until they work (``_PLANNED``). Invariant: no problem is reported that follows from another.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import reduce
 from operator import attrgetter, getitem
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 
@@ -49,11 +50,37 @@ _LIMITS = {
 _FOLLOWS = ("default_factory_not_called",)
 
 
+def _one_of(*values: str) -> Callable[[object], bool]:
+    return frozenset(values).__contains__
+
+
+_PLANNED: Final[Mapping[str, tuple[tuple[str, Callable[[Any], bool], str], ...]]] = {
+    "RLJob": (
+        ("spec.algorithm.name", _one_of("ppo", "dapo", "pf-ppo", "dpo"), "grpo"),
+        ("spec.algorithm.old", _one_of("lagged"), "behaviour or recompute"),
+        ("spec.schedule.update", _one_of("staggered"), "sync or delayed"),
+        ("spec.schedule.swap_at", _one_of("token"), "quota or sequence"),
+        ("spec.schedule.require_batches", lambda batches: batches > 1, "0 or 1"),
+        ("spec.reference", bool, "nothing: the trainer computes the reference itself"),
+        ("spec.critic", bool, "nothing"),
+        ("spec.reward.config", bool, "nothing: a function is given response, prompt, answer and meta"),
+        ("spec.weight_sync.transport", _one_of("mooncake", "nccl", "hccl"), "host"),
+        ("spec.weight_sync.name", bool, "nothing: the job keeps its own versions"),
+    ),
+    "WeightSync": (("spec.transport", _one_of("mooncake", "nccl", "hccl"), "host"),),
+}
+"""Fields that the schema names for features that are planned, by kind: the attribute path, whether a value asks for
+such a feature, and the values that work now."""
+
+
 def inspect(model: type[M], data: Any) -> tuple[M | None, list[Problem]]:
-    """Build ``model`` from ``data``. Gives the object, None where its shape is wrong, and every problem found."""
+    """Build ``model`` from ``data``. Return the object, None where its shape is wrong, and every problem found.
+
+    Features that are only planned are reported where nothing else is wrong.
+    """
     built, errors = _build(model, data)
     if built is not None:
-        return built, list(broken(built))
+        return built, list(broken(built)) or list(_asked_too_early(built))
     wrong = [tuple(error["loc"]) for error in errors]
     problems = [_problem(model, error) for error in errors if error["type"] not in _FOLLOWS]
     problems.extend(_broken_in(model, _without(data, wrong), at=(), unknown=wrong))
@@ -90,6 +117,24 @@ def broken(model: Spec, *, at: Place = (), unknown: Sequence[Place] = ()) -> Ite
             for index, item in enumerate(value):
                 if isinstance(item, Spec):
                     yield from broken(item, at=(*place, index), unknown=unknown)
+
+
+def planned_fields(kind: str) -> list[tuple[str, str]]:
+    """Return the fields of ``kind`` that can ask for what is only planned: the place, and the values that work now."""
+    return [(".".join(place_of(path)), instead) for path, _, instead in _PLANNED.get(kind, ())]
+
+
+def _asked_too_early(manifest: Spec) -> Iterator[Problem]:
+    for path, planned, instead in _PLANNED.get(type(manifest).__name__, ()):
+        value = attrgetter(path)(manifest)
+        if planned(value):
+            yield Problem(
+                place=place_of(path),
+                value=_plain(value),
+                reason="not yet: it is planned, and this version does not do it",
+                fix=f"What works is {instead}",
+                planned=True,
+            )
 
 
 def _broken_in(model: type[Spec], data: Any, *, at: Place, unknown: Sequence[Place]) -> Iterator[Problem]:

@@ -1,7 +1,7 @@
 """RLJob: one manifest for a whole training run, on one machine and on Kubernetes.
 
 Invariant: nothing that a run does depends on anything but this manifest and the files it names. What no substrate can
-run is refused here, by rules that the CRD repeats; what is only planned is listed in ``asyncflow.api.later``.
+run is refused here, by rules that the CRD repeats; what is only planned is listed in ``asyncflow.api.check``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from asyncflow.api.base import API_VERSION, Frozen, Rule, Spec
 from asyncflow.api.durability import ElasticitySpec, FailurePolicySpec, LimitsSpec, StorageSpec
 from asyncflow.api.learning import AlgorithmSpec, DataSpec, EvaluationSpec, ModelSpec, RewardSpec, SamplingSpec
 from asyncflow.api.metadata import ObjectMeta
-from asyncflow.api.placement import DriverSpec, SchedulingSpec, TemplateSpec
-from asyncflow.api.queue import LEAST_BYTES, JobQueueSpec
-from asyncflow.api.schedule import AHEAD_CEL, ScheduleSpec
+from asyncflow.api.placement import AUTO, DriverSpec, SchedulingSpec, TemplateSpec
+from asyncflow.api.queue import LEAST_BYTES, QueueSpec
+from asyncflow.api.schedule import AHEAD_CEL, LAG_CEL, ScheduleSpec
 from asyncflow.api.status import JobStatus
 from asyncflow.api.weights import JobWeightsSpec, PublishedDtype
 from asyncflow.api.workers import AuxiliarySpec, RolloutSpec, TrainerSpec
@@ -54,7 +54,7 @@ class RLJobSpec(Spec):
     """Place of the driver."""
     template: TemplateSpec = Field(default_factory=TemplateSpec)
     """Additions to all pods of the job."""
-    transfer_queue: JobQueueSpec = Field(default_factory=JobQueueSpec)
+    transfer_queue: QueueSpec = Field(default_factory=QueueSpec)
     """The queue of samples."""
     weight_sync: JobWeightsSpec = Field(default_factory=JobWeightsSpec)
     """The versions of weights."""
@@ -179,10 +179,9 @@ class RLJobSpec(Spec):
                 "evaluation",
             ),
             ok=lambda job: (
-                job.transfer_queue.name is not None
-                or job.transfer_queue.bytes_per_unit.bytes * job.transfer_queue.storage_units >= job.bytes_of_interval
+                job.transfer_queue.bytes_per_unit.bytes * job.transfer_queue.storage_units >= job.bytes_of_interval
             ),
-            cel="has(self.transferQueue.name) || quantity(string(self.transferQueue.bytesPerUnit)).asApproximateFloat()"
+            cel="quantity(string(self.transferQueue.bytesPerUnit)).asApproximateFloat()"
             " * double(self.transferQueue.storageUnits) >= "
             f"{_ROW_CEL} * double(self.algorithm.promptsPerStep * self.algorithm.groupSize)"
             f" * (double(self.storage.checkpoints.every) + {AHEAD_CEL})"
@@ -211,6 +210,46 @@ class RLJobSpec(Spec):
             fix="Give schedule.mode: periodic, or algorithm.old: behaviour",
         ),
         Rule(
+            reads=(
+                "algorithm.old",
+                "schedule.mode",
+                "schedule.update",
+                "schedule.swap_at",
+                "schedule.max_staleness",
+                "schedule.sync_every",
+            ),
+            ok=lambda job: job.algorithm.old != "recompute" or job.schedule.lag == 0,
+            cel=f"self.algorithm.old != 'recompute' || {LAG_CEL} == 0",
+            why="samples are of older weights, and without a correction for them the ratio would be 1 for all",
+            fix="Give algorithm.old: behaviour, or schedule.mode: sync or periodic",
+        ),
+        Rule(
+            reads=("algorithm.filter_zero_variance", "schedule.deterministic"),
+            ok=lambda job: job.algorithm.filter_zero_variance != "drop" or not job.schedule.deterministic,
+            cel="self.algorithm.filterZeroVariance != 'drop' || !self.schedule.deterministic",
+            why="which prompts replace the dropped groups depends on arrival times",
+            fix="Give filterZeroVariance: keep, or schedule.deterministic: false",
+        ),
+        Rule(
+            reads=("reward.on_timeout", "schedule.deterministic"),
+            ok=lambda job: job.reward.on_timeout != "drop" or not job.schedule.deterministic,
+            cel="self.reward.onTimeout != 'drop' || !self.schedule.deterministic",
+            why="which samples are dropped depends on how busy the machine is",
+            fix="Give onTimeout: zero, or schedule.deterministic: false",
+        ),
+        Rule(
+            reads=("schedule.deterministic", "rollout.engine.name", "rollout.accelerator.profile"),
+            ok=lambda job: (
+                not job.schedule.deterministic
+                or job.rollout.engine.name != "vllm"
+                or job.rollout.accelerator.profile in ("nvidia", AUTO)
+            ),
+            cel="!self.schedule.deterministic || self.rollout.engine.name != 'vllm'"
+            " || self.rollout.accelerator.profile == 'nvidia'",
+            why="vLLM has batch-invariant kernels on NVIDIA GPUs only",
+            fix="Give false, the engine transformers, or the profile nvidia",
+        ),
+        Rule(
             reads=("algorithm.epochs", "algorithm.mini_batches", "schedule.mode"),
             ok=lambda job: job.schedule.mode != "periodic" or job.algorithm.epochs * job.algorithm.mini_batches == 1,
             cel="self.schedule.mode != 'periodic' || self.algorithm.epochs * self.algorithm.miniBatches == 1",
@@ -236,7 +275,6 @@ class RLJobSpec(Spec):
         Frozen(reads="trainer.lora", why="checkpoints and published versions belong to the old adapters"),
         Frozen(reads="storage.ledger.sync", why="the ledger's promise covers its whole life"),
         Frozen(reads="managed_by", why="two controllers would both think that the job is theirs"),
-        Frozen(reads="transfer_queue.name", why="samples do not move between queues"),
         Frozen(reads="weight_sync.name", why="versions do not move between catalogues"),
     )
 

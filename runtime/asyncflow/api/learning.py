@@ -17,7 +17,6 @@ from asyncflow.api.quantity import Quantity
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 FILE_SCHEMES = ("jsonl", "parquet", "dataset")
 """Schemes of data sources that are files or folders: JSON lines, Parquet, and what Hugging Face ``datasets`` saves."""
-Dtype = Literal["float32", "bfloat16", "float16"]
 MODULE_FUNCTION = r"^([a-z][a-z0-9_]*|[A-Za-z_][A-Za-z0-9_]*([.][A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*)$"
 
 
@@ -26,8 +25,6 @@ class ModelSpec(Spec):
 
     source: Source
     """Model source: ``tiny://NAME``, a Hugging Face folder, ``hf://ORG/NAME`` (local cache), ``pvc://CLAIM/PATH``."""
-    dtype: Dtype | None = None
-    """Dtype in which the weights are published and served. Absent: that of the source."""
 
 
 class TrainDataSpec(Spec):

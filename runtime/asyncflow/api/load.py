@@ -16,7 +16,6 @@ from asyncflow.api.base import API_VERSION
 from asyncflow.api.check import inspect
 from asyncflow.api.document import MAX_BYTES, Document, dump, parse
 from asyncflow.api.job import RLJob
-from asyncflow.api.later import planned
 from asyncflow.api.learning import FILE_SCHEMES, RewardSpec
 from asyncflow.api.overrides import apply
 from asyncflow.api.problems import MISSING, Place, Problem, refusal
@@ -39,8 +38,6 @@ def load(source: Path | str | IO[Any], overrides: Sequence[str] = ()) -> Manifes
     kind = _kind(document, name)
     apply(document, overrides)
     built, problems = inspect(KINDS[kind], document.data)
-    if built is not None and not problems:
-        problems = list(planned(kind, built.spec))
     if built is None or problems:
         raise refusal(sorted(_located(problems, document), key=lambda problem: problem.line), source=name)
     return built

@@ -23,7 +23,7 @@ class Problem:
     """One thing that is wrong.
 
     place: keys as written in the manifest; value: what was found, MISSING where nothing was; reason: why that is wrong;
-    fix: what would be right; line: where in the file, 0 where unknown; later: a newer AsyncFlow may accept it.
+    fix: what would be right; line: where in the file, 0 where unknown; planned: a later version will accept it.
     """
 
     place: Place
@@ -31,7 +31,7 @@ class Problem:
     fix: str
     value: Any = MISSING
     line: int = 0
-    later: bool = False
+    planned: bool = False
 
     @property
     def path(self) -> str:
@@ -57,7 +57,7 @@ def shown(value: object) -> str:
 
 def refusal(problems: Sequence[Problem], *, source: str) -> ManifestError:
     """Return the one error for all problems; a NotYetError where nothing else is wrong."""
-    kind = NotYetError if all(problem.later for problem in problems) else ManifestError
+    kind = NotYetError if all(problem.planned for problem in problems) else ManifestError
     if len(problems) == 1:
         return kind(problems[0].what, where=source, hint=problems[0].fix)
     lines = "".join(f"\n  {problem}" for problem in problems)

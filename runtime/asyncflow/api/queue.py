@@ -100,13 +100,6 @@ class QueueSpec(Spec):
     )
 
 
-class JobQueueSpec(QueueSpec):
-    """The queue of a job: one of its own, or an existing TransferQueue by name."""
-
-    name: Name | None = None
-    """An existing TransferQueue in the job's namespace, whose settings then count. Absent: the job makes its own."""
-
-
 class StandaloneQueueSpec(QueueSpec):
     """A queue that outlives jobs."""
 

@@ -20,6 +20,8 @@ _SYNC = "(has(self.schedule.update) ? self.schedule.update == 'sync' : self.sche
 _LEAST = f"(self.schedule.syncEvery - ({_SYNC} ? 1 : 0))"
 _STALENESS = f"(has(self.schedule.maxStaleness) ? self.schedule.maxStaleness : {_LEAST})"
 _CYCLE = "(1.0 + self.schedule.stalenessThreshold) * double(self.schedule.syncEvery)"
+LAG_CEL = f"(self.schedule.swapAt == 'quota' ? ({_SYNC} ? 0 : 1) : {_STALENESS})"
+"""``ScheduleSpec.lag`` of a job in CEL."""
 AHEAD_CEL = f"(self.schedule.swapAt == 'quota' ? ({_SYNC} ? 1.0 : 2.0) : [double({_STALENESS}) + 1.0, {_CYCLE}].min())"
 """``ScheduleSpec.ahead`` of a job in CEL, where defaults that depend on other fields are not filled in."""
 
@@ -104,10 +106,10 @@ class ScheduleSpec(Spec):
             fix="Give update: sync, or mode: async",
         ),
         Rule(
-            reads=("update", "mode", "swap_at"),
-            ok=lambda schedule: schedule.mode != "async" or schedule.swap_at != "quota" or schedule.update != "sync",
-            cel="self.mode != 'async' || self.swapAt != 'quota' || !has(self.update) || self.update != 'sync'",
-            why="if all wait for new weights after each step's share, nothing is asynchronous",
+            reads=("update", "mode"),
+            ok=lambda schedule: schedule.mode != "async" or schedule.update != "sync",
+            cel="self.mode != 'async' || !has(self.update) || self.update != 'sync'",
+            why="if all wait for new weights, nothing is asynchronous",
             fix="Give update: delayed, or mode: sync or periodic",
         ),
         Rule(
@@ -118,11 +120,11 @@ class ScheduleSpec(Spec):
             fix="Give swapAt: quota, or mode: async",
         ),
         Rule(
-            reads=("sync_every", "mode"),
-            ok=lambda schedule: schedule.mode == "async" or schedule.sync_every == 1,
-            cel="self.mode == 'async' || self.syncEvery == 1",
-            why="the modes sync and periodic publish after every step",
-            fix="Give syncEvery: 1, or mode: async",
+            reads=("sync_every", "swap_at"),
+            ok=lambda schedule: schedule.swap_at != "quota" or schedule.sync_every == 1,
+            cel="self.swapAt != 'quota' || self.syncEvery == 1",
+            why="with quotas each step is generated with the version that an earlier step published",
+            fix="Give syncEvery: 1, or mode: async with swapAt: sequence",
         ),
         Rule(
             reads=("deterministic", "swap_at"),

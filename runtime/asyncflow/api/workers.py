@@ -5,14 +5,28 @@ Invariant: min <= replicas <= max for rollouts; a gang has a legal number of dev
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, StringConstraints
 
 from asyncflow.api.accelerators import PROFILES, counted
 from asyncflow.api.base import Options, PluginName, Replicas, Rule, Seconds, Spec, Threads
-from asyncflow.api.learning import Dtype
-from asyncflow.api.placement import AcceleratorSpec, ResourcesSpec, TemplateSpec
+from asyncflow.api.placement import AUTO, AcceleratorSpec, ResourcesSpec, TemplateSpec
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+ON_CPU: Final = ("transformers", "simulated", "counting")
+"""Engines and back ends that compute on the CPU only."""
+
+
+def _devices_are_used(plugin: str) -> Rule:
+    """Return the rule that a role asks for no devices where its ``plugin`` (engine or backend) computes on the CPU."""
+    return Rule(
+        reads=("accelerator.profile", f"{plugin}.name"),
+        ok=lambda worker: getattr(worker, plugin).name not in ON_CPU or worker.accelerator.profile in ("cpu", AUTO),
+        cel=f"!(self.{plugin}.name in {list(ON_CPU)}) || self.accelerator.profile == 'cpu'",
+        why=f"the {plugin} computes on the CPU",
+        fix=f"Give profile: cpu, or another {plugin}",
+    )
 
 
 class EngineSpec(Spec):
@@ -76,6 +90,7 @@ class RolloutSpec(Spec):
             why="maxReplicas is below replicas",
             fix="Give minReplicas <= replicas <= maxReplicas",
         ),
+        _devices_are_used("engine"),
     )
 
 
@@ -174,6 +189,7 @@ class TrainerSpec(Spec):
             why="each rank trains on exactly one device",
             fix="Leave it out, or give it the value of accelerator.count",
         ),
+        _devices_are_used("backend"),
         *(_legal_gang(name) for name, facts in PROFILES.items() if facts.gang_counts != facts.legal_counts),
         Rule(
             reads=("lora", "backend.name"),

@@ -44,8 +44,8 @@ def validate(file: Path, overrides: Sequence[str]) -> None:
 def plan(file: Path, overrides: Sequence[str]) -> None:
     """Print the tables of a job's plan."""
     from asyncflow.commands.manifest import resolved_job
+    from asyncflow.plan.describe import tables
     from asyncflow.plan.job import plan as make_plan
-    from asyncflow.plan.table import tables
     from asyncflow.substrates.local.devices import resolve
 
     job, notes = resolve(resolved_job(file, overrides))

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from asyncflow.errors import DeadlineExceeded, ManifestError
 from asyncflow.net.keys import Keys
+from asyncflow.plan.describe import size
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.queue.client.open_values import decode
 from asyncflow.queue.client.visitor import visit
@@ -33,7 +34,6 @@ _WIDTH = 160
 _CALL_S = 10.0
 _LOOK_S = 0.5
 _LONGEST = 60
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Overview(Struct, frozen=True, kw_only=True):
@@ -87,7 +87,7 @@ def ls(address: str, *, key: Path | None, timeout: float, as_json: bool) -> None
     _print(_of_units(overview.units))
     stats = overview.stats
     units = "1 unit" if stats.units == 1 else f"{stats.units} units"
-    click.echo(f"{units}, {_bytes(stats.bytes)} of {_bytes(stats.limit)} held, ledger {_bytes(stats.ledger_bytes)}")
+    click.echo(f"{units}, {size(stats.bytes)} of {size(stats.limit)} held, ledger {size(stats.ledger_bytes)}")
     click.echo(f"{stats.lease_expiries} leases ended without an answer, {stats.redeliveries} rows given out again")
     for silent in stats.silent:
         click.echo(f"controller {silent} does not answer: its tasks are not counted here")
@@ -106,7 +106,7 @@ def drain(address: str, unit: int, *, key: Path | None, timeout: float, as_json:
                 hint = "It goes on; see asyncflow queue ls, and whether the other units have room"
                 raise DeadlineExceeded(f"{left[0].rows} rows are still to be moved", where=f"unit {unit}", hint=hint)
             if not as_json:
-                click.echo(f"unit {unit}: {left[0].rows} rows, {_bytes(left[0].bytes)} to move")
+                click.echo(f"unit {unit}: {left[0].rows} rows, {size(left[0].bytes)} to move")
             await asyncio.sleep(_LOOK_S)
 
     _look(address, leave, key=key, timeout=timeout)
@@ -230,7 +230,7 @@ def _state(sight: Sight, index: int) -> str:
 def _of_units(units: Sequence[UnitView]) -> Table:
     table = _table("UNIT", "STATE", "ROWS", "HELD", "OF", "EPOCH", "ADDRESS")
     for unit in units:
-        room = (_bytes(unit.bytes), _bytes(unit.limit))
+        room = (size(unit.bytes), size(unit.limit))
         table.add_row(str(unit.unit), unit.state, str(unit.rows), *room, str(unit.epoch), unit.address or "-")
     return table
 
@@ -241,14 +241,6 @@ def _by_task(view: PartitionView, count: Callable[[TaskView], int]) -> str:
 
 def _list(words: Any) -> str:
     return ", ".join(words) or "-"
-
-
-def _bytes(count: float) -> str:
-    for unit in _UNITS[:-1]:
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} {_UNITS[-1]}"
 
 
 def _table(*columns: str) -> Table:

@@ -17,7 +17,7 @@ import msgspec
 from pydantic.fields import FieldInfo
 
 from asyncflow.api.base import Spec
-from asyncflow.api.later import all_planned
+from asyncflow.api.check import planned_fields
 from asyncflow.api.load import KINDS
 from asyncflow.api.paths import model_of, place_of
 from asyncflow.api.structural import Schema, schema_of
@@ -144,9 +144,9 @@ def _anchor(place: str) -> str:
 
 
 def _not_yet(kind: str) -> Iterator[str]:
-    if later := all_planned(kind):
+    if planned := planned_fields(kind):
         yield '\n## Not yet\n\nThe schema names it, `asyncflow validate` refuses it with "not yet":\n\n'
-    for place, instead in later:
+    for place, instead in planned:
         yield f"* `{place}`: what works is {instead}\n"
 
 

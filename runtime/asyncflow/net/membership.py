@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost
 from asyncflow.net.keys import Keys
+from asyncflow.net.retry import retry
 from asyncflow.net.roster import (
     HEARTBEAT,
     LEAVE,
@@ -31,7 +32,7 @@ from asyncflow.net.roster import (
     Registered,
     Status,
 )
-from asyncflow.net.rpc import RpcClient, persist
+from asyncflow.net.rpc import RpcClient
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class Membership:
 
         Raises DeadlineExceeded when the directory was not reached, Fenced when a newer incarnation has this place.
         """
-        await persist(self._register, what=f"{self.member}: joining the job", timeout=timeout)
+        await retry(self._register, what=f"{self.member}: joining the job", timeout=timeout)
         self._beating = asyncio.get_running_loop().create_task(self._beat_for_ever(), name=f"heartbeat {self.member}")
 
     async def close(self, reason: str = "left") -> None:
@@ -125,7 +126,7 @@ class Membership:
         ):
             raise ValueError(f"{member} is not the member that joined, {self.member}")
         self.member = member
-        await persist(self._register, what=f"{member}: announcing itself", timeout=timeout)
+        await retry(self._register, what=f"{member}: announcing itself", timeout=timeout)
 
     async def wait_for(self, predicate: Callable[[], T], what: str, timeout: float) -> T:
         """Wait until ``predicate()``, asked at every change of members or directives, gives something true; give that.

@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 from asyncflow.errors import AsyncFlowError
 from asyncflow.flow.instance import Ask, Instance, Purpose
+from asyncflow.net.retry import Outage
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow
 from asyncflow.rollout.job import RolloutSettings
-from asyncflow.rollout.outage import Outage
 
 _PARKED_S = 0.05
 _BACKLOG = 4
@@ -67,9 +67,9 @@ class Claimer:
             try:
                 await self._claim(ask)
             except AsyncFlowError as error:
-                await self._outage.pause(error)
+                await self._outage.wait(error)
             else:
-                self._outage.over()
+                self._outage.end()
 
     def _ask(self) -> Ask | None:
         return None if self._backlog() > _BACKLOG * self._slots else self._instance.ask(self._purpose)

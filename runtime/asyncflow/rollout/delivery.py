@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Callable
 
 from asyncflow.errors import AsyncFlowError, Refused
+from asyncflow.net.retry import Outage
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.rollout.job import Outcome, columns
-from asyncflow.rollout.outage import Outage
 
 _MOST_ROWS = 256
 
@@ -51,9 +51,9 @@ class Delivery:
                 try:
                     taken = await self._complete(batch)
                 except AsyncFlowError as error:
-                    await outage.pause(error)
+                    await outage.wait(error)
                     continue
-                outage.over()
+                outage.end()
                 done = set(map(id, batch))
                 self._waiting[unit] = [outcome for outcome in self._waiting[unit] if id(outcome) not in done]
                 for outcome, ok in zip(batch, taken, strict=True):

@@ -15,10 +15,10 @@ from typing import Any
 from asyncflow.data.base import Prompt
 from asyncflow.errors import AsyncFlowError
 from asyncflow.flow.instance import Instance
+from asyncflow.net.retry import Outage
 from asyncflow.queue.client.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow
 from asyncflow.rollout.job import INPUTS, Job, RolloutSettings
-from asyncflow.rollout.outage import Outage
 
 log = logging.getLogger(__name__)
 
@@ -101,9 +101,9 @@ class Desk:
             try:
                 valid = set(await self._queue.renew(sorted(asked), timeout=self._settings.lease_s / 3))
             except AsyncFlowError as error:
-                await outage.pause(error)
+                await outage.wait(error)
                 continue
-            outage.over()
+            outage.end()
             for job in [job for job in self._jobs if job.row.lease in asked - valid]:
                 self.lost += 1
                 self.forget(job)

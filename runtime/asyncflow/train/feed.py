@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from asyncflow.net.frames import Jagged
-from asyncflow.net.rpc import persist
+from asyncflow.net.retry import retry
 from asyncflow.queue.protocol.lot import Lot, Slot
 from asyncflow.queue.protocol.messages import StepTotals
 from asyncflow.telemetry.busy import BusyClock
@@ -123,13 +123,13 @@ class Feed:
         what = f"slot {number} of step {step}"
         slot: Slot | None = None
         while slot is None:
-            slot = await persist(
+            slot = await retry(
                 lambda: self._ask(step, number, tokens), what=f"asking the queue for {what}", timeout=patience
             )
         lot, columns = slot.lot, [*COLUMNS, *settings.extra_columns]
         if lot is None:
             return Filled(batch=MicroBatch.empty(), last=slot.last, totals=slot.totals)
-        fetched = await persist(
+        fetched = await retry(
             lambda: self._queue.fetch(lot, columns, timeout=patience), what=f"fetching {what}", timeout=patience
         )
         return Filled(batch=MicroBatch.of(lot.keys, fetched), last=slot.last, totals=slot.totals)

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from asyncflow.flow.schedule import Schedule
 from asyncflow.identity import Version
-from asyncflow.net.rpc import persist
+from asyncflow.net.retry import retry
 from asyncflow.train.ranks import Group
 from asyncflow.train.slice_files import SliceFiles, share_of, within, write_slices
 from asyncflow.weights.manifest import Part
@@ -142,7 +142,7 @@ class Publication:
         began = time.monotonic()
         copied = await copying
         part = await asyncio.get_running_loop().run_in_executor(self._thread, self._sender.part, copied)
-        await persist(
+        await retry(
             lambda: self._sender.announce(copied, part, timeout=_CALL_S),
             what=f"publishing {copied.version}",
             timeout=self._patience_s,

@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost, ProtocolError, from_wire
 from asyncflow.net.keys import Keys
-from asyncflow.net.rpc import RpcClient, RpcServer, persist
+from asyncflow.net.retry import retry
+from asyncflow.net.rpc import RpcClient, RpcServer
 
 log = logging.getLogger(__name__)
 
@@ -379,7 +380,7 @@ class HostGroup:
         seen: int | None = None
         until = self._loop.time() + self._patience_s
         while True:
-            shares, frames = await persist(attempt, what=what, timeout=max(_LEAST_S, until - self._loop.time()))
+            shares, frames = await retry(attempt, what=what, timeout=max(_LEAST_S, until - self._loop.time()))
             if frames or shares.left:
                 return shares, frames
             if shares.progress != seen:

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncflow.errors import AsyncFlowError, CheckpointError, DeadlineExceeded, DiskError, Refused
-from asyncflow.net.rpc import persist
+from asyncflow.net.retry import retry
 from asyncflow.train.backends.base import TrainerBackend
 from asyncflow.train.checkpoint import CheckpointManifest, Checkpoints
 from asyncflow.train.feed import TrainQueue
@@ -180,7 +180,7 @@ class Saver:
         if self._checkpoints.group.rank > 0:
             return None
         moment_s = self._settings.leave_s
-        sync = persist(partial(self._queue.sync, timeout=_SYNC_S), what="syncing the ledger", timeout=_SYNC_S)
+        sync = retry(partial(self._queue.sync, timeout=_SYNC_S), what="syncing the ledger", timeout=_SYNC_S)
         try:
             await unless_leaving(sync, self._leaving, moment_s=moment_s)
         except Left:
@@ -229,7 +229,7 @@ class Saver:
             step=step,
             timeout=_CALL_S,
         )
-        told = persist(commit, what=f"committing step {step}", timeout=self._settings.patience_s)
+        told = retry(commit, what=f"committing step {step}", timeout=self._settings.patience_s)
         try:
             await unless_leaving(told, self._leaving)
         except Left:

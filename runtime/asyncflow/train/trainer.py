@@ -38,8 +38,8 @@ from asyncflow.errors import (
     StaleHandle,
 )
 from asyncflow.identity import Version
+from asyncflow.net.retry import retry
 from asyncflow.net.roster import Directives, Status
-from asyncflow.net.rpc import persist
 from asyncflow.queue.protocol.messages import StepTotals
 from asyncflow.telemetry.busy import BusyClock
 from asyncflow.train.backends.base import TrainerBackend
@@ -436,7 +436,7 @@ class Trainer:
 
     async def _persist(self, attempt: Callable[[], Awaitable[None]], *, what: str) -> None:
         """Try until it succeeds; once the trainer is leaving, only for a moment longer (then Left)."""
-        await self._unless_leaving(persist(attempt, what=what, timeout=self._settings.patience_s))
+        await self._unless_leaving(retry(attempt, what=what, timeout=self._settings.patience_s))
 
     async def _unless_leaving(self, work: Coroutine[Any, Any, None]) -> None:
         await unless_leaving(work, self._leaving)

@@ -10,10 +10,11 @@ import re
 from collections.abc import Sequence
 
 from asyncflow.api.status import DriverStatus
+from asyncflow.plan.describe import duration
 from asyncflow.substrates.local.events import Ended, Event, Restarting, Started, Stopping
 from asyncflow.substrates.local.exits import ExitStatus
 from asyncflow.substrates.local.record import Placed
-from asyncflow.view.words import amount, duration, evaluated, failures, score
+from asyncflow.view.words import amount, evaluated, failures, score
 
 _OVER = ("Succeeded", "Suspended", "Failed")
 _FIGURE = re.compile(r"[0-9]+(\.[0-9]+)?")

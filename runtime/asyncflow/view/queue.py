@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from asyncflow.api.queue import QueueStatus
+from asyncflow.plan.describe import size
 from asyncflow.view.lines import event_line
 from asyncflow.view.teller import Teller
-from asyncflow.view.words import amount
 
 
 class QueueWatch(Teller):
@@ -36,4 +36,4 @@ class QueueWatch(Teller):
         if status.ready_units < self._units:
             return f"{status.ready_units} of {self._units} storage units are there"
         units = "1 storage unit" if self._units == 1 else f"{self._units} storage units"
-        return f"serving at {self._address}: {units}, room for {amount(status.limit, 'B')}; Ctrl-C ends it"
+        return f"serving at {self._address}: {units}, room for {size(status.limit)}; Ctrl-C ends it"

@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncflow.api.status import DriverStatus
+from asyncflow.plan.describe import ABSENT, duration, size
 from asyncflow.view.frame import Frame
-from asyncflow.view.words import ABSENT, amount, duration, evaluated, failures, score, share
+from asyncflow.view.words import amount, evaluated, failures, score, share
 
 _STATES = {"running": "green", "waiting": "yellow", "ending": "yellow", "down": "red", "done": "dim", "ended": "dim"}
 _MOST_ROWS = 24
@@ -56,7 +57,7 @@ def _figures(status: DriverStatus) -> Table:
             "queue",
             f"ready {queue.ready} in work {queue.leased} staged {queue.staged}",
             "held",
-            f"{amount(queue.bytes, 'B')} of {amount(queue.limit, 'B')}",
+            f"{size(queue.bytes)} of {size(queue.limit)}",
         ),
         ("checkpoint", _checkpoint(status), "rewards failed", failures(status.rewards.failed)),
     )

@@ -10,7 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
-from asyncflow.view.words import ABSENT, amount, duration, failures, score, share
+from asyncflow.plan.describe import ABSENT, duration
+from asyncflow.view.words import amount, failures, score, share
 
 _ROWS: tuple[tuple[str, Callable[[Any], str], tuple[str, ...]], ...] = (
     ("steps", amount, ("steps",)),

@@ -5,34 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from asyncflow.api.status import DriverStatus, SetState
-
-ABSENT = "–"
-_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+from asyncflow.plan.describe import ABSENT
 
 
-def duration(seconds: float | None) -> str:
-    """Return seconds as ``45s``, ``2m13s``, ``3h07m`` or ``2d04h``."""
-    if seconds is None:
-        return ABSENT
-    whole = round(seconds)
-    if whole < _MINUTE:
-        return f"{whole}s"
-    if whole < _HOUR:
-        return f"{whole // _MINUTE}m{whole % _MINUTE:02d}s"
-    if whole < _DAY:
-        return f"{whole // _HOUR}h{whole % _HOUR // _MINUTE:02d}m"
-    return f"{whole // _DAY}d{whole % _DAY // _HOUR:02d}h"
-
-
-def amount(number: float | None, unit: str = "") -> str:
+def amount(number: float | None) -> str:
     """Return a number in about three digits: ``7``, ``0.31``, ``12.4k``, ``3.10M``."""
     if number is None:
         return ABSENT
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= limit:
-            return f"{number / limit:.3g}{suffix}{unit}"
-    text = f"{number:.0f}" if number == int(number) or abs(number) >= 100 else f"{number:.3g}"
-    return f"{text}{unit}"
+            return f"{number / limit:.3g}{suffix}"
+    return f"{number:.0f}" if number == int(number) or abs(number) >= 100 else f"{number:.3g}"
 
 
 def failures(counts: Mapping[str, int]) -> str:

@@ -19,7 +19,8 @@ import msgspec
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Refused, StaleHandle
 from asyncflow.identity import Version
-from asyncflow.net.rpc import RpcClient, persist
+from asyncflow.net.retry import Outage, retry
+from asyncflow.net.rpc import RpcClient
 from asyncflow.weights.arena import Arena
 from asyncflow.weights.manifest import Manifest, Part
 from asyncflow.weights.messages import (
@@ -39,7 +40,6 @@ log = logging.getLogger(__name__)
 
 _WATCH_S = 5.0
 _CALL_S = 10.0
-_PAUSE_S = 0.5
 _GOODBYE_S = 1.0
 
 
@@ -140,7 +140,7 @@ class Holder:
         before = self.copies.get(version)
         self.copies[version] = Copy(arena=arena, origin=part)
         try:
-            return await persist(lambda: self._publish(part), what=f"publishing {version}", timeout=timeout)
+            return await retry(lambda: self._publish(part), what=f"publishing {version}", timeout=timeout)
         except Refused:
             del self.copies[version]
             if before is not None:
@@ -154,19 +154,21 @@ class Holder:
         return copy.arena.read(tensor, box)
 
     async def _watch(self) -> None:
+        outage = Outage("watching the catalogue of weights")
         while True:
             known = Watch(worker=self.worker, epoch=self.view.epoch, revision=self.view.revision, wait_s=_WATCH_S)
             try:
                 view = await self._driver.call("weights.watch", known, CatalogueView, timeout=_WATCH_S + _CALL_S)
             except AsyncFlowError as error:
-                log.debug("weights: the catalogue cannot be watched: %s", error)
-                await asyncio.sleep(_PAUSE_S)
+                await outage.wait(error)
                 continue
+            outage.end()
             if (view.epoch, view.revision) != (known.epoch, known.revision):
                 self.view = view
                 self.notify()
 
     async def _keep_true(self) -> None:
+        outage = Outage("announcing the weights that are held")
         while True:
             changed = self.changed
             self._release()
@@ -174,9 +176,9 @@ class Holder:
                 if self.view.epoch:
                     await self._announce()
             except AsyncFlowError as error:
-                log.info("weights: could not announce what is held: %s", error)
-                await asyncio.sleep(_PAUSE_S)
+                await outage.wait(error)
             else:
+                outage.end()
                 await changed.wait()
 
     def _release(self) -> None:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from asyncflow.errors import AsyncFlowError, ProtocolError, StaleHandle
 from asyncflow.identity import Version
-from asyncflow.net.rpc import persist
+from asyncflow.net.retry import Outage, retry
 from asyncflow.weights.arena import Arena
 from asyncflow.weights.holder import Copy, Holder, Linked
 from asyncflow.weights.manifest import Manifest
@@ -27,7 +27,6 @@ from asyncflow.weights.transports.base import Source, Transport
 log = logging.getLogger(__name__)
 
 _CALL_S = 10.0
-_PAUSE_S = 0.5
 _RECORDS = 256
 
 Layout = Callable[[str, tuple[int, ...]], Box | None]
@@ -67,6 +66,7 @@ class WeightReceiver:
         self._asked: Counter[int] = Counter()
         self._current: Version | None = None
         self._transfer: Transfer | None = None
+        self._outage = Outage("pulling weights")
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-digest")
 
     @property
@@ -190,9 +190,9 @@ class WeightReceiver:
             located = await self._locate(version)
             record = await self._fill(version, located)
         except AsyncFlowError as error:
-            log.warning("weights: %s was not pulled: %s", version, error)
-            await asyncio.sleep(_PAUSE_S)
+            await self._outage.wait(error)
             return
+        self._outage.end()
         log.info("weights: %s: %d bytes in %.2f s", version, record.nbytes, record.finished - record.started)
         self.transfers.append(record)
         if self._on_transfer is not None:
@@ -237,7 +237,7 @@ class WeightReceiver:
         }
 
     async def _locate(self, version: Version) -> Located:
-        return await persist(
+        return await retry(
             lambda: self._driver.call("weights.manifest", Locate(version=version.packed), Located, timeout=_CALL_S),
             what=f"the manifest of {version}",
             timeout=3 * _CALL_S,

@@ -21,6 +21,7 @@ import numpy as np
 from asyncflow import clock
 from asyncflow.errors import AsyncFlowError
 from asyncflow.identity import Version
+from asyncflow.net.retry import delays
 from asyncflow.weights.arena import Arena
 from asyncflow.weights.manifest import Manifest, digest_of
 from asyncflow.weights.policy import preference
@@ -30,8 +31,6 @@ from asyncflow.weights.transports.base import Region, Source, Transport
 log = logging.getLogger(__name__)
 
 _STREAMS = 4
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 2.0
 
 Sources = Mapping[Source, Mapping[str, Box] | None]
 """Holders of a version, and the box of each tensor that it has; None: all of it."""
@@ -103,7 +102,7 @@ class Transfer:
         """Pull until everything is here. Waits for as long as no peer has what is missing; cancel it to give up."""
         started = clock.now()
         await self._reuse()
-        pause = _FIRST_PAUSE_S
+        waits = delays()
         while self._unfinished():
             changed = self._changed()
             plan = self._plan(await self._sources())
@@ -117,10 +116,9 @@ class Transfer:
                     streams.create_task(self._stream(source, regions, checked=checked, gate=gate))
             await asyncio.gather(*self._verifying)
             if self.missing < before:
-                pause = _FIRST_PAUSE_S
+                waits = delays()
             else:
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
+                await asyncio.sleep(next(waits))
         return TransferRecord(
             version=self.version,
             nbytes=self.nbytes,

@@ -149,7 +149,7 @@ async def test_a_version_that_is_too_old_is_told_as_that(serve: Serve, where: st
 
 
 async def test_the_informer_lists_again_after_410_and_drops_what_is_gone(serve: Serve, monkeypatch: Any) -> None:
-    monkeypatch.setattr(informer, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(informer, "_FIRST_BACKOFF_S", 0.0)
     lists = [[config_map("a", 1), config_map("b", 2)], [config_map("b", 2), config_map("c", 12)]]
     gone = {"kind": "Status", "code": 410, "message": "too old"}
     listed = asyncio.Event()

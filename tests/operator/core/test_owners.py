@@ -14,14 +14,14 @@ from asyncflow_operator.observed import JobState
 QUICKSTART = Path(__file__).parents[3] / "examples/quickstart.yaml"
 DESIRED = Desired(DesiredSettings(registry=Registry(prefix="a", tag="1"), master=b"m" * 32))
 RUNNING = {"phase": "Running", "startTime": "2026-11-23T00:00:00Z"}
-LATER = {"accelerator": {"profile": "nvidia", "count": 1}}
-"""What a rollout on transformers cannot be yet."""
+PLANNED = {"critic": {"replicas": 1}}
+"""A part of the spec that is legal and not done yet."""
 
 
 def raw(*, generation: int = 1, status: Any = None, uid: str = "u", **spec: Any) -> dict[str, Any]:
     usual = parse(QUICKSTART.read_text(), source="q").data["spec"]
     for part, value in spec.items():
-        usual[part] = usual[part] | value if isinstance(value, dict) else value
+        usual[part] = usual.get(part, {}) | value if isinstance(value, dict) else value
     meta = {"name": "q", "namespace": "ns", "uid": uid, "generation": generation}
     return {
         "apiVersion": "asyncflow.dev/v1alpha1",
@@ -43,40 +43,38 @@ def seen(*raws: dict[str, Any]) -> Mine:
 
 def test_what_has_begun_goes_on_by_the_last_spec_that_was_accepted() -> None:
     view = seen(
-        raw(), raw(generation=2, rollout=LATER | {"replicas": 4}), raw(generation=3, rollout=LATER, suspend=True)
+        raw(), raw(generation=2, **PLANNED, rollout={"replicas": 4}), raw(generation=3, **PLANNED, suspend=True)
     )
     assert view.problem_reason == "NotYet"
     assert view.model.spec.rollout.engine.name == "transformers"
     assert view.model.spec.rollout.replicas == 2
     assert view.model.spec.suspend
-    again = seen(raw(), raw(generation=2, rollout=LATER), raw(generation=3, rollout={"replicas": 3}))
+    again = seen(raw(), raw(generation=2, **PLANNED), raw(generation=3, rollout={"replicas": 3}))
     assert (again.problem, again.model.spec.rollout.replicas) == ("", 3)
 
 
 @pytest.mark.parametrize("replicas", [-1, 0, 5, 10_000, "3", True, None, {}])
 def test_a_scale_that_is_out_of_bounds_is_not_obeyed(replicas: Any) -> None:
-    assert seen(raw(), raw(generation=2, rollout=LATER | {"replicas": replicas})).model.spec.rollout.replicas == 2
+    assert seen(raw(), raw(generation=2, **PLANNED, rollout={"replicas": replicas})).model.spec.rollout.replicas == 2
 
 
 def test_what_has_not_begun_is_refused() -> None:
     pending = {"phase": "Pending"}
-    assert seen(raw(status=pending), raw(generation=2, status=pending, rollout=LATER)).model is None
-    assert seen(raw(rollout=LATER)).model is None
+    assert seen(raw(status=pending), raw(generation=2, status=pending, **PLANNED)).model is None
+    assert seen(raw(**PLANNED)).model is None
 
 
 def test_what_waits_to_be_resumed_has_begun() -> None:
     waits = {"phase": "Pending", "failures": {"trainer": {"attempt": 1}}}
-    assert seen(raw(status=waits), raw(generation=2, status=waits, rollout=LATER)).model is not None
+    assert seen(raw(status=waits), raw(generation=2, status=waits, **PLANNED)).model is not None
 
 
 @pytest.mark.parametrize("phase", ["Suspending", "Suspended"])
 def test_nothing_is_resumed_by_a_spec_that_is_refused(phase: str) -> None:
     status = {"phase": phase}
-    view = seen(raw(status=status, suspend=True), raw(generation=2, status=status, suspend=False, rollout=LATER))
+    view = seen(raw(status=status, suspend=True), raw(generation=2, status=status, suspend=False, **PLANNED))
     assert view.model.spec.suspend
-    assert recalled(
-        seen(raw(status=status, rollout=LATER)), raw(status=status, rollout=LATER), config()
-    ).model.spec.suspend
+    assert recalled(seen(raw(status=status, **PLANNED)), raw(status=status, **PLANNED), config()).model.spec.suspend
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -87,7 +85,7 @@ def config(**changes: Any) -> dict[str, Any]:
 
 
 def test_an_operator_that_did_not_see_it_finds_the_spec_in_the_config_of_the_pods() -> None:
-    newest = raw(generation=7, rollout=LATER | {"replicas": 4})
+    newest = raw(generation=7, **PLANNED, rollout={"replicas": 4})
     view = seen(newest)
     assert view.model is None
     known = recalled(view, newest, config())
@@ -95,7 +93,7 @@ def test_an_operator_that_did_not_see_it_finds_the_spec_in_the_config_of_the_pod
     assert known.model.spec.rollout.replicas == 4
     assert not known.model.spec.suspend
     assert known.problem == view.problem
-    later = mine("RLJob", raw(generation=8, rollout=LATER | {"replicas": 1}), known)
+    later = mine("RLJob", raw(generation=8, **PLANNED, rollout={"replicas": 1}), known)
     assert later.model.spec.rollout.replicas == 1
 
 
@@ -111,5 +109,5 @@ def test_an_operator_that_did_not_see_it_finds_the_spec_in_the_config_of_the_pod
     ],
 )
 def test_a_config_that_is_not_the_jobs_or_not_legible_is_no_spec(data: Any) -> None:
-    view = seen(raw(rollout=LATER))
-    assert recalled(view, raw(rollout=LATER), config(data=data)) == view
+    view = seen(raw(**PLANNED))
+    assert recalled(view, raw(**PLANNED), config(data=data)) == view

@@ -167,7 +167,7 @@ def test_a_budget_that_is_used_up_fails_the_job_and_says_whose(role):
     said = condition(world, "Failed")
     assert said.reason == "BudgetExceeded"
     assert f"demo-{role}-0 ended with exit code 1" in said.message
-    assert f"2 restarts of {role} within 1h0m are used up" in said.message
+    assert f"2 restarts of {role} within 1h are used up" in said.message
     assert {f"{role}-0", "driver-0"} == set(names(world.pods.values()))
 
 

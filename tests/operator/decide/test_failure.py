@@ -133,7 +133,7 @@ def test_the_budget_is_one_of_a_window():
     assert last.verdict is not None
     assert last.verdict.reason == "BudgetExceeded"
     assert "demo-rollout-0 ended with exit code 1" in last.verdict.message
-    assert "3 restarts of rollout within 1m are used up" in last.verdict.message
+    assert "3 restarts of rollout within 1m40s are used up" in last.verdict.message
     alarm = Alarm(START + 40)
     assert take_stock(role(), [], record, alarm).record == record
     assert alarm.again_in_s == 60, "when the window is over"

@@ -1,10 +1,10 @@
-"""Moments and durations."""
+"""Moments."""
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from asyncflow_operator.decide.moments import Alarm, read, spoken, written
+from asyncflow_operator.decide.moments import Alarm, read, written
 
 
 @given(st.floats(0, 4_000_000_000))
@@ -17,14 +17,6 @@ def test_a_moment_comes_back_less_than_a_second_early(at: float) -> None:
 @pytest.mark.parametrize("text", [None, "", "soon", "2026-13-01T00:00:00Z"])
 def test_what_is_no_time_is_none(text: str | None) -> None:
     assert read(text) is None
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0s"), (59.9, "59s"), (60, "1m"), (3599, "59m"), (8000, "2h13m"), (86_400 * 3 + 4 * 3600, "3d4h")],
-)
-def test_durations_have_two_units(seconds: float, text: str) -> None:
-    assert spoken(seconds) == text
 
 
 def test_an_alarm_keeps_the_earliest_and_never_rings_at_once() -> None:

@@ -42,7 +42,8 @@ def test_where_slots_say_nothing_the_operating_system_chooses(slot, host_network
 
 
 def test_ranks_and_rollouts_of_a_job_have_ports_of_their_own(desired: Desired, job_state: JobStates):
-    state = job_state(trainer={"replicas": 4, "accelerator": A3}, rollout={"replicas": 8, "accelerator": A3})
+    rollout = {"replicas": 8, "engine": {"name": "vllm"}, "accelerator": A3}
+    state = job_state(trainer={"replicas": 4, "accelerator": A3}, rollout=rollout)
     pods = [desired.pod(state, "trainer", rank, 0) for rank in range(4)]
     pods += [desired.pod(state, "rollout", index, 0) for index in range(8)]
     ranges = [range_of(environment(pod)["HCCL_HOST_SOCKET_PORT_RANGE"]) for pod in pods]

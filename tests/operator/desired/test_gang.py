@@ -19,7 +19,7 @@ KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
 def state_of(job_state: JobStates, gang: str, queue: str | None = "rl", **spec) -> JobState:
     scheduling = {"gang": gang} | ({"queue": queue} if queue else {})
     accelerator = {"accelerator": {"profile": "ascend-a3", "count": 16}}
-    rollout = {"replicas": 4, "minReplicas": 2, "maxReplicas": 6, **accelerator}
+    rollout = {"replicas": 4, "minReplicas": 2, "maxReplicas": 6, "engine": {"name": "vllm"}, **accelerator}
     trainer = {"replicas": 2, "resources": {"cpu": "500m"}, **accelerator}
     return job_state(scheduling=scheduling, rollout=rollout, trainer=trainer, **spec)
 

@@ -349,7 +349,7 @@ def test_the_same_state_gives_the_same_bytes(desired, job_state, role, index, at
     def made() -> str:
         state = job_state(
             trainer={"replicas": 2, "accelerator": accelerator},
-            rollout={"accelerator": accelerator},
+            rollout={"engine": {"name": "vllm"}, "accelerator": accelerator},
             scheduling={"gang": gang},
             template={"podSpec": {"hostNetwork": network}},
         )

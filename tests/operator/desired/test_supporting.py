@@ -137,15 +137,13 @@ def test_the_children_say_what_the_job_says(desired: Desired, job_state: JobStat
     assert state.job is not None
     assert queue.spec.ledger == state.job.spec.storage.ledger
     assert queue.spec.template == state.job.spec.template
-    job_queue = state.job.spec.transfer_queue.model_dump(exclude={"name"})
-    assert queue.spec.model_dump(exclude={"ledger", "template"}) == job_queue
+    assert queue.spec.model_dump(exclude={"ledger", "template"}) == state.job.spec.transfer_queue.model_dump()
     sync = WeightSync.model_validate(made["WeightSync/math"] | {"metadata": {"name": "math"}})
     assert sync.spec.transport == "host"
 
 
-def test_a_job_that_names_a_queue_makes_none(desired: Desired, job_state: JobStates):
-    state = job_state(transferQueue={"name": "shared"}, weightSync={"name": "theirs"})
-    assert desired.children(state) == ()
+def test_a_job_that_names_a_weight_sync_makes_none(desired: Desired, job_state: JobStates):
+    assert list(by_name(desired.children(job_state(weightSync={"name": "theirs"})))) == ["TransferQueue/math"]
 
 
 def test_every_object_is_stamped_and_owned(desired: Desired, job_state: JobStates, queue_state):

@@ -9,6 +9,7 @@ import pytest
 
 from asyncflow.errors import PeerLost
 from asyncflow.net.jagged import Jagged
+from asyncflow.net.retry import delays
 from asyncflow.queue.backends import packed
 from asyncflow.queue.backends.base import BytesLost, Place
 from asyncflow.queue.backends.packed import PackedBackend
@@ -80,8 +81,7 @@ class Flaky(Store):
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(packed, "_FIRST_PAUSE_S", 0.0001)
-    monkeypatch.setattr(packed, "_LONGEST_PAUSE_S", 0.001)
+    monkeypatch.setattr(packed, "delays", lambda **_: delays(first=0.0001, longest=0.001))
 
 
 async def opened(store):

@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 
 from asyncflow.errors import StaleHandle
-from asyncflow.net.rpc import persist
+from asyncflow.net.retry import retry
 
 P = "train"
 
@@ -58,7 +58,7 @@ class CountingTrainer:
     async def call(self, name, **words):
         method = getattr(self.crew.client, name)
         words |= {"partition": P, "attempt": self.attempt, "timeout": 5}
-        return await persist(lambda: method(**words), what=name, timeout=60)
+        return await retry(lambda: method(**words), what=name, timeout=60)
 
 
 async def compute_advantages(crew):

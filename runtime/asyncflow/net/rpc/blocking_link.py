@@ -25,9 +25,9 @@ from asyncflow.net.frames import Buffer
 from asyncflow.net.hosts import host_and_port, look_up, server_of
 from asyncflow.net.keys import Keys
 from asyncflow.net.lookout import Lookout
+from asyncflow.net.retry import delays
 from asyncflow.net.rpc import wire
 from asyncflow.net.rpc.flow import SILENT, UNSHAKEN, in_words, tune
-from asyncflow.net.rpc.pauses import pauses
 from asyncflow.net.rpc.staging import staging
 from asyncflow.net.stream.handshake import WELCOME_SIZE
 from asyncflow.net.stream.inbox import Inbox
@@ -179,7 +179,7 @@ class BlockingLink:
 
     def _connected(self, method: str, deadline: float) -> sockets.socket:
         """Try until the stream is there."""
-        trying = pauses()
+        waits = delays()
         while True:
             try:
                 socket = self._dialled(method, deadline)
@@ -200,7 +200,7 @@ class BlockingLink:
                 if self._seat is not None:
                     self._outbox.push("seat", [wire.encode(wire.Seat(self._seat))])
                 return socket
-            self._rest(next(trying), method, deadline)
+            self._rest(next(waits), method, deadline)
 
     def _rest(self, seconds: float, method: str, deadline: float) -> None:
         """Sleep, as long as the peer is still to be found there."""

@@ -14,8 +14,8 @@ from asyncflow.net.arena import unix
 from asyncflow.net.frames import Buffer
 from asyncflow.net.hosts import host_and_port, look_up, server_of
 from asyncflow.net.keys import Keys
+from asyncflow.net.retry import delays
 from asyncflow.net.rpc.flow import SILENT, UNSHAKEN, Deliver, Flow, in_words, tune
-from asyncflow.net.rpc.pauses import pauses
 from asyncflow.net.rpc.staging import staging
 from asyncflow.net.stream.handshake import WELCOME_SIZE
 from asyncflow.net.stream.inbox import Inbox
@@ -78,14 +78,14 @@ class Calling:
 
     async def _connect(self) -> None:
         """Try until the stream is there."""
-        for pause in pauses():
+        for delay in delays():
             try:
                 self.state = await self._opened(await self._dialled())
                 if self.state == SILENT:
                     return
             except OSError as error:
                 self.state = in_words(error)
-            await asyncio.sleep(pause)
+            await asyncio.sleep(delay)
 
     async def _dialled(self) -> sockets.socket:
         """Connect to the peer on this host, or to the first place of its name that answers."""

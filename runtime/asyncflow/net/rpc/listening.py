@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 from asyncflow.errors import Refused
 from asyncflow.net.hosts import Place, address_of, dialled, host_and_port, look_up, server_of
+from asyncflow.net.retry import delays
 from asyncflow.net.stream.server import ANYBODY, new_server
 
 _BIND_S = 3.0
-_PAUSE_S = 0.05
+_LONGEST_DELAY_S = 0.2
 _BACKLOG = 1024
 
 
@@ -54,6 +55,7 @@ async def listen(bind: str, *, name: str, advertise: str) -> Listening:
 
 
 async def _bound(place: Place, deadline: float) -> socket.socket:
+    waits = delays(longest=_LONGEST_DELAY_S)
     while True:
         made = socket.socket(place[0])
         try:
@@ -67,4 +69,4 @@ async def _bound(place: Place, deadline: float) -> socket.socket:
                 raise
         else:
             return made
-        await asyncio.sleep(_PAUSE_S)
+        await asyncio.sleep(next(waits))

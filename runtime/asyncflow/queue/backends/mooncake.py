@@ -21,7 +21,7 @@ from asyncflow.errors import PeerLost
 from asyncflow.net.batches import batches
 from asyncflow.queue.backends.base import Site
 from asyncflow.queue.backends.packed import PackedBackend
-from asyncflow.queue.backends.store import Fill, Outcome, Store, Take
+from asyncflow.queue.backends.store import Fill, Outcome, Store, Take, answer_of
 from asyncflow.stores.mooncake import BUFFER_BYTES, MOST_KEYS, NO_ANSWER, NO_ROOM, NOT_THERE, Mooncake
 from asyncflow.stores.programs import LEASE_MS, find_mooncake_master
 
@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _THREADS = 4
-_AGAIN_S = 0.2
 
 
 class MooncakeBackend(PackedBackend):
@@ -67,8 +66,7 @@ class MooncakeStore(Store):
 
     async def open(self) -> None:
         """Wait for the master, and remove what is left; once more when leases on it have ended."""
-        while not await self._sweep():
-            await asyncio.sleep(_AGAIN_S)
+        await answer_of(self._sweep)
         self._sweeping = asyncio.create_task(self._sweep_later())
 
     async def write(self, keys: Sequence[str], sizes: Sequence[int], fill: Fill) -> Sequence[Outcome]:
@@ -102,16 +100,15 @@ class MooncakeStore(Store):
         self._threads.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._client.close)
 
-    async def _sweep(self) -> bool:
+    async def _sweep(self) -> int | None:
         removed = await self._run(lambda: self._client.remove_matching(self._stale))
         if removed:
             log.info("%d values of an earlier incarnation were removed", removed)
-        return removed is not None
+        return removed
 
     async def _sweep_later(self) -> None:
         await asyncio.sleep(1.5 * LEASE_MS / 1000)
-        while not await self._sweep():
-            await asyncio.sleep(_AGAIN_S)
+        await answer_of(self._sweep)
 
     async def _run(self, call: Callable[[], T]) -> T | None:
         """Run ``call`` in a thread; None where the store does not answer."""

@@ -27,6 +27,7 @@ import numpy as np
 from asyncflow.errors import PeerLost
 from asyncflow.net.batches import batches, weighed_batches
 from asyncflow.net.jagged import Array, Jagged
+from asyncflow.net.retry import delays
 from asyncflow.queue.backends.base import Backend, BytesLost, Place, each
 from asyncflow.queue.backends.layout import Layout, Sample, Unpacking, pieces
 from asyncflow.queue.backends.store import Outcome, Store
@@ -39,8 +40,7 @@ TRIES = 4
 PATIENCE_S = 20.0
 """How long a read goes on asking a store that does not answer."""
 _LEAVE_S = 5.0
-_FIRST_PAUSE_S = 0.02
-_LONGEST_PAUSE_S = 1.0
+_FIRST_DELAY_S = 0.02
 
 
 @dataclass(slots=True)
@@ -135,7 +135,7 @@ class PackedBackend(Backend):
     async def _write(self, draft: _Draft) -> list[Sample]:
         sizes = draft.layout.sizes
         left = np.flatnonzero(sizes).tolist()
-        pauses = _pauses()
+        waits = delays(first=_FIRST_DELAY_S)
         try:
             while left and not draft.given_up:
                 parts = self._parts(left, sizes)
@@ -144,7 +144,7 @@ class PackedBackend(Backend):
                 doubtful, draft.doubtful = draft.doubtful, []
                 await self._remove(doubtful)
                 if left:
-                    await asyncio.sleep(next(pauses))
+                    await asyncio.sleep(next(waits))
         finally:
             if left or draft.given_up:
                 used = [sample.key for sample in draft.samples.values()]
@@ -177,7 +177,7 @@ class PackedBackend(Backend):
         """
         now = asyncio.get_running_loop().time
         deadline = now() + PATIENCE_S
-        pauses, tries = _pauses(), Counter[int]()
+        waits, tries = delays(first=_FIRST_DELAY_S), Counter[int]()
         left, lost = list(range(len(needed))), dict[int, bool]()
         asked = [samples[numbers[0]] for numbers in needed]
         sizes = np.array([sample.size for sample in asked])
@@ -208,7 +208,7 @@ class PackedBackend(Backend):
                 if now() >= deadline:
                     hint = "It may come back; the rows are not given up"
                     raise PeerLost(f"the store has not answered for {PATIENCE_S:g} s", where=self._prefix, hint=hint)
-                await asyncio.sleep(next(pauses))
+                await asyncio.sleep(next(waits))
         return lost
 
     async def _gone_with(self, unmoved: set[str]) -> list[Place]:
@@ -222,7 +222,7 @@ class PackedBackend(Backend):
 
     async def _remove(self, keys: Sequence[str]) -> None:
         left = [key for key in keys if key]
-        pauses = _pauses()
+        waits = delays(first=_FIRST_DELAY_S)
         while left:
             free = [key for key in left if not self._reading[key]]
             answers = await asyncio.gather(*map(self._store.remove, batches(free, self._store.most_keys)))
@@ -233,7 +233,7 @@ class PackedBackend(Backend):
             }
             left = [key for key in left if key not in done]
             if left:
-                await asyncio.sleep(next(pauses))
+                await asyncio.sleep(next(waits))
 
     async def _shrink(self, place: Place, sample: Sample) -> None:
         """Store what is needed of a sample as a value of its own, in the place of the old one."""
@@ -273,10 +273,3 @@ class PackedBackend(Backend):
 
 def _digest(value: memoryview) -> bytes:
     return hashlib.sha256(value).digest()
-
-
-def _pauses() -> Iterator[float]:
-    pause = _FIRST_PAUSE_S
-    while True:
-        yield pause
-        pause = min(2 * pause, _LONGEST_PAUSE_S)

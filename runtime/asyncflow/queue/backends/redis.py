@@ -20,7 +20,7 @@ from asyncflow.errors import ManifestError
 from asyncflow.net.batches import batches
 from asyncflow.queue.backends.base import Site
 from asyncflow.queue.backends.packed import PackedBackend
-from asyncflow.queue.backends.store import Fill, Outcome, Store, Take
+from asyncflow.queue.backends.store import Fill, Outcome, Store, Take, answer_of
 from asyncflow.stores.programs import find_redis
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,6 @@ T = TypeVar("T")
 _WHERE = "spec.transferQueue.backend"
 _ANSWER_S = 10.0
 _REACH_S = 2.0
-_AGAIN_S = 0.2
 _CONNECTIONS = 8
 
 
@@ -67,14 +66,12 @@ class RedisStore(Store):
 
     async def open(self) -> None:
         """Wait for the server, see that it keeps what it is given, and remove what earlier incarnations left."""
-        while (config := await self._ask(lambda client: client.config_get("maxmemory*"))) is None:
-            await asyncio.sleep(_AGAIN_S)
+        config = await answer_of(lambda: self._ask(lambda client: client.config_get("maxmemory*")))
         limit, policy = int(config.get("maxmemory", 0)), config.get("maxmemory-policy")
         if not limit or policy != "noeviction":
             hint = "Set maxmemory, and maxmemory-policy noeviction"
             raise ManifestError(f"Redis has maxmemory {limit} and policy {policy}", where=_WHERE, hint=hint)
-        while await self._ask(self._sweep) is None:
-            await asyncio.sleep(_AGAIN_S)
+        await answer_of(lambda: self._ask(self._sweep))
 
     async def write(self, keys: Sequence[str], sizes: Sequence[int], fill: Fill) -> Sequence[Outcome]:
         """SET each."""

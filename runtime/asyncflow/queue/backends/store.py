@@ -5,12 +5,16 @@ Invariant: no method raises for what a store can do wrong; each key has an outco
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum, auto
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from asyncflow.net.jagged import Array
+from asyncflow.net.retry import delays
+
+T = TypeVar("T")
 
 Fill: TypeAlias = Callable[[Array], None]
 """Writes values back to back into a buffer (uint8) of just their size."""
@@ -32,6 +36,14 @@ class Outcome(Enum):
     """The store answers, but could not move these bytes."""
     AWAY = auto()
     """The store did not answer."""
+
+
+async def answer_of(ask: Callable[[], Awaitable[T | None]]) -> T:
+    """Return the first answer of ``ask`` that is not None; None means that the store is away, and it is asked again."""
+    waits = delays()
+    while (answer := await ask()) is None:
+        await asyncio.sleep(next(waits))
+    return answer
 
 
 class Store(ABC):

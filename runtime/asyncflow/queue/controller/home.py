@@ -20,7 +20,8 @@ from msgspec.structs import replace
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, Refused
 from asyncflow.net.keys import Keys
-from asyncflow.net.rpc import Handler, RpcClient, RpcServer, persist
+from asyncflow.net.retry import retry
+from asyncflow.net.rpc import Handler, RpcClient, RpcServer
 from asyncflow.queue.controller.alone import Alone
 from asyncflow.queue.controller.handlers import Handlers
 from asyncflow.queue.controller.routes import Chosen, Wrap
@@ -103,7 +104,7 @@ class Home(Alone):
         for index, shard in self._shards.items():
             what = f"telling controller {index} of a dead worker"
             attempt = lambda shard=shard: shard.call("queue.expire", call, calls.Done, timeout=_ASK_S)  # noqa: E731
-            made.append(task := asyncio.create_task(_heard(persist(attempt, what=what, timeout=_EXPIRE_S)), name=what))
+            made.append(task := asyncio.create_task(_heard(retry(attempt, what=what, timeout=_EXPIRE_S)), name=what))
             self._telling.add(task)
             task.add_done_callback(self._telling.discard)
         return made

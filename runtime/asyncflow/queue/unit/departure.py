@@ -16,6 +16,7 @@ from collections.abc import Callable
 from asyncflow.errors import AsyncFlowError, Fenced, PeerLost
 from asyncflow.net.frames import encode_batch
 from asyncflow.net.keys import Keys
+from asyncflow.net.retry import delays
 from asyncflow.net.rpc import RpcClient
 from asyncflow.queue.protocol.calls import Done, Verdicts
 from asyncflow.queue.protocol.moving_calls import NOWHERE, AskLeg, Drain, Leg, TakeRows
@@ -32,8 +33,8 @@ _CALL_S = 10.0
 _ROOM_S = 2.0
 _AWAY_S = 10.0
 _TOLD_S = 0.01
-_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 1.0
+_LOOK_S = 0.05
+_NOWHERE_S = 1.0
 
 
 class Departure:
@@ -62,7 +63,6 @@ class Departure:
         self._peers: dict[int, RpcClient] = {}
         self._told = 0
         self._failed = NOWHERE
-        self._pause = 0.0
 
     async def close(self) -> None:
         """Let go of the other units."""
@@ -76,7 +76,7 @@ class Departure:
         not heard for ``_AWAY_S`` seconds.
         """
         now = asyncio.get_running_loop().time
-        heard = now()
+        heard, waits, failed = now(), delays(), False
         self._transit.leaving = True
         self._holdings.shown.end()
         while True:
@@ -85,18 +85,21 @@ class Departure:
                 heard = now()
                 if leg.over or (leg.alone and not patient):
                     return leg.over
+                if failed:
+                    await asyncio.sleep(next(waits))
                 await self._take(leg)
+                waits, failed = delays(), False
             except AsyncFlowError as error:
                 log.info("unit %d goes on leaving: %s", self._unit, error)
                 if now() - heard > _AWAY_S and not patient:
                     return False
-                self._pause = min(max(_PAUSE_S, 2 * self._pause), _LONGEST_PAUSE_S)
+                failed = True
 
     async def _next_leg(self) -> Leg:
         """Ask what goes next; from here on everything else may be written to."""
         session = self._liaison.session
         if session is None:
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(_LOOK_S)
             raise PeerLost("there is no session with the controller", where=f"storage unit {self._unit}")
         if session.epoch != self._told:
             await self._controller.call("queue.drain", self._order, Done, timeout=_CALL_S)
@@ -113,8 +116,8 @@ class Departure:
         return leg
 
     async def _take(self, leg: Leg) -> None:
-        if self._pause or leg.unit == NOWHERE:
-            await asyncio.sleep(self._pause or _LONGEST_PAUSE_S)
+        if leg.unit == NOWHERE:
+            await asyncio.sleep(_NOWHERE_S)
         rows = expand(leg.rows)
         self._transit.freeze(rows)
         await self._transit.decided(rows)
@@ -123,7 +126,6 @@ class Departure:
             self._failed = leg.unit
             await self._send(leg, pack)
             self._failed = NOWHERE
-        self._pause = 0.0
 
     async def _all_told(self) -> None:
         """Wait until the controller has heard what its shards have admitted: nobody else could tell it."""

@@ -18,6 +18,7 @@ from itertools import islice
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost
 from asyncflow.identity import RowPlace, home
 from asyncflow.net.keys import Keys
+from asyncflow.net.retry import delays
 from asyncflow.net.rpc import RpcClient
 from asyncflow.queue.protocol.runs import shrink
 from asyncflow.queue.protocol.shard_calls import chosen, controller_of
@@ -42,7 +43,6 @@ from asyncflow.queue.unit.telling import Telling
 log = logging.getLogger(__name__)
 
 _CALL_S = 10.0
-_AGAIN_S = 0.1
 _ROWS = 2000
 
 
@@ -68,6 +68,7 @@ class Liaison:
     ) -> None:
         self.epoch = 0
         self.joined = asyncio.Event()
+        self._waits = delays()
         self.leave = asyncio.Event()
         self._unit = unit
         self._incarnation = incarnation
@@ -141,7 +142,7 @@ class Liaison:
                 log.info("unit %d begins anew: %s", self._unit, lost)
             except AsyncFlowError as refused:
                 log.warning("unit %d begins anew: %s", self._unit, refused)
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(next(self._waits))
 
     async def _greet(self) -> Welcome:
         """Say hello until there is an answer. Raises Fenced when another incarnation has this unit's place."""
@@ -153,7 +154,7 @@ class Liaison:
                 raise
             except AsyncFlowError as error:
                 log.info("unit %d is not heard: %s", self._unit, error)
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(next(self._waits))
 
     async def _hold_session(self, welcome: Welcome) -> None:
         if welcome.epoch != self.epoch:
@@ -166,6 +167,7 @@ class Liaison:
         await self._tell_all(session)
         broken = self._telling.begin(session)
         self.joined.set()
+        self._waits = delays()
         obeying = asyncio.create_task(self._obey(session, welcome.watch_s))
         try:
             done, _ = await asyncio.wait([obeying, broken], return_when=asyncio.FIRST_COMPLETED)

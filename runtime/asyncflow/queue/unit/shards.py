@@ -14,6 +14,7 @@ from itertools import islice
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost
 from asyncflow.net.keys import Keys
+from asyncflow.net.retry import delays
 from asyncflow.net.rpc import RpcClient
 from asyncflow.queue.protocol.shard_calls import AdmitCells, controller_of
 from asyncflow.queue.protocol.unit_calls import Admitted, NewCells, Verdict
@@ -22,7 +23,6 @@ from asyncflow.queue.unit.pieces import Put
 Decided = Callable[[Put, Verdict], None]
 
 _CALL_S = 10.0
-_AGAIN_S = 0.1
 _PUTS = 500
 
 
@@ -61,6 +61,7 @@ class _Shard:
         self._decided = decided
         self._asking = False
         self._again: asyncio.TimerHandle | None = None
+        self._waits = delays()
 
     async def close(self) -> None:
         if self._again is not None:
@@ -82,8 +83,9 @@ class _Shard:
             self._asking = False
             if isinstance(answer, PeerLost | DeadlineExceeded):
                 self._asking = True
-                self._again = asyncio.get_running_loop().call_later(_AGAIN_S, self._begin_anew)
+                self._again = asyncio.get_running_loop().call_later(next(self._waits), self._begin_anew)
                 return
+            self._waits = delays()
             if isinstance(answer, AsyncFlowError):
                 verdicts = [Verdict([], answer.to_wire())] * len(puts)
             else:

@@ -14,9 +14,9 @@ from pathlib import Path
 from asyncflow.api.accelerators import PROFILES, Profile
 from asyncflow.api.check import inspect
 from asyncflow.api.job import RLJob
-from asyncflow.api.later import ON_CPU, planned
 from asyncflow.api.placement import AUTO
 from asyncflow.api.problems import refusal
+from asyncflow.api.workers import ON_CPU
 from asyncflow.errors import ManifestError
 from asyncflow.plan.roles import Role
 from asyncflow.substrates.local.crew import Seat
@@ -64,8 +64,6 @@ def resolve(job: RLJob, *, find: Callable[[Profile], Sequence[str]] = devices_of
         data["spec"][name]["accelerator"] |= {"profile": profile, "count": count}
         notes.append(f"spec.{name}.accelerator: auto is {{profile: {profile}, count: {count}}}: {why}")
     built, problems = inspect(RLJob, data)
-    if built is not None and not problems:
-        problems = list(planned("RLJob", built.spec))
     if built is None or problems:
         raise refusal(problems, source=job.name)
     return built, notes

@@ -1,6 +1,6 @@
-"""A plan as tables of plain text, for ``asyncflow plan FILE``; whoever prints them chooses how.
+"""Plain text for people: durations, sizes, and a plan as tables for ``asyncflow plan FILE``.
 
-Invariant: every row has one text for each column.
+Invariant: every row of a table has one text for each column.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from asyncflow.api.job import RLJob
 from asyncflow.plan.flow import generated_by
 from asyncflow.plan.roles import JobPlan, Resources, Role
 
+ABSENT = "–"
+"""The text for a number that is not known."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -74,11 +76,24 @@ def _figures(job: RLJob) -> tuple[tuple[str, str], ...]:
     )
 
 
-def size(count: int) -> str:
-    """Return a number of bytes in the largest unit that leaves at least 1: ``1536`` -> ``1.5 KiB``."""
-    amount = float(count)
+def size(count: float | None) -> str:
+    """Return bytes in the largest unit that leaves at least 1 (``1536`` -> ``1.5 KiB``), and a dash for None."""
+    if count is None:
+        return ABSENT
     for unit in _UNITS[:-1]:
-        if amount < 1024:
-            return f"{amount:.4g} {unit}"
-        amount /= 1024
-    return f"{amount:.4g} {_UNITS[-1]}"
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} {_UNITS[-1]}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return seconds in their two largest units (``45s``, ``2m13s``, ``3h07m``, ``1h``), and a dash for None."""
+    if seconds is None:
+        return ABSENT
+    whole = round(seconds)
+    for large, small, (name, next_name) in ((86400, 3600, "dh"), (3600, 60, "hm"), (60, 1, "ms")):
+        if whole >= large:
+            rest = whole % large // small
+            return f"{whole // large}{name}" + (f"{rest:02d}{next_name}" if rest else "")
+    return f"{whole}s"

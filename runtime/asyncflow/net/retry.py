@@ -1,0 +1,79 @@
+"""Attempts that are repeated until they succeed, with growing delays between them.
+
+Invariants: ``retry`` repeats a call only within its deadline, and only after errors that leave open whether it was done
+(``PeerLost``, ``DeadlineExceeded``), so the call must be idempotent; an outage is one warning in the log, however long
+it lasts and however often the attempt fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
+
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def delays(*, first: float = 0.05, longest: float = 1.0) -> Iterator[float]:
+    """Yield the seconds to wait before each new attempt: ``first``, doubled each time, at most ``longest``.
+
+    Each varies at random by up to a fifth, so that many callers do not ask a restarted peer at the same moment.
+    """
+    delay = first
+    while True:
+        yield delay * random.uniform(0.8, 1.2)
+        delay = min(2 * delay, longest)
+
+
+async def retry(attempt: Callable[[], Awaitable[T]], *, what: str, timeout: float) -> T:
+    """Await ``attempt()`` again and again until it succeeds, for ``timeout`` seconds in all.
+
+    Only PeerLost and DeadlineExceeded are retried; other errors pass through. Raises DeadlineExceeded that names
+    ``what``, the last error, and the last error that the peer itself answered with.
+    """
+    last: AsyncFlowError | None = None
+    answered: AsyncFlowError | None = None
+    try:
+        async with asyncio.timeout(timeout) as limit:
+            for delay in delays():
+                try:
+                    return await attempt()
+                except (PeerLost, DeadlineExceeded) as error:
+                    last, answered = error, error if error.told else answered
+                await asyncio.sleep(delay)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+    reason = f"; last: {last}" if last is not None else ""
+    earlier = f"; before that it answered: {answered}" if answered not in (None, last) else ""
+    raise DeadlineExceeded(f"{what} did not succeed within {timeout:g} s{reason}{earlier}") from last
+
+
+class Outage:
+    """A failure that is waited out. what: the attempt that fails, as the log names it."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._since: float | None = None
+        self._delays = delays()
+
+    async def wait(self, error: Exception) -> None:
+        """Wait before the next attempt, longer each time, and log a warning if this was the first failure."""
+        if self._since is None:
+            self._since = time.monotonic()
+            log.warning("%s failed and is tried again until it succeeds: %s", self._what, error)
+        await asyncio.sleep(next(self._delays))
+
+    def end(self) -> None:
+        """Note that an attempt succeeded."""
+        if self._since is not None:
+            log.info("%s succeeds again after %.1f s", self._what, time.monotonic() - self._since)
+            self._since = None
+            self._delays = delays()
