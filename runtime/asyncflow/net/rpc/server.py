@@ -60,8 +60,6 @@ they must not change any more.
 
 MAX_CALLS = 65_536
 _CLOSE_S = 0.8
-_UNASKED_S = 1.0
-"""How long is worked at most on what nobody asked for."""
 
 
 class RpcCounters:
@@ -160,19 +158,6 @@ class RpcServer:
             for work in stuck:
                 log.warning("%s: %r did not end when it was cancelled", self.name, work)
 
-    def answer_unasked(self, seat: int, call: int, method: str, request: Struct) -> None:
-        """Do as if the caller with this seat had just made the call ``call``; see ``BlockingLink``.
-
-        Where there is none, or it has not read what was sent to it, that is only counted, as dropped ``ahead``: who
-        waits in vain must ask.
-        """
-        peer = self._streams.reader(seat) if self._streams is not None else None
-        if peer is None or (peer, call) in self._running or len(self._running) >= MAX_CALLS:
-            self._drop("ahead")
-            return
-        self.counters.calls[method] += 1
-        self._answer(peer, wire.Call(call, method, _UNASKED_S, 0), self._routes[method].handler, request, ())
-
     def _deliver(self, peer: int, parts: list[memoryview]) -> None:
         if not parts:
             self._drop("short")
@@ -186,10 +171,6 @@ class RpcServer:
             running = self._running.get((peer, header.call))
             if running is not None:
                 running.cancel()
-            return
-        if isinstance(header, wire.Seat):
-            if self._streams is not None:
-                self._streams.sit(peer, header.seat)
             return
         try:
             wire.check_call(header, len(parts))

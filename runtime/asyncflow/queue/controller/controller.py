@@ -35,7 +35,6 @@ from asyncflow.queue.ledger.events import Event
 from asyncflow.queue.ledger.ledger import Ledger, Sync
 from asyncflow.queue.protocol.calls import Claimed
 from asyncflow.queue.protocol.messages import QueueStats
-from asyncflow.queue.table.ahead import SentAhead
 from asyncflow.queue.table.claims import Claim
 from asyncflow.queue.table.compaction import dump
 from asyncflow.queue.table.report import Storage, stats
@@ -171,15 +170,15 @@ class Controller:
         Gives what is done when all of it is in the ledger; None where it is there already. Raises Refused where it
         cannot be written.
         """
-        found, pending = self._settled(None)
+        found, pending = self._settled()
         give(found, pending, broken=self._broken)
         return pending
 
-    def _settled(self, ahead: SentAhead | None) -> tuple[Found, asyncio.Future[None] | None]:
+    def _settled(self) -> tuple[Found, asyncio.Future[None] | None]:
         """Do as ``settle``, but leave those who waited to be answered."""
         books = self.table.books
         books.catch_up()
-        found = self._parking.take_found(ahead) if books.touched else []
+        found = self._parking.take_found() if books.touched else []
         frees, books.frees = books.frees, []
         self._set_alarm()
         try:
@@ -202,22 +201,17 @@ class Controller:
         except OSError as error:
             raise self._broken(error) from error
 
-    def safe(self, reply: T, ahead: SentAhead | None = None) -> Soon[T]:
-        """Settle, and give ``reply`` when the ledger has everything up to now; before the rest, where nobody waits.
-
-        One that has rows sent ahead goes before the answers to those who claimed them, who need both.
-        """
+    def safe(self, reply: T) -> Soon[T]:
+        """Settle, and give ``reply`` when the ledger has everything up to now; before the rest, where nobody waits."""
         books = self.table.books
         if books.behind and not self._parking.touched and self._write() is None:
             rows = sum(put.groups * put.size for put, _ in books.behind)
             return Then(reply, partial(self._follow_up, rows))
-        found, pending = self._settled(ahead)
+        found, pending = self._settled()
         if pending is not None:
             later: Later[T] = Later()
             give([(later, reply), *found], pending, broken=self._broken)
             return later
-        if ahead is not None and ahead.orders:
-            return Then(reply, partial(give, found, None, broken=self._broken))
         give(found, None, broken=self._broken)
         return reply
 
