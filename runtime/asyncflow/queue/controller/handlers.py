@@ -191,7 +191,6 @@ class Handlers:
         )
 
     def _verdict(self, entry: unit_calls.Entry, session: unit_calls.Session) -> unit_calls.Verdict:
-        self._table.books.catch_up()
         try:
             verdict = self._admitted(entry, session)
         except ValueError as wrong:

@@ -48,11 +48,6 @@ class Parking:
     def __len__(self) -> int:
         return sum(map(len, self._waiters.values()))
 
-    @property
-    def touched(self) -> bool:
-        """Whether anybody waits in a partition that was touched."""
-        return not self._waiters.keys().isdisjoint(self._table.books.touched)
-
     def park(
         self, partition: str, attempt: Callable[[], T | None], wait_s: float, otherwise: Callable[[], T]
     ) -> Later[T]:
@@ -90,7 +85,7 @@ class Parking:
         """Take the calls that can be answered now."""
         books = self._table.books
         found: Found = []
-        if self.touched:
+        if not self._waiters.keys().isdisjoint(books.touched):
             for claim, lot in self._table.claims.serve(self._now()):
                 waiter, late = self._claims[claim]
                 found.append((self._leave(waiter), Claimed(lot.shrunk(), False, late)))
