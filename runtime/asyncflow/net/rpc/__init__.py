@@ -2,6 +2,6 @@
 
 from asyncflow.net.rpc.client import RpcClient
 from asyncflow.net.rpc.persist import persist
-from asyncflow.net.rpc.server import Handler, NowHandler, Reply, RpcCounters, RpcServer, Then
+from asyncflow.net.rpc.server import Handler, NowHandler, Reply, RpcCounters, RpcServer
 
-__all__ = ["Handler", "NowHandler", "Reply", "RpcClient", "RpcCounters", "RpcServer", "Then", "persist"]
+__all__ = ["Handler", "NowHandler", "Reply", "RpcClient", "RpcCounters", "RpcServer", "persist"]

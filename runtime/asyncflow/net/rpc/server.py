@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Struct
@@ -27,23 +27,10 @@ from asyncflow.net.rpc.listening import listen
 
 log = logging.getLogger(__name__)
 
-T_co = TypeVar("T_co", covariant=True)
 Reply: TypeAlias = Struct | tuple[Struct, Sequence[Buffer]]
-
-
-class Then(Generic[T_co]):
-    """A reply, and what is done at once after it has gone: before anything else that comes is looked at."""
-
-    __slots__ = ("after", "reply")
-
-    def __init__(self, reply: T_co, after: Callable[[], object]) -> None:
-        self.reply = reply
-        self.after = after
-
-
 Awaited: TypeAlias = "Later[Any] | asyncio.Future[Any]"
 _AWAITED = (Later, asyncio.Future)
-Answer: TypeAlias = "Reply | Then[Any] | Awaited"
+Answer: TypeAlias = "Reply | Awaited"
 NowHandler: TypeAlias = Callable[[Any, Sequence[memoryview]], Answer]
 """As a ``Handler``, but a plain function, called where the request is read: it gives the reply, or what will have it.
 
@@ -201,8 +188,6 @@ class RpcServer:
             found = reply(*asked)
             if isinstance(found, _AWAITED):
                 self._answer_later(peer, header, found)
-            elif isinstance(found, Then):
-                self._send_then(peer, header, found)
             else:
                 self._send_reply(peer, header, found)
         except AsyncFlowError as error:
@@ -233,15 +218,6 @@ class RpcServer:
         body = wire.encode(answer)
         wire.check_size("the answer to", header.method, body, out, limit=self._max_message)
         self._send(peer, header, [wire.encode(wire.Answer(header.call, len(out))), body, *out])
-
-    def _send_then(self, peer: int, header: wire.Call, then: Then[Any]) -> None:
-        try:
-            self._send_reply(peer, header, then.reply)
-        finally:
-            try:
-                then.after()
-            except Exception:  # the call was answered: its caller cannot be told
-                log.exception("%s: what was to be done after %s failed", self.name, header.method)
 
     def _refuse(self, peer: int, header: wire.Call, error: AsyncFlowError) -> None:
         self.counters.errors[error.code] += 1

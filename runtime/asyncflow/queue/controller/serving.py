@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar
 
 from asyncflow.net.later import Later
-from asyncflow.net.rpc import Then
 from asyncflow.queue.controller.sessions import Sessions
 from asyncflow.queue.protocol.calls import Claimed
 from asyncflow.queue.protocol.messages import QueueStats
@@ -19,8 +18,8 @@ from asyncflow.queue.table.claims import Claim
 from asyncflow.queue.table.table import Table
 
 T = TypeVar("T")
-Soon: TypeAlias = "T | Then[T] | Later[T] | asyncio.Future[T]"
-"""An answer, or what has it or will have it."""
+Soon: TypeAlias = "T | Later[T] | asyncio.Future[T]"
+"""An answer, or what will have it."""
 
 
 Address: TypeAlias = Callable[[int], str | None]
