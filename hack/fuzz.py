@@ -200,10 +200,8 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
 def seeds() -> dict[str, list[bytes]]:
     """Something valid for each target, from which atheris goes on."""
     call = wire.encode(wire.Call(1, "queue.claim", 1.0, 0))
-    ahead = calls.Ahead(5, 7, ["a"])
-    claim = wire.encode(calls.ClaimRows("p", "t", "w", "k", 8, None, None, [], 0.1, ahead=ahead))
-    order = unit_calls.SendAhead(5, 7, unit_calls.FetchRows([7, -1], ["a"]))
-    admitted = wire.encode(unit_calls.Admitted([unit_calls.Verdict([True])], [order]))
+    claim = wire.encode(calls.ClaimRows("p", "t", "w", "k", 8, None, None, [], 0.1))
+    admitted = wire.encode(unit_calls.Admitted([unit_calls.Verdict([True])]))
     columns = {"a": np.arange(6).reshape(2, 3), "b": ["x", "yy"], "c": [{"d": (1, np.ones(2))}, None], "e": [1.5, 2.5]}
     head, frames = encode_batch(encode_columns(columns))
     pieces = msgspec.msgpack.encode([wire.encode(head), *map(bytes, frames)])
@@ -223,7 +221,7 @@ def seeds() -> dict[str, list[bytes]]:
     leg = wire.encode(moving_calls.AskLeg(session, [7, -1], 2, 16))
     told = wire.encode(shard_calls.AdmitCells([unit_calls.NewCells("8", [7], cells, [], "")]))
     return {
-        "header": [call, wire.encode(wire.Seat(5))],
+        "header": [call],
         "request": [claim, leg, told, admitted],
         "stream": [b"\x07" + struct.pack("<QI2Q", 25, 2, 3, 2) + b"abcde"],
         "places": [b"\xff" + struct.pack("<QIQ", 12, 1, 1 << 63 | 9 << 40 | 1 << 16)],

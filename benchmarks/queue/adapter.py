@@ -127,7 +127,12 @@ class AsyncFlow(Peer):
         return Put(self.queue.put(partition or self.partition, native, timeout=CALL_S).rows)
 
     def claim(
-        self, task: str, columns: list[str], n: int, timeout: float = 0.0, partition: str | None = None
+        self,
+        task: str,
+        columns: list[str],  # noqa: ARG002 - part of peer.Peer: some queues bind the columns when they claim
+        n: int,
+        timeout: float = 0.0,
+        partition: str | None = None,
     ) -> Lot | None:
         place = (partition or self.partition, task)
         if place[0] not in self._declared:
@@ -138,7 +143,6 @@ class AsyncFlow(Peer):
             max_rows=n,
             min_rows=n,
             done=self._held.take(place),
-            columns=columns,
             timeout=timeout,
         )
         if claimed.late:

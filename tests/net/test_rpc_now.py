@@ -7,9 +7,7 @@ import pytest
 from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, Refused, RemoteError
-from asyncflow.net.frames import Buffer
-from asyncflow.net.rpc import RpcClient, RpcServer, Then
-from asyncflow.net.rpc.wire import Call
+from asyncflow.net.rpc import RpcClient, RpcServer
 
 
 class Number(Struct, frozen=True, kw_only=True):
@@ -28,27 +26,6 @@ async def test_a_plain_function_answers(server: RpcServer, client: RpcClient) ->
         server.route_now("add", Number, add)
 
 
-async def test_what_comes_after_an_answer_is_done_when_that_has_gone_and_before_the_next_call(
-    server: RpcServer, client: RpcClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    happened: list[str] = []
-
-    def ask(request: Number, frames: Sequence[memoryview]) -> Then[Number]:
-        happened.append(f"asked {request.value}")
-        return Then(request, lambda: happened.append(f"after {request.value}"))
-
-    def send(peer: int, header: Call, parts: Sequence[Buffer]) -> None:
-        happened.append("sent")
-        sent(peer, header, parts)
-
-    server.route_now("ask", Number, ask)
-    sent = server._send
-    monkeypatch.setattr(server, "_send", send)
-    numbers = await asyncio.gather(*[client.call("ask", Number(value=n), Number, timeout=10) for n in range(2)])
-    assert [number.value for number in numbers] == [0, 1]
-    assert happened == ["asked 0", "sent", "after 0", "asked 1", "sent", "after 1"]
-
-
 async def test_errors_of_a_plain_function_and_of_its_future_are_answers(server: RpcServer, client: RpcClient) -> None:
     def fail(request: Number, frames: Sequence[memoryview]) -> Number | asyncio.Future[Number]:
         error = Refused("no") if request.value % 2 else ZeroDivisionError("oh")
@@ -65,19 +42,6 @@ async def test_errors_of_a_plain_function_and_of_its_future_are_answers(server: 
     for value in (0, 2):
         with pytest.raises(RemoteError, match="ZeroDivisionError"):
             await client.call("fail", Number(value=value), Number, timeout=10)
-
-
-async def test_what_fails_after_an_answer_is_logged_and_answers_nobody(
-    server: RpcServer, client: RpcClient, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail() -> None:
-        raise Refused("too late")
-
-    server.route_now("add", Number, lambda request, frames: Then(add(request, frames), fail))
-    for value in (1, 2):
-        assert (await client.call("add", Number(value=value), Number, timeout=10)).value == value + 1
-    assert "what was to be done after add failed" in caplog.text
-    assert not server.counters.errors
 
 
 async def test_a_future_is_awaited_and_cancelled_when_nobody_waits(server: RpcServer, client: RpcClient) -> None:

@@ -76,7 +76,7 @@ class Queue:
 
     def claim(self, task, *, now=0.0, **options):
         claim = self.park(task, **options)
-        grants = {grant.claim: grant.lot.leased() for grant in self.table.claims.serve(now)}
+        grants = {met: lot.leased() for met, lot in self.table.claims.serve(now)}
         self.table.claims.withdraw(claim)
         return grants.get(claim, [])
 

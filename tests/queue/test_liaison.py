@@ -12,9 +12,7 @@ from asyncflow.queue.backends.memory import MemoryBackend
 from asyncflow.queue.protocol.calls import Done
 from asyncflow.queue.protocol.unit_calls import (
     Admitted,
-    FetchRows,
     OpenRows,
-    SendAhead,
     Session,
     Strangers,
     Verdict,
@@ -103,24 +101,18 @@ async def break_a_session(apart):
     await liaison.close()
 
 
-async def test_rows_are_sent_ahead_when_they_are_there_and_before_their_putters_are_told():
+async def test_each_put_learns_what_was_decided_about_it():
     refused = Refused("no", where="test").to_wire()
-    order = SendAhead(1, 2, FetchRows([5], ["x"]))
-    controller = Controller(Admitted([Verdict([True]), Verdict([], refused)], ahead=[order]))
+    controller = Controller(Admitted([Verdict([True]), Verdict([], refused)]))
     holdings = Holdings(backend=MemoryBackend(), budget=Budget(1000, where="test"), where="test", lost=list)
-    puts, seen = [], []
-
-    def ahead(order):
-        seen.append((order, [5 in holdings, 6 in holdings], [put.verdict.done() for put in puts]))
-
-    telling = Telling(controller=controller, holdings=holdings, ahead=ahead)
-    column = {"x": Jagged.from_rows([[7]], "int64")}
+    telling = Telling(controller=controller, holdings=holdings)
+    column, puts = {"x": Jagged.from_rows([[7]], "int64")}, []
     for number in (5, 6):
         parcel = await holdings.store_new(column, rows=1, outputs={}, producer="", timeout=0)
         entry = OpenRows("p", b"a client", number, 1, [number], parcel.cells, [])
         puts.append(holdings.propose(entry, parcel, outputs={}))
     telling.begin(Session(0, 1, 7))
-    assert seen == [(order, [True, False], [False, False])]
+    assert (5 in holdings, 6 in holdings) == (True, False)
     assert puts[0].verdict.result().ok == [True]
     with pytest.raises(Refused):
         puts[1].verdict.result()

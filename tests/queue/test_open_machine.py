@@ -99,12 +99,12 @@ class OpenMachine(RuleBasedStateMachine):
         self.tickets += 1
         claim = Claim(P, task, worker, f"t{self.tickets}", max_rows=most)
         self.table.claims.park(claim)
-        grants = [grant for grant in self.table.claims.serve(self.now) if grant.claim is claim]
+        lots = [lot for met, lot in self.table.claims.serve(self.now) if met is claim]
         self.table.claims.withdraw(claim)
-        if not grants:
+        if not lots:
             assert not self.ready(task)
             return
-        lot = grants[0].lot
+        (lot,) = lots
         assert set(lot.rows) <= self.ready(task)
         for number in lot.rows:
             self.rows[number]["held"][task] = lot.lease

@@ -182,9 +182,9 @@ def test_claims_that_fit_are_served_before_those_that_would_have_to_load(queue):
     loads = queue.park("rollout", version=1, accept=(2,))
     fits = queue.park("rollout", version=2)
     queue.create(0, oldest=2, newest=2)
-    assert [grant.claim for grant in queue.table.claims.serve(0.0)] == [fits]
+    assert [claim for claim, _ in queue.table.claims.serve(0.0)] == [fits]
     queue.create(1, oldest=2, newest=2)
-    assert [grant.claim for grant in queue.table.claims.serve(0.0)] == [loads]
+    assert [claim for claim, _ in queue.table.claims.serve(0.0)] == [loads]
 
 
 def test_a_claim_that_is_asked_again_gets_its_lease_again(queue):

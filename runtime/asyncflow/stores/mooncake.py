@@ -89,7 +89,7 @@ class Mooncake:
             return codes
 
     def holders(self, keys: Sequence[str]) -> list[str]:
-        """Give the segment in which each value lies, "" for one that the master does not know."""
+        """Return the segment in which each value lies, "" for one that the master does not know."""
         _check(keys, keys)
         with self._clients.using() as client:
             known = client.store.batch_get_replica_desc(list(keys))
@@ -112,7 +112,7 @@ class Mooncake:
 
     @contextmanager
     def _buffer(self, client: Client, size: int) -> Iterator[Buffer]:
-        """Give at least ``size`` bytes that are registered with ``client``: this thread's own, if they are enough.
+        """Yield at least ``size`` bytes that are registered with ``client``: this thread's own, if they are enough.
 
         What something was stuck in is not used again, because it may still come.
         """
@@ -134,7 +134,7 @@ class Mooncake:
                 del client.registered[address]
 
     def _judge(self, client: Client, codes: Sequence[int], count: int) -> list[int]:
-        """Give the codes of a transfer, one for each key, and note whether the client can still move bytes."""
+        """Return the codes of a transfer, one for each key, and note whether the client can still move bytes."""
         judged = [int(code) for code in codes]
         if len(judged) != count:
             raise AsyncFlowError(f"{len(judged)} answers came for {count} keys", where="Mooncake")

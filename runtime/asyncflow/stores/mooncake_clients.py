@@ -113,7 +113,7 @@ class Clients:
                 _close(client)
 
     def _enter(self) -> Client:
-        """Give the client, a new one where it must be replaced, and count this user of it."""
+        """Return the client, a new one where it must be replaced, and count this user of it."""
         with self._opening:
             master = self._master()
             with self._lock:

@@ -13,12 +13,12 @@ LEASE_MS = 2000
 
 
 def find_mooncake_master() -> str:
-    """Give its path. Raises ManifestError where it is not installed."""
+    """Return its path. Raises ManifestError where it is not installed."""
     return find_program("mooncake_master", hint="pip install 'asyncflow[mooncake]'")
 
 
 def find_redis() -> str:
-    """Give its path. Raises ManifestError where it is not installed."""
+    """Return its path. Raises ManifestError where it is not installed."""
     return find_program("redis-server", hint="Install the system's package redis-server")
 
 

@@ -26,14 +26,14 @@ _STDERR = 2
 
 
 def free_port(host: str) -> int:
-    """Give a port that was free on ``host`` a moment ago."""
+    """Return a port that was free on ``host`` a moment ago."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def find_program(name: str, *, hint: str) -> str:
-    """Give the path of a program, of this Python's environment or of the system. Raises ManifestError."""
+    """Return the path of a program, of this Python's environment or of the system. Raises ManifestError."""
     beside = Path(sys.executable).with_name(name)
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:

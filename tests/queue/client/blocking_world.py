@@ -16,8 +16,8 @@ from asyncflow.queue.unit.unit import StorageUnit
 class Cluster:
     """A controller and units in a thread of their own."""
 
-    def __init__(self, folder, keys=None, sync="process"):
-        self.folder, self.keys, self.sync = folder, keys, sync
+    def __init__(self, folder, keys=None):
+        self.folder, self.keys = folder, keys
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
@@ -28,7 +28,7 @@ class Cluster:
 
     def start_controller(self):
         async def start():
-            controller = Controller(ledger_dir=self.folder, keys=self.keys, sync=self.sync)
+            controller = Controller(ledger_dir=self.folder, keys=self.keys)
             await controller.start()
             self.controller = controller
 

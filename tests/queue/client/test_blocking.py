@@ -24,10 +24,10 @@ P = "open"
 
 
 @contextmanager
-def cluster(folder, *, units=2, keys=None, sync="process"):
-    made = Cluster(folder / "ledger", keys, sync)
+def cluster(folder, *, keys=None):
+    made = Cluster(folder / "ledger", keys)
     try:
-        for index in range(units):
+        for index in range(2):
             made.start_unit(index)
         made.connect().declare([TaskSpec(partition=P, name="t", needs=["x"])], timeout=10)
         yield made

@@ -357,9 +357,7 @@ def requests():
     spec = TaskSpec(partition="scores", name="grade", needs=["n"])
     for method, request in {
         "queue.declare": calls.Declare([spec]),
-        "queue.claim": calls.ClaimRows(
-            "scores", "grade", "w", "t", 8, None, None, [], 0.1, ahead=calls.Ahead(5, 7, ["n"])
-        ),
+        "queue.claim": calls.ClaimRows("scores", "grade", "w", "t", 8, None, None, [], 0.1),
         "queue.acknowledge": calls.Acknowledge(["1"]),
         "queue.renew": calls.Renew(["1"]),
         "queue.end": calls.EndRows("1", [row], "why", True),

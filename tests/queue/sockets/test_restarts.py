@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from asyncflow.errors import Fenced, LedgerCorrupt, Refused, StaleHandle
+from asyncflow.errors import Fenced, Refused, StaleHandle
 from asyncflow.identity import RowPlace
 from asyncflow.net.frames import Jagged
 from asyncflow.net.rpc import RpcClient
@@ -23,7 +23,6 @@ from asyncflow.queue.protocol.unit_calls import (
     Strangers,
     Welcome,
 )
-from asyncflow.queue.table.puts import Puts
 
 P = "train"
 
@@ -182,17 +181,6 @@ async def test_a_put_that_comes_again_in_other_groups_is_refused_and_the_ledger_
     await again.start()
     assert list(again.table.books.rows) == rows
     await again.close()
-
-
-async def test_a_controller_that_cannot_make_what_it_has_answered_serves_no_more(greeted, monkeypatch):
-    controller, unit = greeted
-
-    def fail(*_):
-        raise LedgerCorrupt("it does not follow")
-
-    monkeypatch.setattr(Puts, "_fill", fail)
-    assert (await unit.put(0, 2)).each(2) == [True, True]
-    assert isinstance(controller.failed.exception(), LedgerCorrupt)
 
 
 async def test_more_rows_than_can_be_told_of_are_refused_and_leave_nothing(cluster, monkeypatch):

@@ -19,7 +19,6 @@ from asyncflow.net.arena.lending import forget_gone, take_back
 from asyncflow.net.frames import Buffer
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc.flow import Flow, tune
-from asyncflow.net.rpc.seats import Seats
 from asyncflow.net.rpc.staging import staging
 from asyncflow.net.stream.handshake import HELLO_SIZE, PROOF_SIZE
 from asyncflow.net.stream.inbox import Inbox
@@ -64,7 +63,6 @@ class Answering:
         self._dropped = dropped
         self._peers: dict[int, Flow] = {}
         self._strangers: dict[int, None] = {}
-        self._seats = Seats()
         self._numbers = itertools.count()
         self._staging = staging()
         self._tidies = False
@@ -75,16 +73,6 @@ class Answering:
         """Send ``parts`` to ``peer``, unless it is gone; ``key`` names the message."""
         if (flow := self._peers.get(peer)) is not None:
             flow.send(key, parts)
-
-    def sit(self, peer: int, seat: int) -> None:
-        """Know ``peer`` by the number ``seat`` from now on."""
-        self._seats.sit(peer, seat)
-
-    def reader(self, seat: int) -> int | None:
-        """Give the peer that has a seat; None where there is none, or it has not read what was sent to it."""
-        peer = self._seats.at(seat)
-        flow = self._peers.get(peer) if peer is not None else None
-        return peer if flow is not None and flow.outbox is not None and flow.outbox.idle else None
 
     def close(self) -> None:
         """Close all streams at once."""
@@ -171,7 +159,6 @@ class Answering:
 
     def _forget(self, peer: int, why: AsyncFlowError) -> None:
         self._strangers.pop(peer, None)
-        self._seats.rise(peer)
         if self._peers.pop(peer, None) is not None and isinstance(why, ProtocolError):
             self._dropped(str(why))
         if not self._tidies:

@@ -43,9 +43,8 @@ _SHAKE_S = 10.0
 class BlockingLink:
     """One stream to ``address``, for whoever holds it.
 
-    seat: number by which the server is to know this caller, drawn at random; stays: whether the peer is still to be
-    found there, asked while it is dialled in vain; gone: why it is used no more, if that is so; state: how the
-    connection is, in words.
+    stays: whether the peer is still to be found there, asked while it is dialled in vain; gone: why it is used no more,
+    if that is so; state: how the connection is, in words.
     """
 
     def __init__(
@@ -54,7 +53,6 @@ class BlockingLink:
         *,
         keys: Keys | None,
         max_message: int,
-        seat: int | None = None,
         stays: Callable[[], bool] = lambda: True,
     ) -> None:
         self.address = address
@@ -64,7 +62,6 @@ class BlockingLink:
         self._to = host_and_port(address)
         self._keys = keys
         self._most = max_message
-        self._seat = seat
         self._stays = stays
         self._socket: sockets.socket | None = None
         self._inbox: Inbox | None = None
@@ -197,8 +194,6 @@ class BlockingLink:
                 socket.settimeout(None)
                 socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDTIMEO, _timeval(LOOK_S))
                 self._socket, self.state = socket, SILENT
-                if self._seat is not None:
-                    self._outbox.push("seat", [wire.encode(wire.Seat(self._seat))])
                 return socket
             self._rest(next(waits), method, deadline)
 

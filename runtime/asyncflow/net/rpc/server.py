@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Struct
@@ -27,23 +27,10 @@ from asyncflow.net.rpc.listening import listen
 
 log = logging.getLogger(__name__)
 
-T_co = TypeVar("T_co", covariant=True)
 Reply: TypeAlias = Struct | tuple[Struct, Sequence[Buffer]]
-
-
-class Then(Generic[T_co]):
-    """A reply, and what is done at once after it has gone: before anything else that comes is looked at."""
-
-    __slots__ = ("after", "reply")
-
-    def __init__(self, reply: T_co, after: Callable[[], object]) -> None:
-        self.reply = reply
-        self.after = after
-
-
 Awaited: TypeAlias = "Later[Any] | asyncio.Future[Any]"
 _AWAITED = (Later, asyncio.Future)
-Answer: TypeAlias = "Reply | Then[Any] | Awaited"
+Answer: TypeAlias = "Reply | Awaited"
 NowHandler: TypeAlias = Callable[[Any, Sequence[memoryview]], Answer]
 """As a ``Handler``, but a plain function, called where the request is read: it gives the reply, or what will have it.
 
@@ -60,8 +47,6 @@ they must not change any more.
 
 MAX_CALLS = 65_536
 _CLOSE_S = 0.8
-_UNASKED_S = 1.0
-"""How long is worked at most on what nobody asked for."""
 
 
 class RpcCounters:
@@ -160,19 +145,6 @@ class RpcServer:
             for work in stuck:
                 log.warning("%s: %r did not end when it was cancelled", self.name, work)
 
-    def answer_unasked(self, seat: int, call: int, method: str, request: Struct) -> None:
-        """Do as if the caller with this seat had just made the call ``call``; see ``BlockingLink``.
-
-        Where there is none, or it has not read what was sent to it, that is only counted, as dropped ``ahead``: who
-        waits in vain must ask.
-        """
-        peer = self._streams.reader(seat) if self._streams is not None else None
-        if peer is None or (peer, call) in self._running or len(self._running) >= MAX_CALLS:
-            self._drop("ahead")
-            return
-        self.counters.calls[method] += 1
-        self._answer(peer, wire.Call(call, method, _UNASKED_S, 0), self._routes[method].handler, request, ())
-
     def _deliver(self, peer: int, parts: list[memoryview]) -> None:
         if not parts:
             self._drop("short")
@@ -186,10 +158,6 @@ class RpcServer:
             running = self._running.get((peer, header.call))
             if running is not None:
                 running.cancel()
-            return
-        if isinstance(header, wire.Seat):
-            if self._streams is not None:
-                self._streams.sit(peer, header.seat)
             return
         try:
             wire.check_call(header, len(parts))
@@ -220,8 +188,6 @@ class RpcServer:
             found = reply(*asked)
             if isinstance(found, _AWAITED):
                 self._answer_later(peer, header, found)
-            elif isinstance(found, Then):
-                self._send_then(peer, header, found)
             else:
                 self._send_reply(peer, header, found)
         except AsyncFlowError as error:
@@ -252,15 +218,6 @@ class RpcServer:
         body = wire.encode(answer)
         wire.check_size("the answer to", header.method, body, out, limit=self._max_message)
         self._send(peer, header, [wire.encode(wire.Answer(header.call, len(out))), body, *out])
-
-    def _send_then(self, peer: int, header: wire.Call, then: Then[Any]) -> None:
-        try:
-            self._send_reply(peer, header, then.reply)
-        finally:
-            try:
-                then.after()
-            except Exception:  # the call was answered: its caller cannot be told
-                log.exception("%s: what was to be done after %s failed", self.name, header.method)
 
     def _refuse(self, peer: int, header: wire.Call, error: AsyncFlowError) -> None:
         self.counters.errors[error.code] += 1

@@ -26,7 +26,6 @@ MAX_TIMEOUT = 7 * 86_400.0
 _HEADER_ROOM = 1024
 
 CallId = Annotated[int, Meta(ge=0)]
-SeatNumber = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Call(Struct, frozen=True, array_like=True, tag="c1"):
@@ -42,15 +41,6 @@ class Cancel(Struct, frozen=True, array_like=True, tag="x1"):
     """Header without a body: the caller of ``call`` waits no longer."""
 
     call: CallId
-
-
-class Seat(Struct, frozen=True, array_like=True, tag="s1"):
-    """Header without a body: the caller is known by this number, which it has drawn at random, on this stream.
-
-    Only the caller and who is to have it answered unasked may know it: who does can answer the caller's calls.
-    """
-
-    seat: SeatNumber
 
 
 class Answer(Struct, frozen=True, array_like=True, tag="a1"):
@@ -70,7 +60,7 @@ MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError)
 """What a decoder raises for bytes that are not what they should be; msgspec passes on what UTF-8 has to say."""
 
 encode = msgspec.msgpack.Encoder().encode
-to_server = msgspec.msgpack.Decoder(Call | Cancel | Seat).decode
+to_server = msgspec.msgpack.Decoder(Call | Cancel).decode
 to_client = msgspec.msgpack.Decoder(Answer | Failure).decode
 error_body = msgspec.msgpack.Decoder(dict[str, str]).decode
 

@@ -15,12 +15,10 @@ from collections.abc import Sequence
 import msgspec
 
 from asyncflow.errors import Misdirected, Refused
-from asyncflow.queue.client.verbs import Ask, Expect, Farewell, Peer, Place, Reserve, Verb, left_of, scatter, shard
+from asyncflow.queue.client.verbs import Ask, Farewell, Peer, Verb, left_of, scatter, shard
 from asyncflow.queue.client.verbs_control import GRACE_S, ControlVerbs
-from asyncflow.queue.protocol.calls import Abandon, Acknowledge, Ahead, Claimed, ClaimRows, Done, Verdicts, Withdraw
-from asyncflow.queue.protocol.runs import shrink
+from asyncflow.queue.protocol.calls import Abandon, Acknowledge, Claimed, ClaimRows, Done, Verdicts, Withdraw
 from asyncflow.queue.protocol.shard_calls import controller_of
-from asyncflow.queue.protocol.unit_calls import FetchRows
 
 _MOVES = 4
 """Most controllers that are asked about a task before one is found that decides about it."""
@@ -40,18 +38,15 @@ class Claimer:
         """Name a claim."""
         return f"{self._ticket_base}-{next(self._ticket_numbers)}"
 
-    def claim(self, request: ClaimRows, *, columns: Sequence[str] = (), timeout: float) -> Verb[Claimed]:
+    def claim(self, request: ClaimRows, *, timeout: float) -> Verb[Claimed]:
         """Claim until there are rows, or an end, or ``timeout`` seconds are over.
 
-        Which controller decides about a task is remembered, because tasks never move. columns: what will be fetched of
-        the rows; it may then be sent without being asked for.
+        Which controller decides about a task is remembered, because tasks never move.
         """
         place, deadline = (request.partition, request.task), self._control.clock() + timeout
-        if request.done:
-            self._control.fresh.forget()
         for _ in range(_MOVES):
             try:
-                return (yield from self._claim_at(self.places.get(place), request, columns, deadline))
+                return (yield from self._claim_at(self.places.get(place), request, deadline))
             except Misdirected as there:
                 self.places[place] = shard(there.controller)
         raise Refused(f"no controller decides about {request.partition}/{request.task}", where="queue client")
@@ -71,9 +66,9 @@ class Claimer:
             )
             return answer.ok
 
-        return (yield from self._control.fresh.changing(scatter(map(controller_of, leases), send))) if leases else []
+        return (yield from scatter(map(controller_of, leases), send)) if leases else []
 
-    def _claim_at(self, peer: Peer, request: ClaimRows, columns: Sequence[str], deadline: float) -> Verb[Claimed]:
+    def _claim_at(self, peer: Peer, request: ClaimRows, deadline: float) -> Verb[Claimed]:
         control = self._control
         goodbye = Abandon(request.worker, request.ticket)
         yield Farewell(Ask(peer, "queue.abandon", goodbye, Done, _GOODBYE_S))
@@ -82,28 +77,19 @@ class Claimer:
             ok = yield from self.acknowledge(others, timeout=left_of(deadline + GRACE_S, control.clock))
             late = [lease for lease, done in zip(others, ok, strict=True) if not done]
             request = msgspec.structs.replace(request, done=[of for of in request.done if of not in others])
+        what = f"claiming from {request.partition}/{request.task}"
         while True:
-            claimed = yield from self._park(peer, request, columns, deadline)
+            claimed = yield from control.park(
+                "queue.claim",
+                lambda wait_s: msgspec.structs.replace(request, wait_s=wait_s),
+                Claimed,
+                deadline=deadline,
+                what=what,
+                peer=peer,
+            )
+            if claimed.lot is not None:
+                claimed = msgspec.structs.replace(claimed, lot=claimed.lot.expanded())
             if late:
                 claimed = msgspec.structs.replace(claimed, late=late + claimed.late)
             if claimed.lot is not None or claimed.ended or claimed.withdrawn or control.clock() >= deadline:
                 return claimed
-
-    def _park(self, peer: Peer, request: ClaimRows, columns: Sequence[str], deadline: float) -> Verb[Claimed]:
-        """Claim until there is an answer, which is that of a claim that was met, or waited for as long as one waits."""
-        control = self._control
-        promises = control.fresh.since()
-        place: Place | None = (yield Reserve()) if columns else None
-        unsaid = [Ahead(place.seat, place.call, list(columns))] if place is not None else []
-
-        def asked(wait_s: float) -> ClaimRows:
-            ahead = unsaid.pop() if unsaid else None  # never again: a place is for one answer
-            return msgspec.structs.replace(request, wait_s=wait_s, ahead=ahead)
-
-        what = f"claiming from {request.partition}/{request.task}"
-        claimed = yield from control.park("queue.claim", asked, Claimed, deadline=deadline, what=what, peer=peer)
-        lot = claimed.lot.expanded() if claimed.lot is not None else None
-        if lot is not None and place is not None and claimed.ahead:
-            yield Expect(lot.homes[0], place)
-            control.fresh.note(promises, lot.homes[0], FetchRows(shrink(lot.rows), list(columns)), place)
-        return claimed if lot is claimed.lot else msgspec.structs.replace(claimed, lot=lot)

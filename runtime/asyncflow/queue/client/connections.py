@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from asyncflow.errors import AsyncFlowError
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient
-from asyncflow.queue.client.verbs import Ask, Expect, Farewell, Pause, Reserve, Together, Verb, name_of
+from asyncflow.queue.client.verbs import Ask, Farewell, Pause, Together, Verb, name_of
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Connections:
         finally:
             verb.close()
 
-    async def _carry_out(self, effect: Ask | Pause | Together | Reserve | Expect) -> Any:
+    async def _carry_out(self, effect: Ask | Pause | Together) -> Any:
         match effect:
             case Ask():
                 client = self._controller if effect.unit is None else self._unit(effect.unit)
@@ -82,8 +82,6 @@ class Connections:
                 return None
             case Together():
                 return await self._together(effect)
-            case Reserve() | Expect():
-                return None
 
     async def _together(self, effect: Together) -> list[Any]:
         tasks = [asyncio.create_task(self.run(verb)) for verb in effect.verbs]

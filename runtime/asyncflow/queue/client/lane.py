@@ -3,7 +3,7 @@
 What a verb does together is left to ``strands``.
 
 Invariants: a lane runs one verb at a time; when ``run`` returns or raises nothing of the verb goes on; an answer for
-which nobody waits is dropped, but for one that was ``promised``.
+which nobody waits is dropped.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import wire
 from asyncflow.net.rpc.blocking_link import LOOK_S
 from asyncflow.queue.client.links import Links, answer_to
-from asyncflow.queue.client.promised import Promised
 from asyncflow.queue.client.strands import Strands
-from asyncflow.queue.client.verbs import Ask, Effect, Expect, Pause, Peer, Reserve, Together, Verb
+from asyncflow.queue.client.verbs import Ask, Effect, Pause, Peer, Together, Verb
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +31,6 @@ class Lane:
 
     def __init__(self, *, resolve: Callable[[Peer], str | None], keys: Keys | None) -> None:
         self._links = Links(resolve=resolve, keys=keys)
-        self._promised = Promised(self._links)
 
     def run(self, verb: Verb[T]) -> T:
         """Do what ``verb`` yields; give its result."""
@@ -44,13 +42,7 @@ class Lane:
                 try:
                     if isinstance(effect, Ask):
                         answer = self._ask(effect)
-                    elif isinstance(effect, Reserve):
-                        answer = self._promised.reserve()
-                    elif isinstance(effect, Expect):
-                        self._promised.expect(effect)
-                        answer = None
                     elif isinstance(effect, Together):
-                        self._promised.drop()
                         answer = Strands(self._links, farewells).run(effect.verbs)
                     elif isinstance(effect, Pause):
                         time.sleep(effect.seconds)
@@ -81,10 +73,6 @@ class Lane:
         """Make a call and wait for its answer; where the peer has no address, for that first."""
         links, left = self._links, ask.timeout
         due = time.monotonic() + left
-        if ask.promised is not None:
-            if (answer := self._promised.take(ask, left)) is not None:
-                return answer
-            left = max(0.0, due - time.monotonic())
         call = next(links.numbers)
         link = links.send(call, ask, due)
         try:
@@ -97,7 +85,6 @@ class Lane:
                         if error is not None:
                             raise error
                         return answer_to(ask, parts, where=link.address)
-                    self._promised.keep(answered, parts, error)
                 left = due - time.monotonic()
                 if left <= 0:
                     raise links.late(ask, link)

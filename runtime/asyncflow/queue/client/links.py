@@ -7,7 +7,6 @@ whoever still waits on it finds in ``gone`` why.
 from __future__ import annotations
 
 import itertools
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,17 +21,14 @@ from asyncflow.queue.client.verbs import Ask, Peer
 class Links:
     """The links by peer.
 
-    resolve: gives the address of a peer now, None while it has none; numbers: of the calls; seat: what units know of
-    who calls.
+    resolve: gives the address of a peer now, None while it has none; numbers: of the calls.
     """
 
     def __init__(self, *, resolve: Callable[[Peer], str | None], keys: Keys | None) -> None:
         self.numbers = itertools.count()
-        self.seat = secrets.randbits(63)
         self._resolve = resolve
         self._keys = keys
         self._links: dict[Peer, BlockingLink] = {}
-        self._made: dict[Peer, int] = {}
 
     def to(self, peer: Peer) -> BlockingLink | None:
         """Give the link to where a peer is now, None while that is nowhere."""
@@ -42,13 +38,7 @@ class Links:
             link = None
         if link is None and address is not None:
             link = self._links[peer] = self._linked(peer, address)
-            self._made[peer] = next(self.numbers)
         return link
-
-    def since(self, peer: Peer, call: int) -> BlockingLink | None:
-        """Give the link to a peer if it has been there since before the number ``call`` was taken."""
-        link = self._links.get(peer)
-        return link if link is not None and self._made[peer] < call else None
 
     def send(self, call: int, ask: Ask, due: float) -> BlockingLink | None:
         """Send a call; give the link, None while its peer is nowhere. Raises what ``BlockingLink.send`` does."""
@@ -108,7 +98,6 @@ class Links:
             address,
             keys=self._keys,
             max_message=wire.MAX_MESSAGE,
-            seat=self.seat if peer is not None and peer >= 0 else None,
             stays=lambda: self._resolve(peer) == address,
         )
 

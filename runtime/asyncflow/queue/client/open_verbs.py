@@ -73,8 +73,7 @@ class OpenVerbs(RowVerbs):
             return verdicts.ok
 
         homes = units_of(rows)
-        sent = at_homes(self, rows, homes, send, what="writing rows", timeout=timeout)
-        parts = yield from self.fresh.changing(sent)
+        parts = yield from at_homes(self, rows, homes, send, what="writing rows", timeout=timeout)
         written = spread_out(parts, len(rows), False)
         if gone := [row for row, ok in zip(rows, written, strict=True) if not ok]:
             raise StaleHandle(f"rows {gone} were lost with their unit", where="write", hint="Put them again")
@@ -167,8 +166,7 @@ class OpenVerbs(RowVerbs):
     def reset(self, partition: str, *, task: str | None = None, timeout: float) -> Verb[int]:
         """Let a task, or all tasks, have every row again, also those that are held now; give how many it had."""
         request = open_calls.Reset(partition, task)
-        sent = self.ask("open.reset", request, open_calls.Counted, timeout=timeout)
-        return (yield from self.fresh.changing(sent)).rows
+        return (yield from self.ask("open.reset", request, open_calls.Counted, timeout=timeout)).rows
 
     def expect(self, partition: str, total: int, *, timeout: float) -> Verb[None]:
         """Say how many rows will be put in all: before that many are there, not all are produced or consumed."""
@@ -192,8 +190,7 @@ class OpenVerbs(RowVerbs):
     def clear_rows(self, partition: str, rows: Sequence[int], *, timeout: float) -> Verb[int]:
         """Forget rows for ever and free their bytes; give how many were there."""
         request = open_calls.ClearRows(partition, list(rows))
-        sent = self.ask("open.clear", request, open_calls.Counted, timeout=timeout)
-        return (yield from self.fresh.changing(sent)).rows
+        return (yield from self.ask("open.clear", request, open_calls.Counted, timeout=timeout)).rows
 
     def partitions(self, *, timeout: float) -> Verb[dict[str, int]]:
         """Give the partitions and how many rows each has."""

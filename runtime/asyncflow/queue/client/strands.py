@@ -17,7 +17,7 @@ from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, Protoco
 from asyncflow.net.rpc import wire
 from asyncflow.net.rpc.blocking_link import LOOK_S, BlockingLink
 from asyncflow.queue.client.links import Links, answer_to
-from asyncflow.queue.client.verbs import Ask, Effect, Farewell, Pause, Peer, Together, Verb
+from asyncflow.queue.client.verbs import Ask, Effect, Pause, Peer, Together, Verb
 
 
 class _Strand:
@@ -89,8 +89,7 @@ class Strands:
         elif isinstance(effect, Together):
             self._split(strand, effect)
         else:
-            if isinstance(effect, Farewell):
-                self._farewells.append(effect.ask)
+            self._farewells.append(effect.ask)
             return False
         return True
 

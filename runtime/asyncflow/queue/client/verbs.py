@@ -6,8 +6,7 @@ A verb decides which calls to make, in which order, and what to do about losses.
 What runners promise: ``Ask`` gives (reply, frames) or throws an AsyncFlowError into the verb, after its timeout at the
 latest; ``Pause`` gives None after its seconds; ``Together`` gives the results of its verbs in their order, or throws
 the error of the first that failed, after the others were ended; ``Farewell`` gives None, and its call is made, without
-awaiting an answer, when the caller leaves the verb (is cancelled or interrupted) from then on; ``Reserve`` gives a
-``Place``, or None by a runner that takes no answer unasked; ``Expect`` gives None.
+awaiting an answer, when the caller leaves the verb (is cancelled or interrupted) from then on.
 
 Invariant: a verb does no I/O and knows no event loop. What it repeats may be repeated (see ``calls``).
 """
@@ -49,15 +48,8 @@ def name_of(peer: Peer) -> str:
     return f"storage unit {peer}" if peer >= 0 else f"controller {-peer}"
 
 
-class Place(Struct, frozen=True):
-    """seat: by which units know who takes the answer; call: its number."""
-
-    seat: int
-    call: int
-
-
 class Ask(Struct, frozen=True, eq=False):
-    """A call. unit: whom it asks, a ``Peer``; timeout: seconds for all of it; promised: where its answer may be."""
+    """A call. unit: whom it asks, a ``Peer``; timeout: seconds for all of it."""
 
     unit: Peer
     method: str
@@ -65,7 +57,6 @@ class Ask(Struct, frozen=True, eq=False):
     reply: type[Struct]
     timeout: float
     frames: Sequence[Buffer] = ()
-    promised: Place | None = None
 
 
 class Pause(Struct, frozen=True, eq=False):
@@ -80,24 +71,13 @@ class Together(Struct, frozen=True, eq=False):
     verbs: list[Verb[Any]]
 
 
-class Reserve(Struct, frozen=True, eq=False):
-    """A place for an answer that may come unasked."""
-
-
-class Expect(Struct, frozen=True, eq=False):
-    """``unit`` was told to answer at the reserved ``place`` what will be asked for as ``promised`` there."""
-
-    unit: int
-    place: Place
-
-
 class Farewell(Struct, frozen=True, eq=False):
     """What is said if the caller leaves."""
 
     ask: Ask
 
 
-Effect: TypeAlias = Ask | Pause | Together | Farewell | Reserve | Expect
+Effect: TypeAlias = Ask | Pause | Together | Farewell
 Verb: TypeAlias = Generator[Effect, Any, T]
 Clock: TypeAlias = Callable[[], float]
 

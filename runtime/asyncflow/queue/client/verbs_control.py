@@ -13,7 +13,6 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from asyncflow.queue.client.fresh import Fresh
 from asyncflow.queue.client.scatter import parts_by
 from asyncflow.queue.client.verbs import Ask, Clock, Peer, Verb, left_of, name_of, once, persist, shard, together
 from asyncflow.queue.protocol import calls
@@ -35,7 +34,7 @@ class ControlVerbs:
     """The verbs of one client, as far as the controller goes. Timeouts are seconds for the whole of a verb.
 
     units: the indices of the units that are there; worker: who holds the leases; attempt: of the role, see
-    ``take_over``; clock: seconds that only grow; fresh: what was sent ahead and may be taken.
+    ``take_over``; clock: seconds that only grow.
     """
 
     def __init__(
@@ -45,7 +44,6 @@ class ControlVerbs:
         self.attempt = attempt
         self.units = units
         self.clock = clock
-        self.fresh = Fresh(clock)
 
     def declare(self, tasks: Sequence[TaskSpec], *, timeout: float) -> Verb[None]:
         """Make tasks known; again with the same changes nothing."""
@@ -77,7 +75,7 @@ class ControlVerbs:
         Raises Fenced if a newer attempt has begun, Refused if θ_step holds samples that were never handed out.
         """
         request = calls.Begin(partition, attempt, step, world)
-        yield from self.fresh.changing(self.ask("queue.begin", request, calls.Done, timeout=timeout))
+        yield from self.ask("queue.begin", request, calls.Done, timeout=timeout)
 
     def slot(
         self, *, partition: str, attempt: int, step: int, slot: int, rank: int, tokens: int, timeout: float
@@ -107,7 +105,7 @@ class ControlVerbs:
     def commit(self, *, partition: str, attempt: int, step: int, timeout: float) -> Verb[None]:
         """Say that a checkpoint holds all steps up to ``step``: their rows are trained and their bytes freed."""
         request = calls.Commit(partition, attempt, step)
-        yield from self.fresh.changing(self.ask("queue.commit", request, calls.Done, timeout=timeout))
+        yield from self.ask("queue.commit", request, calls.Done, timeout=timeout)
 
     def sync(self, *, timeout: float) -> Verb[None]:
         """Have the ledger on disk, with everything that was answered up to now, whatever its class."""
@@ -170,7 +168,7 @@ class ControlVerbs:
         Raises Fenced where a newer attempt of this creator has taken over.
         """
         request = calls.Clear(partition, self.attempt)
-        yield from self.fresh.changing(self.ask("queue.clear", request, calls.Done, timeout=timeout))
+        yield from self.ask("queue.clear", request, calls.Done, timeout=timeout)
 
     def close_partition(self, *, partition: str, step: int, timeout: float) -> Verb[None]:
         """Mark the run complete: every sample of steps up to ``step`` should be finished; the audit checks it."""

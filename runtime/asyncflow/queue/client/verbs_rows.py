@@ -151,22 +151,18 @@ class RowVerbs(ControlVerbs):
         min_rows: int = 1,
         max_tokens: int = 0,
         done: Sequence[str] = (),
-        columns: Sequence[str] = (),
         timeout: float,
     ) -> Verb[calls.Claimed]:
         """Do as ``claim_or_end``, giving the rows column by column; None when the time is over or nothing will come.
 
         min_rows: that many or none; max_tokens: most tokens of all rows, 0 for any number; done: leases of a task that
-        writes nothing, whose rows are acknowledged herewith (``late`` names those that were not in force any more);
-        columns: what the caller will fetch of all these rows; to a claim that had to wait the unit may send them at
-        once. A ``fetch`` of just that within a second, before the next claim of the thread, then finds them there, as
-        they were when the claim was met, unless this client has written, completed or cleared any row since then.
+        writes nothing, whose rows are acknowledged herewith (``late`` names those that were not in force any more).
         """
         ticket = self._claimer.ticket()
         request = calls.ClaimRows(
             partition, task, self.worker, ticket, max_rows, None, None, [], 0.0, list(done), min_rows, max_tokens
         )
-        return self._claimer.claim(request, columns=columns, timeout=timeout)
+        return self._claimer.claim(request, timeout=timeout)
 
     def acknowledge(self, leases: Sequence[str], *, timeout: float) -> Verb[list[bool]]:
         """Complete all rows of leases of tasks that write nothing; False where a lease was not in force any more."""
@@ -192,8 +188,7 @@ class RowVerbs(ControlVerbs):
             mine = numbers if len(indices) == len(numbers) else [numbers[i] for i in indices]
             request = unit_calls.FetchRows(shrink(mine), list(columns))
             method = "unit.lend" if unit in self._lenders else "unit.fetch"
-            place = self.fresh.take(unit, request)
-            reply, frames = yield Ask(unit, method, request, unit_calls.Fetched, seconds, promised=place)
+            reply, frames = yield Ask(unit, method, request, unit_calls.Fetched, seconds)
             came = decode_batch(reply.header, frames, max_bytes=_MOST, writable=False)
             return self._got(unit, mine, reply.first, came)
 
@@ -277,8 +272,7 @@ class RowVerbs(ControlVerbs):
             verdicts, _ = yield Ask(unit, "unit.write", request, calls.Verdicts, seconds, frames)
             return verdicts.ok
 
-        written = at_homes(self, numbers, homes, send, apart=leases, what="writing rows", timeout=timeout)
-        parts = yield from self.fresh.changing(written)
+        parts = yield from at_homes(self, numbers, homes, send, apart=leases, what="writing rows", timeout=timeout)
         return spread_out(parts, len(numbers), False)
 
     def _end(self, rows: Sequence[LeasedRow], *, reason: str, drop: bool, timeout: float) -> Verb[list[bool]]:
@@ -288,7 +282,7 @@ class RowVerbs(ControlVerbs):
             peer = shard(controller_of(lease))
             return (yield from self.ask("queue.end", request, calls.Verdicts, timeout=timeout, peer=peer)).ok
 
-        return self.fresh.changing(scatter((row.lease for row in rows), send))
+        return scatter((row.lease for row in rows), send)
 
 
 def located(rows: Rows) -> tuple[list[int], list[int]]:

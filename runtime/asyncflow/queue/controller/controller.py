@@ -1,8 +1,7 @@
 """The controller's process: the pure ``Table`` with a socket, a clock and a ledger.
 
 A call changes the table at once, where its request is read, and is answered when the ledger has what it changed. What
-cannot be answered yet is parked and tried again whenever its partition has changed: nothing polls. Where nobody is
-parked in its partition, a put is answered first and its rows are made then, before anything else is looked at.
+cannot be answered yet is parked and tried again whenever its partition has changed: nothing polls.
 
 Invariants: no answer leaves before the events behind it are as safe as ``sync`` says; a controller whose ledger cannot
 be written stops serving (``failed``); the time that the process itself did not run is nobody's delay.
@@ -13,10 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +21,7 @@ from asyncflow.errors import Refused
 from asyncflow.net.hosts import address_of
 from asyncflow.net.keys import Keys
 from asyncflow.net.later import Later
-from asyncflow.net.rpc import RpcServer, Then
+from asyncflow.net.rpc import RpcServer
 from asyncflow.queue.controller.alone import Alone
 from asyncflow.queue.controller.home import Home
 from asyncflow.queue.controller.parking import Found, Parking, give, refuse
@@ -35,7 +32,6 @@ from asyncflow.queue.ledger.events import Event
 from asyncflow.queue.ledger.ledger import Ledger, Sync
 from asyncflow.queue.protocol.calls import Claimed
 from asyncflow.queue.protocol.messages import QueueStats
-from asyncflow.queue.table.ahead import SentAhead
 from asyncflow.queue.table.claims import Claim
 from asyncflow.queue.table.compaction import dump
 from asyncflow.queue.table.report import Storage, stats
@@ -45,8 +41,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _STOPPED_S = 1.0
-_MANY = 64
-"""Rows that take longer to make than the process that was answered takes to go on."""
 
 
 class Controller:
@@ -79,7 +73,6 @@ class Controller:
         self.table = Table(index=index, controllers=controllers)
         bind = address_of(host, port)
         self.server = RpcServer(name="controller", bind=bind, keys=keys, advertise=advertise)
-        self.table.books.keeps_up = False
         self._ledger = Ledger(ledger_dir, sync=sync, compact=self._dump, limit=compact_bytes)
         self.sessions = Sessions(self.table, lost_s=unit_lost_s, units=units)
         self.ledger_dir = ledger_dir
@@ -147,7 +140,7 @@ class Controller:
     def _begin(self) -> None:
         """Have the ledger hold what the books do. Raises Refused where it cannot be written."""
         try:
-            self._ledger.begin(dump(self.table.books))
+            self._ledger.begin(self._dump())
         except OSError as error:
             raise self._broken(error) from error
 
@@ -171,15 +164,8 @@ class Controller:
         Gives what is done when all of it is in the ledger; None where it is there already. Raises Refused where it
         cannot be written.
         """
-        found, pending = self._settled(None)
-        give(found, pending, broken=self._broken)
-        return pending
-
-    def _settled(self, ahead: SentAhead | None) -> tuple[Found, asyncio.Future[None] | None]:
-        """Do as ``settle``, but leave those who waited to be answered."""
         books = self.table.books
-        books.catch_up()
-        found = self._parking.take_found(ahead) if books.touched else []
+        found = self._parking.take_found() if books.touched else []
         frees, books.frees = books.frees, []
         self._set_alarm()
         try:
@@ -189,7 +175,8 @@ class Controller:
             raise
         if frees:
             self.sessions.order(frees, after=pending)
-        return found, pending
+        give(found, pending, broken=self._broken)
+        return pending
 
     def _write(self) -> asyncio.Future[None] | None:
         """Have the ledger take what was recorded; give and raise what ``settle`` does."""
@@ -202,24 +189,13 @@ class Controller:
         except OSError as error:
             raise self._broken(error) from error
 
-    def safe(self, reply: T, ahead: SentAhead | None = None) -> Soon[T]:
-        """Settle, and give ``reply`` when the ledger has everything up to now; before the rest, where nobody waits.
-
-        One that has rows sent ahead goes before the answers to those who claimed them, who need both.
-        """
-        books = self.table.books
-        if books.behind and not self._parking.touched and self._write() is None:
-            rows = sum(put.groups * put.size for put, _ in books.behind)
-            return Then(reply, partial(self._follow_up, rows))
-        found, pending = self._settled(ahead)
-        if pending is not None:
-            later: Later[T] = Later()
-            give([(later, reply), *found], pending, broken=self._broken)
-            return later
-        if ahead is not None and ahead.orders:
-            return Then(reply, partial(give, found, None, broken=self._broken))
-        give(found, None, broken=self._broken)
-        return reply
+    def safe(self, reply: T) -> Soon[T]:
+        """Settle, and return ``reply``, or what has it once the ledger holds everything up to now."""
+        if (pending := self.settle()) is None:
+            return reply
+        later: Later[T] = Later()
+        give([(later, reply)], pending, broken=self._broken)
+        return later
 
     def freed(self, reply: T) -> Soon[T]:
         """Settle, and give ``reply`` when the units have freed what they were told to; see ``Sessions.when_freed``.
@@ -228,19 +204,6 @@ class Controller:
         """
         soon = self.safe(reply)
         return self.sessions.when_freed(reply, self.now()) if soon is reply else soon
-
-    def _follow_up(self, rows: int) -> None:
-        """Settle what was answered already; where that fails nobody may rely on this process any more.
-
-        Where the kernel woke who was answered on this core, that one goes first.
-        """
-        if rows >= _MANY:
-            os.sched_yield()
-        try:
-            self.settle()
-        except Exception as error:
-            self.fail(error)
-            raise
 
     def until(
         self, partition: str, attempt: Callable[[], T | None], wait_s: float, otherwise: Callable[[], T]
@@ -283,7 +246,6 @@ class Controller:
             give(found, pending, broken=self._broken)
 
     def _dump(self) -> Iterator[Event]:
-        self.table.books.catch_up()
         return dump(self.table.books)
 
     def _broken(self, error: OSError) -> Refused:

@@ -22,7 +22,6 @@ from asyncflow.queue.protocol.messages import AuditReport, Wanted
 from asyncflow.queue.protocol.runs import expand, shrink, shrink_equal
 from asyncflow.queue.protocol.shard_calls import controller_of
 from asyncflow.queue.table import open_table
-from asyncflow.queue.table.ahead import SentAhead
 from asyncflow.queue.table.claims import ANY, Claim
 from asyncflow.queue.table.feed import NewsFeed
 from asyncflow.queue.table.news import gained
@@ -122,7 +121,6 @@ class Handlers:
             min_rows=call.min_rows,
             max_tokens=call.max_tokens,
             until_done=call.until_done,
-            ahead=call.ahead,
         )
         return self._controller.claim(claim, call.wait_s, late)
 
@@ -183,9 +181,7 @@ class Handlers:
         if self._feed is not None:
             for entry, verdict in zip(call.entries, verdicts, strict=True):
                 self._feed.admitted(entry, verdict.ok)
-        ahead = SentAhead(call.session.home)
-        admitted = unit_calls.Admitted([verdict.short() for verdict in verdicts], ahead.orders)
-        return self._controller.safe(admitted, ahead)
+        return self._controller.safe(unit_calls.Admitted([verdict.short() for verdict in verdicts]))
 
     def _lost(self, call: unit_calls.LostRows) -> None:
         self._sessions.check(call.session, self._controller.now())
@@ -195,7 +191,6 @@ class Handlers:
         )
 
     def _verdict(self, entry: unit_calls.Entry, session: unit_calls.Session) -> unit_calls.Verdict:
-        self._table.books.catch_up()
         try:
             verdict = self._admitted(entry, session)
         except ValueError as wrong:

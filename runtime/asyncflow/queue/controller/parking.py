@@ -15,7 +15,6 @@ from asyncflow.errors import AsyncFlowError
 from asyncflow.net.deadlines import Deadline, Deadlines
 from asyncflow.net.later import Later
 from asyncflow.queue.protocol.calls import Claimed
-from asyncflow.queue.table.ahead import SentAhead
 from asyncflow.queue.table.claims import Claim
 from asyncflow.queue.table.feed import FEED
 from asyncflow.queue.table.table import Table
@@ -48,11 +47,6 @@ class Parking:
 
     def __len__(self) -> int:
         return sum(map(len, self._waiters.values()))
-
-    @property
-    def touched(self) -> bool:
-        """Whether anybody waits in a partition that was touched."""
-        return not self._waiters.keys().isdisjoint(self._table.books.touched)
 
     def park(
         self, partition: str, attempt: Callable[[], T | None], wait_s: float, otherwise: Callable[[], T]
@@ -87,15 +81,14 @@ class Parking:
                 self._give([(self._leave(waiter), Claimed(None, False, late, withdrawn=True))])
                 return
 
-    def take_found(self, ahead: SentAhead | None) -> Found:
-        """Take the calls that can be answered now. ahead: takes the claims among them whose rows can be sent ahead."""
+    def take_found(self) -> Found:
+        """Take the calls that can be answered now."""
         books = self._table.books
         found: Found = []
-        if self.touched:
-            for grant in self._table.claims.serve(self._now()):
-                waiter, late = self._claims[grant.claim]
-                unasked = ahead is not None and ahead.take(grant)
-                found.append((self._leave(waiter), Claimed(grant.lot.shrunk(), False, late, unasked)))
+        if not self._waiters.keys().isdisjoint(books.touched):
+            for claim, lot in self._table.claims.serve(self._now()):
+                waiter, late = self._claims[claim]
+                found.append((self._leave(waiter), Claimed(lot.shrunk(), False, late)))
             for partition in (*(self._waiters.keys() & books.touched), FEED):
                 for waiter in list(self._waiters.get(partition, ())):
                     try:

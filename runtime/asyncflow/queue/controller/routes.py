@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 
 from msgspec import Struct
 
-from asyncflow.net.rpc import Handler, NowHandler, Then
+from asyncflow.net.rpc import Handler, NowHandler
 
 Wrap: TypeAlias = Callable[[Handler], Handler]
 """Gives another handler, made of the usual one."""
@@ -55,9 +55,6 @@ class Chosen:
 def _waiting(handler: NowHandler) -> Handler:
     async def handle(call: Any, frames: Any) -> Any:
         reply = handler(call, frames)
-        if isinstance(reply, Then):
-            reply.after()
-            return reply.reply
         return reply if isinstance(reply, Struct | tuple) else await reply
 
     return handle

@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar
 
 from asyncflow.net.later import Later
-from asyncflow.net.rpc import Then
 from asyncflow.queue.controller.sessions import Sessions
 from asyncflow.queue.protocol.calls import Claimed
 from asyncflow.queue.protocol.messages import QueueStats
-from asyncflow.queue.table.ahead import SentAhead
 from asyncflow.queue.table.claims import Claim
 from asyncflow.queue.table.table import Table
 
 T = TypeVar("T")
-Soon: TypeAlias = "T | Then[T] | Later[T] | asyncio.Future[T]"
-"""An answer, or what has it or will have it."""
+Soon: TypeAlias = "T | Later[T] | asyncio.Future[T]"
+"""An answer, or what will have it."""
 
 
 Address: TypeAlias = Callable[[int], str | None]
@@ -47,12 +45,8 @@ class Serving(Protocol):
     async def synced(self) -> None:
         """Wait until the ledger has everything up to now on disk, whatever its class."""
 
-    def safe(self, reply: T, ahead: SentAhead | None = None) -> Soon[T]:
-        """Settle, and give ``reply`` when the ledger has everything up to now.
-
-        ahead: takes the parked claims that are met meanwhile, as far as the unit that gets the reply can send to them;
-        it gets the reply before they are answered.
-        """
+    def safe(self, reply: T) -> Soon[T]:
+        """Settle, and give ``reply`` when the ledger has everything up to now."""
 
     def freed(self, reply: T) -> Soon[T]:
         """Settle, and give ``reply`` when the units have freed what they were told to, as far as they do so soon."""

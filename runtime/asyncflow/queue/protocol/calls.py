@@ -10,7 +10,6 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from asyncflow.net.rpc.wire import CallId, SeatNumber
 from asyncflow.queue.protocol.lot import Lot, Slot
 from asyncflow.queue.protocol.messages import LeasedRow, PartitionSnapshot, TaskSpec
 
@@ -39,24 +38,12 @@ class Declare(Struct, frozen=True):
     specs: list[TaskSpec]
 
 
-class Ahead(Struct, frozen=True, array_like=True):
-    """Columns that a claimer is going to fetch, and where it takes them if they come unasked.
-
-    seat: by which units know it; call: the number of the answer, which is used for nothing else.
-    """
-
-    seat: SeatNumber
-    call: CallId
-    columns: list[str]
-
-
 class ClaimRows(Struct, frozen=True, omit_defaults=True):
     """Lease rows; parks for ``wait_s`` seconds.
 
     min_rows: met only with at least so many; max_tokens: most tokens of prompts and responses, 0 for any number, but at
     least one row or group; done: leases of tasks that write nothing, whose rows are completed before this claim is met;
-    until_done: the task has not ended while others hold rows of it, which may come back; ahead: where cells may come
-    before they are asked for.
+    until_done: the task has not ended while others hold rows of it, which may come back.
     """
 
     partition: str
@@ -72,20 +59,17 @@ class ClaimRows(Struct, frozen=True, omit_defaults=True):
     min_rows: Annotated[int, Meta(ge=1)] = 1
     max_tokens: Annotated[int, Meta(ge=0)] = 0
     until_done: bool = False
-    ahead: Ahead | None = None
 
 
 class Claimed(Struct, frozen=True, omit_defaults=True):
     """The rows, None if the time was over. ended: the partition is closed and holds nothing more for the task.
 
-    late: those of ``done`` that were not in force any more; ahead: a unit was told to send the cells; withdrawn: the
-    caller asked for this answer.
+    late: those of ``done`` that were not in force any more; withdrawn: the caller asked for this answer.
     """
 
     lot: Lot | None
     ended: bool
     late: list[str] = []
-    ahead: bool = False
     withdrawn: bool = False
 
     @property

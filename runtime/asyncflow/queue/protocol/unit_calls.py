@@ -11,7 +11,6 @@ from msgspec import Meta, Struct
 
 from asyncflow.identity import home
 from asyncflow.net.frames import BatchHeader
-from asyncflow.net.rpc.wire import CallId, SeatNumber
 from asyncflow.queue.protocol.calls import Attempt, Bytes, Seconds
 from asyncflow.queue.protocol.messages import SERIAL_BITS, RowMeta, Tag
 from asyncflow.queue.protocol.runs import expand_equal, shrink_equal
@@ -244,19 +243,10 @@ class Verdict(Struct, frozen=True):
         return expand_equal(self.ok, count) or [False] * count
 
 
-class SendAhead(Struct, frozen=True, array_like=True):
-    """Answer ``request`` as if who has this seat had made it, under that number."""
-
-    seat: SeatNumber
-    call: CallId
-    request: FetchRows
-
-
-class Admitted(Struct, frozen=True, omit_defaults=True):
-    """A verdict for each entry. ahead: what is to be sent once these are carried out."""
+class Admitted(Struct, frozen=True):
+    """A verdict for each entry."""
 
     verdicts: list[Verdict]
-    ahead: list[SendAhead] = []
 
 
 class Watch(Struct, frozen=True):

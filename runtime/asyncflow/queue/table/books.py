@@ -31,8 +31,7 @@ class Books:
     rows: those that have bytes, by id; units: those there, by index; leaving: epochs of those that shall leave; outbox:
     events to be written; frees: rows whose bytes are not needed any more; touched: partitions whose indexes or gang may
     have changed since it was last emptied; now: clock of ``Row.since``; index: of the controller whose books these are;
-    news: told of each event before it happens, for who follows; behind: events that were recorded and have not happened
-    yet, each with what comes after it; keeps_up: there are never any.
+    news: told of each event before it happens, for who follows.
     """
 
     def __init__(self, folds: Mapping[type, Fold]) -> None:
@@ -49,8 +48,6 @@ class Books:
         self.now = 0.0
         self.index = 0
         self.news: Callable[[ev.Event], None] | None = None
-        self.behind: list[tuple[ev.Put, Callable[[], None]]] = []
-        self.keeps_up = True
 
     def record(self, event: ev.Event) -> None:
         """Let ``event`` happen, and have it written."""
@@ -58,22 +55,6 @@ class Books:
             self.news(event)
         self.apply(event)
         self.outbox.append(event)
-
-    def record_behind(self, event: ev.Put, after: Callable[[], None]) -> None:
-        """Have ``event`` written; it and then ``after`` happen when the books catch up. For what cannot fail."""
-        if self.news is not None:
-            self.news(event)
-        self.outbox.append(event)
-        self.behind.append((event, after))
-        if self.keeps_up:
-            self.catch_up()
-
-    def catch_up(self) -> None:
-        """Let happen what was recorded. Before that nobody looks, but at what comes next for the ledger."""
-        behind, self.behind = self.behind, []
-        for event, after in behind:
-            self.apply(event)
-            after()
 
     def apply(self, event: ev.Event) -> None:
         """Let ``event`` happen. LedgerCorrupt where it cannot have followed what happened before."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, cast
+from typing import Final, cast
 
 from msgspec import Struct
 
@@ -17,7 +17,6 @@ from asyncflow.errors import Refused
 from asyncflow.flow.schedule import Window
 from asyncflow.flow.selection import Appetite
 from asyncflow.queue.ledger import events as ev
-from asyncflow.queue.protocol.calls import Ahead
 from asyncflow.queue.protocol.lot import Lot
 from asyncflow.queue.table.books import Books
 from asyncflow.queue.table.granted import lot_of_lease
@@ -47,14 +46,6 @@ class Claim(Struct, eq=False):
     min_rows: int = 1
     max_tokens: int = 0
     until_done: bool = False
-    ahead: Ahead | None = None
-
-
-class Grant(NamedTuple):
-    """A claim that was met."""
-
-    claim: Claim
-    lot: Lot
 
 
 @dataclass(slots=True)
@@ -103,9 +94,9 @@ class Claims:
         if not claims and tasks.pop(claim.task, None) is not None and not tasks:
             del self._parked[claim.partition]
 
-    def serve(self, now: float) -> list[Grant]:
-        """Meet the claims that can be met in the partitions that were touched."""
-        grants: list[Grant] = []
+    def serve(self, now: float) -> list[tuple[Claim, Lot]]:
+        """Meet the claims that can be met in the partitions that were touched; return each with its rows."""
+        grants: list[tuple[Claim, Lot]] = []
         for partition in self._parked.keys() & self._books.touched:
             for task, claims in list(self._parked[partition].items()):
                 queue = self._books.partition(partition).queues.get(task)
@@ -113,13 +104,13 @@ class Claims:
                     self._serve(queue, claims, grants, now)
         return grants
 
-    def _serve(self, queue: TaskQueue, claims: dict[Claim, None], grants: list[Grant], now: float) -> None:
+    def _serve(self, queue: TaskQueue, claims: dict[Claim, None], grants: list[tuple[Claim, Lot]], now: float) -> None:
         waiting = list(claims)
         for exact in (True, False):
             for claim in waiting:
                 if (lot := self._meet(queue, claim, now, exact=exact)) is not None:
                     self.withdraw(claim)
-                    grants.append(Grant(claim, lot))
+                    grants.append((claim, lot))
             waiting = [claim for claim in claims if claim.appetite.accept]
 
     def grant(self, claim: Claim, now: float) -> Lot | None:

@@ -1,7 +1,5 @@
 """Rows of open partitions: put by anybody, under numbers of the client's own, and perhaps under keys.
 
-A put of which nothing was there before cannot fail, so it may be answered before its rows are made.
-
 Invariants: a serial makes rows once, whatever became of them, unless they are wanted; two living rows of a partition
 never have one key; a group is made whole or not at all; a closed partition gets no new row. A put under keys is put off
 while a unit of before a restart has not yet told what it holds.
@@ -10,7 +8,6 @@ while a unit of before a restart has not yet told what it holds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 from asyncflow.errors import PeerLost, Refused
 from asyncflow.queue.ledger import events as ev
@@ -68,8 +65,8 @@ class Puts:
         taken: set[Tag | None] = {key for key in keys if key in held.keys} if held.keys else set()
         if not taken and not held.used.overlaps(serial, count):
             _check_open(held)
-            put = ev.Put(partition, serial, count, size, rows[0])
-            self._books.record_behind(put, partial(self._fill, held, rows, slice(len(rows)), cells, tags))
+            self._books.record(ev.Put(partition, serial, count, size, rows[0]))
+            self._fill(held, rows, slice(len(rows)), cells, tags)
             return [True] * len(rows), rows
         _check_sizes(held, serial, count, size)
         homes = [

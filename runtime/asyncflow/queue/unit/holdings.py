@@ -136,12 +136,8 @@ class Holdings:
         return put
 
     def decide(self, put: Put, verdict: Verdict) -> None:
-        """Tell who put what was decided, and ``enter`` it: nobody asks before all is done."""
+        """Hold those rows of ``put`` that were admitted, and free the others; whoever put them learns it at once."""
         put.tell(verdict)
-        self.enter(put, verdict)
-
-    def enter(self, put: Put, verdict: Verdict) -> None:
-        """Make those rows of ``put`` that were admitted part of the holdings, and free the others."""
         ok = verdict.each(len(put.rows))
         refused, void = self._write(put, put.entry, ok) if isinstance(put.entry, NewCells) else self._admit(put, ok)
         del self.puts[put]

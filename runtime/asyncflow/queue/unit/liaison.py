@@ -28,7 +28,6 @@ from asyncflow.queue.protocol.unit_calls import (
     Hello,
     NewCells,
     Orders,
-    SendAhead,
     Session,
     Strangers,
     Verdict,
@@ -50,8 +49,7 @@ class Liaison:
     """Keeps a unit and the controller in agreement, until the unit is replaced.
 
     epoch: that of the unit's rows, 0 before the first session; joined: set when the controller has taken the unit in;
-    leave: set when it wants the unit to leave; address: gives the unit's own; shard: gives that of a shard; ahead:
-    carries out an order, and never raises.
+    leave: set when it wants the unit to leave; address: gives the unit's own; shard: gives that of a shard.
     """
 
     def __init__(
@@ -64,7 +62,6 @@ class Liaison:
         address: Callable[[], str] = lambda: "",
         shard: Callable[[int], str | None] = lambda _: None,
         keys: Keys | None = None,
-        ahead: Callable[[SendAhead], None] = lambda _: None,
     ) -> None:
         self.epoch = 0
         self.joined = asyncio.Event()
@@ -75,7 +72,7 @@ class Liaison:
         self._controller = controller
         self._holdings = holdings
         self._address = address
-        self._telling = Telling(controller=controller, holdings=holdings, ahead=ahead)
+        self._telling = Telling(controller=controller, holdings=holdings)
         self._rows = 0
         self._controllers = 1
         self._shards = Shards(name=f"storage unit {unit}", address=shard, keys=keys, decided=self._ruled)

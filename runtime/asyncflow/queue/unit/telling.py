@@ -20,7 +20,7 @@ from msgspec import Struct
 from asyncflow.errors import AsyncFlowError, PeerLost
 from asyncflow.net.rpc import RpcClient
 from asyncflow.queue.protocol.calls import Done
-from asyncflow.queue.protocol.unit_calls import Admit, Admitted, LostRows, NewCells, SendAhead, Session
+from asyncflow.queue.protocol.unit_calls import Admit, Admitted, LostRows, NewCells, Session
 from asyncflow.queue.unit.holdings import Holdings
 from asyncflow.queue.unit.pieces import Put
 
@@ -33,13 +33,12 @@ _NEWS = 10_000
 
 
 class Telling:
-    """Tells it on, whenever there is a session. ahead: carries out an order, and never raises."""
+    """Tells it on, whenever there is a session."""
 
-    def __init__(self, *, controller: RpcClient, holdings: Holdings, ahead: Callable[[SendAhead], None]) -> None:
+    def __init__(self, *, controller: RpcClient, holdings: Holdings) -> None:
         self.session: Session | None = None
         self._controller = controller
         self._holdings = holdings
-        self._ahead = ahead
         self._news: list[NewCells] = []
         self._forgot = False
         self._lost: dict[int, None] = {}
@@ -134,19 +133,8 @@ class Telling:
     def _decide(self, admit: Admit, puts: Sequence[Put], admitted: Admitted) -> None:
         news = len(admit.entries) - len(puts)
         del self._news[:news]
-        decided = list(zip(puts, admitted.verdicts[news:], strict=True))
-        if not admitted.ahead:
-            for put, verdict in decided:
-                self._holdings.decide(put, verdict)
-            return
-        try:
-            for put, verdict in decided:
-                self._holdings.enter(put, verdict)
-            for order in admitted.ahead:
-                self._ahead(order)
-        finally:
-            for put, verdict in decided:
-                put.tell(verdict)
+        for put, verdict in zip(puts, admitted.verdicts[news:], strict=True):
+            self._holdings.decide(put, verdict)
 
 
 def _too_much() -> PeerLost:

@@ -103,7 +103,6 @@ class StorageUnit:
             address=lambda: self.server.address,
             shard=shard,
             keys=keys,
-            ahead=lambda order: self.server.answer_unasked(order.seat, order.call, "unit.fetch", order.request),
         )
         self.leaving = self._liaison.leave
         self._transit = Transit(self.holdings, home=lambda: self._liaison.home, where=name)
