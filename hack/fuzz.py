@@ -185,7 +185,7 @@ def ids(data: bytes) -> None:
     except (*wire.MALFORMED, ProtocolError):
         return
     assert len(meant) <= runs.MOST + len(said)
-    assert min(said, default=0) < 0 or runs.expand(runs.shrink(meant)) == meant
+    assert min(said, default=0) < 0 or list(runs.expand(runs.shrink(meant))) == list(meant)
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
