@@ -50,7 +50,7 @@ def _data(words: str, **settings: Any) -> Iterable[Line]:
             settings=settings,
             bar=0.8,
             keyed=0.5,
-            shared=None if "samples" in what else 2.0,
+            shared=None if "samples" in what else 1.5,
             unit="GB/s",
         )
 

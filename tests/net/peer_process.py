@@ -34,34 +34,6 @@ async def echo(bind: str) -> None:
     await asyncio.Event().wait()
 
 
-async def lender(bind: str) -> None:
-    """Keep what callers bring, as a storage unit does, and give it to all."""
-    server = RpcServer(name="lender", bind=bind, lends=True)
-    kept: list[memoryview] = []
-
-    async def keep(request: Number, frames: Sequence[memoryview]) -> Number:
-        kept[:] = frames
-        return request
-
-    async def give(request: Number, _: Sequence[memoryview]) -> tuple[Number, Sequence[memoryview]]:
-        return request, kept
-
-    server.route("keep", Number, keep)
-    server.route("give", Number, give)
-    sys.stdout.write(await server.start() + "\n")
-    sys.stdout.flush()
-    await asyncio.Event().wait()
-
-
-async def holder(address: str) -> None:
-    client = RpcClient(name="holder", resolve=address)
-    _, came = await client.call_frames("give", Number(value=1), Number, timeout=30)
-    assert came[0].readonly
-    sys.stdout.write("holds\n")
-    sys.stdout.flush()
-    await asyncio.Event().wait()
-
-
 async def directory(bind: str) -> None:
     server = RpcServer(name="driver", bind=bind)
     members = Directory(heartbeat_s=0.1, lost_after_s=0.6)
@@ -92,5 +64,5 @@ async def mover(address: str) -> None:
 
 
 if __name__ == "__main__":
-    kinds = {"echo": echo, "directory": directory, "member": member, "mover": mover, "lender": lender, "holder": holder}
+    kinds = {"echo": echo, "directory": directory, "member": member, "mover": mover}
     asyncio.run(kinds[sys.argv[1]](sys.argv[2]))

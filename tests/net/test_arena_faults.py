@@ -136,53 +136,6 @@ async def test_what_callers_brought_outlives_them_and_nothing_else_does(spawn: A
     await server.close()
 
 
-async def test_what_is_lent_stays_as_it_is_whoever_ends(spawn: Any, arenas: Any) -> None:
-    lender = await asyncio.to_thread(spawn, "lender", BIND)
-    producer = RpcClient(name="producer", resolve=lender.said)
-    consumer = BlockingLink(lender.said, keys=None, max_message=1 << 30)
-
-    async def bring(value: int) -> None:
-        for _ in range(8):
-            frames = [np.full(2_000_000, value, np.float64).data]
-            await producer.call_frames("keep", Number(value=1), Number, timeout=20, frames=frames)
-
-    await bring(1)
-    await asyncio.to_thread(consumer.send, 0, "give", Number(value=1), [], deadline=time.monotonic() + 20)
-    came = (await asyncio.to_thread(receive, consumer))[2]
-    assert came.readonly
-    looked = np.frombuffer(came, np.float64)[7:]
-    del came
-    await bring(2)
-    assert (looked == 1).all()
-    consumer.close()
-    del consumer
-    await bring(3)
-    assert (looked == 1).all()
-    lender.kill()
-    with pytest.raises(PeerLost):
-        await producer.call_frames("keep", Number(value=1), Number, timeout=20, frames=[FRAME])
-    await producer.close()
-    assert (looked == 1).all()
-    assert arenas() > 0
-    del looked
-    await arenas.until_none()
-    assert not is_left(lender.said)
-
-
-async def test_what_was_lent_to_a_process_that_is_killed_is_free_again(spawn: Any, arenas: Any) -> None:
-    lender = await asyncio.to_thread(spawn, "lender", BIND)
-    producer = RpcClient(name="producer", resolve=lender.said)
-    await producer.call_frames("keep", Number(value=1), Number, timeout=20, frames=[FRAME])
-    holders = [await asyncio.to_thread(spawn, "holder", lender.said) for _ in range(3)]
-    assert [holder.said for holder in holders] == ["holds"] * 3
-    await producer.call_frames("keep", Number(value=1), Number, timeout=20, frames=[])
-    await producer.close()
-    for holder in holders:
-        assert arenas(lender.process.pid) > 0
-        holder.kill()
-    await arenas.until_none(lender.process.pid)
-
-
 def shared_kb() -> int:
     gc.collect()
     return int(shared_memory(os.getpid()).split()[1])

@@ -19,9 +19,8 @@ import numpy as np
 import pytest
 from msgspec import Struct
 
-from asyncflow.errors import AsyncFlowError, ProtocolError
+from asyncflow.errors import AsyncFlowError
 from asyncflow.net.arena import memfd, unix
-from asyncflow.net.arena.loans import Mapping, owner_of
 from asyncflow.net.arena.unix import SHARED_MEMORY_ENV
 from asyncflow.net.hosts import host_and_port
 from asyncflow.net.keys import Keys
@@ -45,19 +44,6 @@ async def add(request: Number, frames: Sequence[memoryview]) -> tuple[Number, Se
 async def serve(keys: Keys | None = None) -> RpcServer:
     server = RpcServer(name="server", bind="tcp://127.0.0.1:*", keys=keys)
     server.route("add", Number, add)
-    await server.start()
-    return server
-
-
-async def lender(kept: list[memoryview]) -> RpcServer:
-    """Serve one who keeps what comes in ``kept``, and lends that."""
-
-    async def keep(request: Number, frames: Sequence[memoryview]) -> tuple[Number, Sequence[memoryview]]:
-        kept[:] = frames or kept
-        return request, kept
-
-    server = RpcServer(name="lender", bind="tcp://127.0.0.1:*", lends=True)
-    server.route("keep", Number, keep)
     await server.start()
     return server
 
@@ -272,27 +258,6 @@ async def test_an_address_too_long_for_a_name_is_served_without() -> None:
     assert unix.dialled(f"tcp://{'a' * 100}:5571") is None
 
 
-async def test_who_could_not_have_a_file_that_it_was_lent_goes_on_over_tcp(
-    no_descriptors: Any, monkeypatch: pytest.MonkeyPatch, made: list[int]
-) -> None:
-    monkeypatch.setattr(unix, "_WITHOUT", set())
-    server = await serve()
-    ours, theirs = socket.socketpair()
-    name = unix._name(server.address)
-    assert name is not None
-    with theirs, unix.ArenaSocket(fileno=ours.detach()) as mine:
-        mine.name = name.decode()
-        mine.hand_over()
-        with no_descriptors():
-            socket.send_fds(theirs, [b"bytes"], [0])
-            with pytest.raises(ProtocolError, match="no more open"):
-                mine.recv_into(bytearray(8))
-    assert unix.dialled(server.address) is None
-    await moves(server)
-    assert not made
-    await server.close()
-
-
 def knock(server: RpcServer) -> socket.socket:
     made = socket.socket(socket.AF_UNIX)
     made.connect(unix._name(server.address))
@@ -359,6 +324,21 @@ async def test_whatever_a_caller_says_after_the_handshake_ends_only_its_own_stre
         assert await asyncio.to_thread(lie_to, server, lie) == b""
     assert server.counters.dropped["peer"] == 4
     await moves(server)
+    await server.close()
+
+
+async def test_files_that_come_with_later_bytes_are_not_taken(made: list[int]) -> None:
+    server = await serve()
+    caller, handshake = unix.dialled(server.address), Handshake(None)
+    assert caller is not None
+    with caller:
+        caller.settimeout(10)
+        caller.send(handshake.hello())
+        welcome = await asyncio.to_thread(caller.recv, WELCOME_SIZE)
+        before = len(files())
+        socket.send_fds(caller, [handshake.welcomed(welcome) + b"\xff" * 64], [0, 0])
+        await until(lambda: server.counters.dropped["peer"] == 1)
+        assert len(files()) < before
     await server.close()
 
 
@@ -437,42 +417,6 @@ async def test_calls_that_are_sent_while_answers_come_do_not_block_each_other(ma
     del answers
     await arenas.until_none()
     await server.close()
-
-
-async def test_what_callers_have_let_go_of_goes_back_also_where_nothing_happens() -> None:
-    kept: list[memoryview] = []
-    server = await lender(kept)
-    producer = RpcClient(name="producer", resolve=server.address)
-    consumer = RpcClient(name="consumer", resolve=server.address)
-    await producer.call("keep", Number(value=1), Number, timeout=20, frames=FRAMES)
-    _, came = await consumer.call_frames("keep", Number(value=1), Number, timeout=20)
-    (mapping,) = {memory for frame in kept if isinstance(memory := owner_of(frame), Mapping)}
-    kept.clear()
-    assert mapping.loans
-    came.clear()
-    await until(lambda: not mapping.loans)
-    await consumer.close()
-    await producer.close()
-    await server.close()
-
-
-async def test_what_is_looked_at_longer_than_its_server_serves_is_let_go_when_nobody_does_any_more(
-    arenas: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(answering, "_TIDY_S", 0.01)
-    kept: list[memoryview] = []
-    server = await lender(kept)
-    client = RpcClient(name="client", resolve=server.address)
-    await client.call("keep", Number(value=1), Number, timeout=20, frames=FRAMES)
-    _, came = await client.call_frames("keep", Number(value=1), Number, timeout=20)
-    await server.close()
-    await client.close()
-    kept.clear()
-    await asyncio.sleep(0.1)
-    assert came[1] == LARGE
-    assert arenas() > 0
-    came.clear()
-    await arenas.until_none()
 
 
 async def test_a_server_that_comes_later_is_reached_by_shared_memory_too(made: list[int], arenas: Any) -> None:

@@ -508,10 +508,9 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """Let there be no memory when a large part is to go for the ``at``-th time."""
     calls = iter(range(1, 100))
 
-    def failing(*_: object) -> Sequence[int]:
+    def failing(*_: object) -> None:
         if next(calls) == at:
             raise MemoryError
-        return ()
 
     monkeypatch.setattr(Outbox, "_elsewhere", failing)
     monkeypatch.setattr(ArenaOutbox, "_elsewhere", failing)

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from asyncflow.net.arena.heap import Heap
 
-moves = st.lists(st.one_of(st.integers(1, 40), st.integers(-30, -1), st.just(0)), max_size=120)
-"""Above 0: take so many pages; below: give one place back; 0: take the highest free page."""
+moves = st.lists(st.one_of(st.integers(1, 40), st.integers(-30, -1)), max_size=120)
+"""Above 0: take so many pages; below: give one place back."""
 
 
 def free_runs(taken: dict[int, int], first: int, end: int) -> list[tuple[int, int]]:
@@ -32,12 +32,6 @@ def test_a_place_is_the_lowest_run_that_is_long_enough_and_overlaps_no_other(fir
             assert place == expected
             if place is not None:
                 taken[place] = move
-        elif move == 0:
-            runs = free_runs(taken, first, first + pages)
-            place = heap.take_last()
-            assert place == (runs[-1][1] - 1 if runs else None)
-            if place is not None:
-                taken[place] = 1
         assert all(place in heap for place in taken)
     for place in taken:
         heap.give_back(place)

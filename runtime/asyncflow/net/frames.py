@@ -89,13 +89,11 @@ def encode_batch(columns: Mapping[str, Jagged]) -> tuple[BatchHeader, list[Buffe
     return BatchHeader(rows=rows, columns=headers), [b"".join(small), *large]
 
 
-def decode_batch(
-    header: BatchHeader, frames: Sequence[Buffer], *, max_bytes: int, writable: bool = True
-) -> dict[str, Jagged]:
-    """Give the columns that ``header`` and ``frames`` describe, as arrays that can be written to if ``writable``.
+def decode_batch(header: BatchHeader, frames: Sequence[Buffer], *, max_bytes: int) -> dict[str, Jagged]:
+    """Return the columns that ``header`` and ``frames`` describe, as writable arrays.
 
-    Large ones share the memory of frames that can be written to, or need not be. max_bytes: most bytes that all frames
-    together may hold. Raises ProtocolError where anything disagrees.
+    Large ones share the memory of frames that can be written to. max_bytes: most bytes that all frames together may
+    hold. Raises ProtocolError where anything disagrees.
     """
     dtypes = [DTYPES.get(column.dtype) or _unknown(column) for column in header.columns]
     sizes = [column.values * dtype.itemsize for column, dtype in zip(header.columns, dtypes, strict=True)]
@@ -110,7 +108,7 @@ def decode_batch(
             at += size
         else:
             values = np.frombuffer(next(large), dtype)
-            if not (values.flags.behaved if writable else values.flags.aligned):
+            if not values.flags.behaved:
                 values = values.copy()
         columns[column.name] = _column(column, values, lengths)
     if len(columns) != len(sizes):

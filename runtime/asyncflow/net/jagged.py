@@ -69,13 +69,11 @@ class Jagged:
             raise ValueError(f"rows of inner shape {self.inner} need multiples of {width} values")
 
     @classmethod
-    def trusted(
-        cls, values: Array, lengths: Offsets | None, dtype: str, inner: Inner = (), offsets: Offsets | None = None
-    ) -> Jagged:
+    def trusted(cls, values: Array, lengths: Offsets | None, dtype: str, inner: Inner = ()) -> Jagged:
         """Make a column of what is known to fit together, without looking. lengths: None for one row of all values."""
         made = object.__new__(cls)
         made.values, made.dtype, made.inner = values, dtype, inner
-        made._offsets, made._lengths = offsets, lengths
+        made._offsets, made._lengths = None, lengths
         return made
 
     @classmethod

@@ -33,18 +33,6 @@ class Heap:
                 return begin
         return None
 
-    def take_last(self) -> int | None:
-        """Give the highest free page, which is the last to be needed by others; None where there is none."""
-        if not self._begins:
-            return None
-        page = self._ends[-1] - 1
-        if page > self._begins[-1]:
-            self._ends[-1] = page
-        else:
-            del self._begins[-1], self._ends[-1]
-        self._places[page] = 1
-        return page
-
     def give_back(self, place: int) -> None:
         """Free a place that was taken."""
         end = place + self._places.pop(place)

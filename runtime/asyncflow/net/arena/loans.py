@@ -3,8 +3,7 @@
 A part is a view of the sender's pages, a *loan*; when the last view of it is gone, in whichever thread, the pages go
 back. At most half of an arena is lent: what comes then is copied out, so its sender finds room again. Memory is mapped
 as long as a loan lasts, also after the connection and the sender have ended; of an arena whose connection has ended
-only the pages that are lent are kept, and the bytes that it begins with. A whole part can be *shown*: its byte says so
-to all who are lent it onward.
+only the pages that are lent are kept, and the bytes that it begins with.
 
 The sender could still change what it has sent, as it could change any memory of this process: both run as the same user
 on one host. So could a process that was forked from this one: it shares what had come before.
@@ -14,37 +13,27 @@ Invariant: a part lies within the arena and begins where no other does that is s
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import itertools
 import mmap
 import os
-import threading
 import weakref
 from collections import deque
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncflow.errors import ProtocolError
-from asyncflow.net.arena.memfd import FREE, PAGE, SHOWN, pages_of
-from asyncflow.net.frames import Buffer
+from asyncflow.net.arena.memfd import FREE, PAGE, pages_of
 
 
-class Mapping(mmap.mmap):
+class _Mapping(mmap.mmap):
     """The memory of an arena, which the views of loans keep alive, and with it what must be known when they end.
 
-    file: its descriptor, which ends with this; serial: a number that no other one of this process has; address: where
-    it begins; loans: by first page; ended: bytes of those that have ended, for ``Incoming`` to count; process: the one
-    that received, since those that were forked from it give nothing back.
+    loans: by first page; ended: bytes of those that have ended, for ``Incoming`` to count; process: the one that
+    received, since those that were forked from it give nothing back.
     """
 
-    def __init__(self, file: int, _size: int) -> None:
-        self.file = file
-        weakref.finalize(self, os.close, file)
-        self.serial = next(_SERIALS)
-        self.address = address_of(self)
+    def __init__(self, *_: int) -> None:
         self.loans: dict[int, _Loan] = {}
         self.ended: deque[int] = deque()
         self.closed_stream = False
@@ -57,17 +46,11 @@ class Mapping(mmap.mmap):
                 self.madvise(mmap.MADV_REMOVE, begin * PAGE, (end - begin) * PAGE)
 
 
-_SERIALS = itertools.count()
-_EXITING = threading.Event()
-"""Set when this process ends: from then on nothing is given back, since others may still look at what it has lent."""
-atexit.register(_EXITING.set)
-
-
 class _Loan(weakref.ref[npt.NDArray[np.uint8]]):
     """Ends with the array that it refers to."""
 
     __slots__ = ("mapping", "page", "size")
-    mapping: Mapping
+    mapping: _Mapping
     page: int
     size: int
 
@@ -76,15 +59,14 @@ def _ended(loan: weakref.ref[npt.NDArray[np.uint8]]) -> None:
     """Give the pages of a loan back. This may run between any two steps of any thread: it takes no lock."""
     assert isinstance(loan, _Loan)
     mapping = loan.mapping
-    if mapping.process != os.getpid() or _EXITING.is_set():
+    if mapping.process != os.getpid():
         return
     del mapping.loans[loan.page]
     if mapping.closed_stream:
         mapping.discard(loan.page, loan.page + pages_of(loan.size))
     else:
         mapping[loan.page] = FREE
-        if loan.size:
-            mapping.ended.append(loan.size)
+        mapping.ended.append(loan.size)
 
 
 class Incoming:
@@ -95,7 +77,7 @@ class Incoming:
         self._pages = os.fstat(file).st_size // PAGE
         self._first = pages_of(self._pages)
         self._most_lent = self._pages * PAGE // 2
-        self._mapping: Mapping | None = None
+        self._mapping: _Mapping | None = None
         self._lent = 0
 
     def take(self, page: int, size: int) -> memoryview:
@@ -113,15 +95,11 @@ class Incoming:
             copied = there.copy()
             mapping[page] = FREE
             return copied.data
-        self._lend(mapping, there, page=page, size=size)
-        return there.data
-
-    def _lend(self, mapping: Mapping, there: npt.NDArray[np.uint8], *, page: int, size: int) -> None:
-        """Give the place at ``page`` back when ``there`` is gone, and with it ``size`` bytes."""
         loan = _Loan(there, _ended)
         loan.mapping, loan.page, loan.size = mapping, page, size
         mapping.loans[page] = loan
         self._lent += size
+        return there.data
 
     def close(self) -> None:
         """Take nothing any more; what is lent stays."""
@@ -138,55 +116,10 @@ class Incoming:
                 free = max(free, page + pages_of(size))
             mapping.discard(free, self._pages)
 
-    def _mapped(self) -> Mapping:
+    def _mapped(self) -> _Mapping:
         if self._file < 0:
             raise ProtocolError("a part came through an arena that is closed")
-        made = self._mapping = Mapping(self._file, self._pages * PAGE)
+        made = self._mapping = _Mapping(self._file, self._pages * PAGE)
+        os.close(self._file)
         self._file = -1
         return made
-
-
-def address_of(memory: Buffer | mmap.mmap) -> int:
-    """Give where memory begins."""
-    found: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
-    address: int = found.__array_interface__["data"][0]
-    return address
-
-
-def show(*parts: npt.NDArray[Any]) -> bool:
-    """Mark parts as current, for all who are lent them; mark none, and say so, where not all came through an arena."""
-    places: list[tuple[Mapping, int]] = []
-    for values in parts:
-        mapping = owner_of(values)
-        if not isinstance(mapping, Mapping):
-            return False
-        page, rest = divmod(address_of(values.data) - mapping.address, PAGE)
-        if rest or page not in mapping.loans:
-            return False
-        places.append((mapping, page))
-    for mapping, page in places:
-        mapping[page] = SHOWN
-    return True
-
-
-def hide(values: npt.NDArray[Any]) -> None:
-    """Take back the mark of ``show``."""
-    mapping = owner_of(values)
-    assert isinstance(mapping, Mapping)
-    mapping[(address_of(values.data) - mapping.address) // PAGE] = 0
-
-
-def owner_of(view: object) -> object:
-    """Give whose memory a view or an array shows."""
-    while isinstance(view, np.ndarray | memoryview):
-        view = view.base if isinstance(view, np.ndarray) else view.obj
-    return view
-
-
-def loan_of(view: object) -> object:
-    """Give the array with which a loan ends, for a view of some of it."""
-    found = None
-    while isinstance(view, np.ndarray | memoryview):
-        found = view if isinstance(view, np.ndarray) else found
-        view = view.base if isinstance(view, np.ndarray) else view.obj
-    return found

@@ -26,8 +26,8 @@ from asyncflow.net.arena.heap import Heap
 SIZE = 256 << 20
 """Bytes of an arena."""
 PAGE = mmap.PAGESIZE
-FREE, SHOWN = 1, 2
-"""What the byte of a place's first page becomes: when its part is needed no more, or while it is shown."""
+FREE = 1
+"""What the byte of a place's first page becomes when its part is needed no more."""
 MOST_FILLED = 512 << 20
 _LARGEST = 1 << 30
 _NAME = "asyncflow"
@@ -91,8 +91,7 @@ class Outgoing:
     def __init__(self, file: int) -> None:
         self._file = file
         self._pages = os.fstat(file).st_size // PAGE
-        self._first = pages_of(self._pages)
-        self._heap = Heap(first=self._first, end=self._pages)
+        self._heap = Heap(first=pages_of(self._pages), end=self._pages)
         self._map: mmap.mmap | None = None
         self._filled = 0
 
@@ -100,7 +99,7 @@ class Outgoing:
         """Copy a part to where the other side finds it; give the page where it begins, None where it finds no room."""
         pages = pages_of(len(part))
         if self._map is not None:
-            self._take_back(self._map, 0, self._filled)
+            self._take_back(self._map)
         page = self._heap.take(pages)
         if page is None:
             return None
@@ -119,19 +118,14 @@ class Outgoing:
             self._heap = Heap(first=0, end=0)
             _ALLOWANCE.give(self._filled * PAGE)
 
-    def _take_back(self, memory: mmap.mmap, begin: int, end: int) -> None:
-        """Free the places between two pages that the other side needs no more."""
-        given, at = memory[begin:end], 0
-        while (at := given.find(FREE, at)) >= 0:
-            page = begin + at
+    def _take_back(self, memory: mmap.mmap) -> None:
+        """Free the places that the other side needs no more."""
+        given, page = memory[: self._filled], 0
+        while (page := given.find(FREE, page)) >= 0:
             memory[page] = 0
             if page in self._heap:
                 self._heap.give_back(page)
-                self._given_back(page)
-            at += 1
-
-    def _given_back(self, page: int) -> None:
-        """Learn that a place is free."""
+            page += 1
 
     def _filled_to(self, end: int) -> mmap.mmap | None:
         """Give the memory, of which the pages up to ``end`` are there; None where they cannot be."""

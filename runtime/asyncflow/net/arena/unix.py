@@ -6,7 +6,7 @@ The namespace is that of the network namespace: who reaches the name is on this 
 name. Nothing of it is left when its process ends.
 
 Invariants: both sides have checked that the other runs as the same user, else they do without; a caller that cannot
-have this has lost nothing, it goes on over TCP, as one does that was lent a file when it could have no more open.
+have this has lost nothing, it goes on over TCP; no other files go over such a socket.
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ import os
 import socket
 import struct
 import weakref
-from array import array
 from pathlib import Path
 from typing import Any
 
 from asyncflow.errors import ProtocolError
 from asyncflow.net.arena import memfd
-from asyncflow.net.arena.borrowing import Borrowing
-from asyncflow.net.arena.lending import MOST_FILES, Lending
 from asyncflow.net.arena.loans import Incoming
 from asyncflow.net.arena.messages import ArenaInbox, ArenaOutbox
 from asyncflow.net.keys import Keys
@@ -36,28 +33,17 @@ SHARED_MEMORY_ENV = "ASYNCFLOW_SHARED_MEMORY"
 _MAGIC = b"AFm3"
 _LONGEST_NAME = 107
 _BACKLOG = 1024
-_ROOM = socket.CMSG_SPACE(MOST_FILES * array("i").itemsize)
 _CREDENTIALS = struct.Struct("3i")
-_WITHOUT: set[str] = set()
-"""Names that this process dials no more, since it could not have the files that came from there."""
 
 
 class ArenaSocket(socket.socket):
-    """A stream socket to a peer of this host.
-
-    name: of the listening side; arenas: none before they came; answers: it is the listening side; lends: it
-    may lend what lies in the arenas of others.
-    """
+    """A stream socket to a peer of this host. name: of the listening side; arenas: none before they came."""
 
     name = ""
     arenas: tuple[memfd.Outgoing, Incoming] | None = None
-    answers = False
-    lends = False
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """As of any socket, but the arenas are taken in before the first bytes, and files that are lent with any."""
-        if self.arenas is not None and isinstance(borrowing := self.arenas[1], Borrowing) and not nbytes:
-            return self._received(borrowing, buffer, flags)
+        """As of any socket, but the arenas are taken in before the first bytes."""
         if self.arenas is None:
             came, files, _, _ = socket.recv_fds(self, len(_MAGIC), 2, flags | socket.MSG_CMSG_CLOEXEC)
             if not came:
@@ -73,16 +59,6 @@ class ArenaSocket(socket.socket):
                 raise
             self._have(outgoing=files[1], incoming=files[0])
         return super().recv_into(buffer, nbytes, flags)
-
-    def sendmsg(self, buffers: Any, ancdata: Any = (), flags: int = 0, address: Any = None) -> int:
-        """As of any socket, but files that are lent go with the bytes."""
-        lending = self.arenas[0] if self.arenas is not None else None
-        if isinstance(lending, Lending) and lending.files:
-            ancdata = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", lending.files))]
-            went = super().sendmsg(buffers, ancdata, flags)
-            lending.went()
-            return went
-        return super().sendmsg(buffers, ancdata, flags, address)
 
     def close(self) -> None:
         """Close it, and the arenas."""
@@ -101,23 +77,8 @@ class ArenaSocket(socket.socket):
         self._have(outgoing=filled, incoming=emptied)
         socket.send_fds(self, [_MAGIC], [filled, emptied])
 
-    def _received(self, borrowing: Borrowing, buffer: Any, flags: int) -> int:
-        """Receive bytes, and the files that come with them."""
-        count, came, found, _ = self.recvmsg_into([buffer], _ROOM, flags | socket.MSG_CMSG_CLOEXEC)
-        if came or found & socket.MSG_CTRUNC:
-            files = array("i")
-            for level, kind, data in came:
-                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    files.frombytes(data[: len(data) - len(data) % files.itemsize])
-            borrowing.come(files.tolist())
-            if found & socket.MSG_CTRUNC:
-                _WITHOUT.add(self.name)
-                raise ProtocolError("files of a peer of this host were lost: may this process have no more open?")
-        return count
-
     def _have(self, *, outgoing: int, incoming: int) -> None:
-        to = Lending(outgoing) if self.lends else memfd.Outgoing(outgoing)
-        self.arenas = to, Incoming(incoming) if self.answers else Borrowing(incoming)
+        self.arenas = memfd.Outgoing(outgoing), Incoming(incoming)
         for side in self.arenas:
             weakref.finalize(self, side.close).atexit = False  # what ends with the process needs no closing
 
@@ -145,7 +106,7 @@ def boxes(peer: socket.socket, handshake: Handshake, *, most: int, staging: memo
 def dialled(address: str) -> ArenaSocket | None:
     """Connect to whoever listens at ``address`` on this host, without waiting; None where that is nobody."""
     name = _name(address)
-    if name is None or name.decode() in _WITHOUT:
+    if name is None:
         return None
     made = ArenaSocket(socket.AF_UNIX)
     made.name = name.decode()
@@ -177,15 +138,14 @@ def listening(address: str) -> socket.socket | None:
     return made
 
 
-def accepted(caller: socket.socket, *, lends: bool = False) -> ArenaSocket | None:
-    """Take in a caller of this host, which is lent parts if ``lends``; None, and the end of it, for another user."""
+def accepted(caller: socket.socket) -> ArenaSocket | None:
+    """Take in a caller of this host; close it and return None where it runs as another user."""
     if not _is_ours(caller):
         caller.close()
         return None
     name = caller.getsockname()
     made = ArenaSocket(fileno=caller.detach())
     made.name = name.decode()
-    made.answers, made.lends = True, lends
     return made
 
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Hashable, Sequence
 
 from asyncflow.errors import AsyncFlowError, ProtocolError
 from asyncflow.net.arena import unix
-from asyncflow.net.arena.lending import forget_gone, take_back
 from asyncflow.net.frames import Buffer
 from asyncflow.net.keys import Keys
 from asyncflow.net.rpc.flow import Flow, tune
@@ -30,15 +29,13 @@ _MOST_UNSENT = 64 << 20
 """Bytes of answers from which on a peer is heard no more until it has read them; one answer may have more."""
 _SHAKE_S = 10.0
 _FULL_S = 0.1
-_TIDY_S = 1.0
 
 
 class Answering:
     """Listens for streams. deliver: gets each message, and the number of the peer that sent it.
 
-    nearby: listens to callers of this host, if there is such a socket; server: which one this is; lends: callers of
-    this host may be lent parts that lie in the memory of others; dropped: told why a peer was cut off for good; keys:
-    of the job, None for plain text; most: bytes of one message.
+    nearby: listens to callers of this host, if there is such a socket; server: which one this is; dropped: told
+    why a peer was cut off for good; keys: of the job, None for plain text; most: bytes of one message.
     """
 
     def __init__(
@@ -47,7 +44,6 @@ class Answering:
         *,
         nearby: sockets.socket | None,
         server: bytes,
-        lends: bool,
         keys: Keys | None,
         most: int,
         deliver: Callable[[int, list[memoryview]], None],
@@ -56,7 +52,6 @@ class Answering:
         self.closed = False
         self._listening = [listening] if nearby is None else [listening, nearby]
         self._server = server
-        self._lends = lends
         self._keys = keys
         self._most = most
         self._deliver = deliver
@@ -65,7 +60,6 @@ class Answering:
         self._strangers: dict[int, None] = {}
         self._numbers = itertools.count()
         self._staging = staging()
-        self._tidies = False
         self._loop = asyncio.get_running_loop()
         self._listen()
 
@@ -85,8 +79,6 @@ class Answering:
                 flow.close()
             self._peers.clear()
             self._strangers.clear()
-            if not self._tidies:
-                self._tidy()
 
     def _listen(self) -> None:
         for listening in self._listening:
@@ -103,7 +95,7 @@ class Answering:
             self._loop.call_later(_FULL_S, self._listen)
             return
         if listening.family == sockets.AF_UNIX:
-            known = unix.accepted(socket, lends=self._lends)
+            known = unix.accepted(socket)
             if known is None:
                 self._dropped("a caller of this host runs as another user")
                 return
@@ -127,8 +119,6 @@ class Answering:
             most_unsent=_MOST_UNSENT,
         )
         self._strangers[peer] = None
-        if self._lends and not self._tidies:
-            self._tidy()
         self._loop.call_later(_SHAKE_S, self._cut_off_stranger, peer)
 
     def _shaking(self, peer: int, socket: sockets.socket) -> Callable[[bytes], tuple[Inbox, Outbox] | int]:
@@ -161,15 +151,3 @@ class Answering:
         self._strangers.pop(peer, None)
         if self._peers.pop(peer, None) is not None and isinstance(why, ProtocolError):
             self._dropped(str(why))
-        if not self._tidies:
-            self._tidy()
-
-    def _tidy(self) -> None:
-        """See again and again what callers still look at of what they were lent, as long as there are any, and those
-        that are gone.
-        """
-        take_back()
-        remains = not forget_gone()
-        self._tidies = remains or (self._lends and bool(self._peers))
-        if self._tidies:
-            self._loop.call_later(_TIDY_S, self._tidy)

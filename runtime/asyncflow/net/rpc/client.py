@@ -79,7 +79,7 @@ class RpcClient:
     async def call_frames(
         self, method: str, request: Struct, reply: type[R], *, timeout: float, frames: Sequence[Buffer] = ()
     ) -> tuple[R, list[memoryview]]:
-        """Call ``method`` with ``request`` and ``frames``; give the reply and its frames, writable unless lent.
+        """Call ``method`` with ``request`` and ``frames``; give the reply and its frames, which are writable.
 
         timeout: seconds that all of it may take, finding and reaching the peer included. Frames of 64 KiB and more are
         sent from where they lie: they must not change any more, even when the call was given up.

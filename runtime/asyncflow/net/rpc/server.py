@@ -70,8 +70,7 @@ class RpcServer:
     name: of this server, in logs and errors; bind: address, ``*`` for any free port, with which server this is
     (``tcp://HOST:PORT/SERVER``) where callers know that already; keys: the job's key, None for plain text; max_message:
     most bytes of one message, frames included; advertise: host that others dial, by default the bound one, or this
-    machine's own address when bound to all interfaces; lends: frames of replies that came through shared memory are
-    lent as they lie there, to be read only, to callers of this host.
+    machine's own address when bound to all interfaces.
     """
 
     def __init__(
@@ -82,7 +81,6 @@ class RpcServer:
         keys: Keys | None = None,
         max_message: int = wire.MAX_MESSAGE,
         advertise: str = "",
-        lends: bool = False,
     ) -> None:
         self.name = name
         self.counters = RpcCounters()
@@ -90,7 +88,6 @@ class RpcServer:
         self._keys = keys
         self._max_message = max_message
         self._advertise = advertise
-        self._lends = lends
         self._address = ""
         self._routes: dict[str, _Route] = {}
         self._running: dict[tuple[int, int], Awaited] = {}
@@ -123,7 +120,6 @@ class RpcServer:
             listening.socket,
             nearby=unix.listening(self._address),
             server=listening.server,
-            lends=self._lends,
             keys=self._keys,
             most=self._max_message,
             deliver=self._deliver,

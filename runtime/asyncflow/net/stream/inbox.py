@@ -6,7 +6,7 @@ no size is believed beyond ``most``, and memory is touched only by bytes that ca
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import TypeAlias
 
 import numpy as np
@@ -116,9 +116,9 @@ class Inbox:
             self._whole.append(parts)
             del opened, parts
 
-    def _found(self, word: int, more: Iterator[int]) -> memoryview | None:
-        """Give the large part of which a block says this, and ``more``, where that is not its size and it comes."""
-        del word, more
+    def _found(self, word: int) -> memoryview | None:
+        """Return the large part that ``word`` of a block places elsewhere; None where ``word`` is its size."""
+        del word
         return None
 
     def _large(self, part: memoryview) -> Generator[memoryview, None, None]:
@@ -143,10 +143,9 @@ class Inbox:
         total = len(block) - at
         parts: list[memoryview] = []
         large: list[tuple[int, int]] = []
-        words = iter(sizes)
-        for size in words:
+        for size in sizes:
             if size >= LARGE:
-                found = self._found(size, words)
+                found = self._found(size)
                 if found is None:
                     large.append((len(parts), size))
                 parts.append(_TO_COME if found is None else found)

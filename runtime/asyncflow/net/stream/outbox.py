@@ -112,13 +112,16 @@ class Outbox:
         large: list[memoryview] = []
         length = 0
         for part, size in zip(parts, sizes, strict=True):
-            said: Sequence[int] = ()
             if size < LARGE:
                 small.append(part)
                 length += size
-            elif not (said := self._elsewhere(view := memoryview(part).cast("B"))):
+                words.append(size)
+                continue
+            view = memoryview(part).cast("B")
+            place = self._elsewhere(view)
+            words.append(size if place is None else place)
+            if place is None:
                 large.append(view)
-            words += said or (size,)
         self._under_way = sum(map(len, large))
         rest = itertools.chain.from_iterable(map(self._large, large)) if large else None
         return self._block(words, small, length=length), rest
@@ -132,10 +135,13 @@ class Outbox:
         LENGTH.pack_into(sealed, 0, len(sealed) - LENGTH.size)
         return sealed
 
-    def _elsewhere(self, part: memoryview) -> Sequence[int]:
-        """Put a large part where the peer finds it, and give what the block says instead of its size; (): it goes."""
+    def _elsewhere(self, part: memoryview) -> int | None:
+        """Put a large part where the peer finds it, and return what the block says instead of its size.
+
+        None where the part is to be sent.
+        """
         del part
-        return ()
+        return None
 
     def _large(self, view: memoryview) -> Iterator[Buffer]:
         """Give the pieces in which a large part goes."""

@@ -1,8 +1,7 @@
 """Cells in the unit's own memory, where they arrived.
 
 Invariant: a column of a parcel of which less than half lives is copied to where it needs no more, so the memory is
-never more than twice that of the cells, but for what clients of this host still look at (see ``net.arena.lending``);
-otherwise nothing is copied that lies in one piece.
+never more than twice that of the cells; otherwise nothing is copied that lies in one piece.
 """
 
 from __future__ import annotations

@@ -115,10 +115,10 @@ class PartitionVerbs:
         *,
         timeout: float = TIMEOUT_S,
     ) -> Verb[dict[str, Values]]:
-        """Give columns of rows (claimed ones, ids or keys), in that order.
+        """Return columns of rows (claimed ones, ids or keys), in that order.
 
-        A column is one array where all rows have one shape, else a list; arrays may be read-only, so copy what is to be
-        changed. Raises StaleHandle for a row, key or column that is not there.
+        A column is one array where all rows have one shape, else a list; it is the caller's own. Raises StaleHandle for
+        a row, key or column that is not there.
         """
         deadline = self._verbs.clock() + timeout
         ids = yield from self._ids([row.row if isinstance(row, LeasedRow) else row for row in rows], timeout)

@@ -62,12 +62,12 @@ def decode(column: Jagged) -> Values:
 
 
 def decode_torch(column: Jagged) -> Any:
-    """Give the rows of ``column`` as ``decode`` does, arrays as tensors, which share memory that can be written to."""
+    """Return the rows of ``column`` as ``decode`` does, arrays as tensors that share their memory."""
     import torch
 
     if column.dtype in (TEXT, BYTES, OBJECT):
         return decode(column)
-    shaped = _shaped(column, np.require(column.values, requirements=["W"]))
+    shaped = _shaped(column, column.values)
 
     def tensor(array: Array) -> torch.Tensor:
         if column.dtype == BFLOAT16:

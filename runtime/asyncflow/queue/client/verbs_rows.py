@@ -13,15 +13,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from asyncflow.errors import ProtocolError, StaleHandle
+from asyncflow.errors import StaleHandle
 from asyncflow.identity import unit_of
 from asyncflow.net.frames import BatchHeader, Jagged, decode_batch, encode_batch
 from asyncflow.queue.client.claiming import Claimer
 from asyncflow.queue.client.creation import Creator
-from asyncflow.queue.client.lenders import Lenders
 from asyncflow.queue.client.placement import Placement
 from asyncflow.queue.client.putting import Putter
-from asyncflow.queue.client.remembered import Remembered, cut
 from asyncflow.queue.client.routing import at_homes
 from asyncflow.queue.client.scatter import join, part_of, repeated, spread_out
 from asyncflow.queue.client.verbs import Ask, Clock, Verb, scatter, shard
@@ -50,8 +48,6 @@ class RowVerbs(ControlVerbs):
         self._creator = Creator(placement=placement, worker=worker, attempt=attempt, clock=clock)
         self._putter = Putter(placement=placement, worker=worker, clock=clock)
         self._claimer = Claimer(self)
-        self._remembered = Remembered()
-        self._lenders = Lenders()
 
     def create(
         self,
@@ -169,16 +165,13 @@ class RowVerbs(ControlVerbs):
         return self._claimer.acknowledge(leases, timeout=timeout)
 
     def fetch(self, rows: Rows, columns: Sequence[str], *, timeout: float) -> Verb[dict[str, Jagged]]:
-        """Give ``columns`` of ``rows`` in the order given, with one call a unit; for no rows, empty ones (int64).
+        """Return ``columns`` of ``rows`` in the order given, with one call a unit; for no rows, empty ones (int64).
 
-        Arrays may be read-only, where they are the unit's own memory or come with it: copy what is to be changed. Rows
-        beside others are given without a call as long as the caller looks at all these columns of some of those.
+        The arrays are writable and the caller's own.
 
         Raises StaleHandle for a row that was cleared or lost, Refused for more than 1 GiB of one unit.
         """
         asked, homes = located(rows)
-        if (held := self._remembered.find(asked, columns)) is not None:
-            return held
         if not asked:
             return {name: Jagged.from_rows([], "int64") for name in columns}
         lies = dict(zip(asked, homes, strict=True))
@@ -187,10 +180,8 @@ class RowVerbs(ControlVerbs):
         def get(unit: int, indices: Sequence[int], seconds: float) -> Verb[dict[str, Jagged]]:
             mine = numbers if len(indices) == len(numbers) else [numbers[i] for i in indices]
             request = unit_calls.FetchRows(shrink(mine), list(columns))
-            method = "unit.lend" if unit in self._lenders else "unit.fetch"
-            reply, frames = yield Ask(unit, method, request, unit_calls.Fetched, seconds)
-            came = decode_batch(reply.header, frames, max_bytes=_MOST, writable=False)
-            return self._got(unit, mine, reply.first, came)
+            reply, frames = yield Ask(unit, "unit.fetch", request, unit_calls.Fetched, seconds)
+            return decode_batch(reply.header, frames, max_bytes=_MOST)
 
         parts = yield from at_homes(self, numbers, list(lies.values()), get, what="fetching rows", timeout=timeout)
         if lost := [numbers[i] for indices, got in parts if got is None for i in indices]:
@@ -198,21 +189,6 @@ class RowVerbs(ControlVerbs):
             raise StaleHandle(f"row {lost[0]} is not there, with {len(lost) - 1} others", where="fetch", hint=hint)
         once = join([got for _, got in parts if got is not None], [indices for indices, _ in parts])
         return once if len(numbers) == len(asked) else repeated(once, numbers, asked)
-
-    def _got(self, unit: int, rows: Sequence[int], first: int, columns: dict[str, Jagged]) -> dict[str, Jagged]:
-        """Take in what a unit gave; give the rows that were asked for. first: of all rows that came, -1 for those.
-
-        Of a whole parcel that is a copy only the rows asked for are kept.
-        """
-        lent = self._lenders.heard(unit, columns, whole=first >= 0)
-        if first < 0:
-            return columns
-        if not columns or not first <= min(rows) <= max(rows) < first + len(next(iter(columns.values()))):
-            raise ProtocolError(f"rows {min(rows)} to {max(rows)} are not among those that came", where="fetch")
-        if not lent:
-            return {name: column.take([row - first for row in rows]) for name, column in columns.items()}
-        self._remembered.keep(first, columns)
-        return cut(columns, rows, first=first)
 
     def complete(
         self,

@@ -97,17 +97,16 @@ class WriteRows(Struct, frozen=True):
 
 
 class FetchRows(Struct, frozen=True):
-    """Get columns of rows; with ``unit.lend`` those of their whole parcel may come, where they can be lent."""
+    """Get columns of rows."""
 
     rows: list[int]
     columns: list[str]
 
 
 class Fetched(Struct, frozen=True):
-    """The frames hold the columns. first: the id of the first row, where all of a parcel came."""
+    """The columns of the rows that were asked for, which the frames hold."""
 
     header: BatchHeader
-    first: int = -1
 
 
 class Hello(Struct, frozen=True):

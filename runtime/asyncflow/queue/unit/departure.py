@@ -78,7 +78,6 @@ class Departure:
         now = asyncio.get_running_loop().time
         heard, waits, failed = now(), delays(), False
         self._transit.leaving = True
-        self._holdings.shown.end()
         while True:
             try:
                 leg = await self._next_leg()

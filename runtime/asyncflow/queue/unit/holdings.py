@@ -34,7 +34,6 @@ from asyncflow.queue.unit.blocks import Block, stretches
 from asyncflow.queue.unit.budget import Budget
 from asyncflow.queue.unit.finding import Finder
 from asyncflow.queue.unit.pieces import Parcel, Part, Piece, Put
-from asyncflow.queue.unit.shown import Shown
 
 
 class Holdings:
@@ -57,7 +56,6 @@ class Holdings:
         self._where = where
         self._finder = Finder(where, most)
         self._numbers = itertools.count(1)
-        self.shown = Shown(backend)
         self._freeing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -131,8 +129,6 @@ class Holdings:
         """Keep what was stored until the controller has decided about ``entry``."""
         put = Put(entry, expand(entry.rows), parcel, outputs, Later(), controller_of(parcel.lease))
         self.puts[put] = None
-        if isinstance(entry, NewCells):
-            self.shown.hide_of(map(self._rows.get, put.rows), parcel.columns)
         return put
 
     def decide(self, put: Put, verdict: Verdict) -> None:
@@ -206,12 +202,6 @@ class Holdings:
                 raise self._lose(gone) from gone
         return {name: got[name] for name in columns}
 
-    async def lend(self, rows: Sequence[int], columns: Sequence[str]) -> tuple[dict[str, Jagged], int] | None:
-        """Give all rows of the parcel where ``rows`` lie, and the first of them, where they can be lent."""
-        self._finder.check(rows)
-        await self._decided(frozenset(rows), columns)
-        return await self.shown.parcel(self._rows, rows, columns, self.puts)
-
     async def _decided(self, rows: frozenset[int], columns: Sequence[str]) -> None:
         """Wait for the verdicts on puts that may change these cells."""
         while pending := [put.verdict for put in self.puts if put.touches(rows, columns)]:
@@ -272,7 +262,6 @@ class Holdings:
                 size += piece.size(columns, first, rows)
         if not by_columns:
             return
-        self.shown.hide(piece.parcel for piece, *_ in parts)
         work = self._let_go(by_columns, size)
         freeing = begin(work) if self._backend.immediate else asyncio.create_task(work, name="free")
         if freeing is not None:

@@ -20,18 +20,16 @@ from asyncflow.queue.protocol.unit_calls import Cells, Entry, Verdict
 class Parcel:
     """What one put brought to the back end.
 
-    number: there; lease: that wrote it; rows: how many; cells: as the controller is told; partial: the columns that
-    are unfinished.
+    number: there; lease: that wrote it; cells: as the controller is told; partial: the columns that are unfinished.
     """
 
-    __slots__ = ("__weakref__", "cells", "columns", "lease", "number", "partial", "rows", "size")
+    __slots__ = ("cells", "columns", "lease", "number", "partial", "size")
 
     def __init__(
         self, number: int, columns: Mapping[str, Jagged], *, lease: str = "", partial: Collection[str] = ()
     ) -> None:
         self.number = number
         self.lease = lease
-        self.rows = max(map(len, columns.values()), default=0)
         self.columns = tuple(columns)
         self.partial = tuple(partial)
         self.size = sum([column.values.nbytes for column in columns.values()])

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from functools import partial
 from typing import Any, TypeAlias
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Elsewhere, ProtocolError, Refused, StaleHandle
@@ -115,12 +114,11 @@ class StorageUnit:
             peer=peer,
             keys=keys,
         )
-        self.server = RpcServer(name=name, bind=address_of(host, port), keys=keys, max_message=max_message, lends=True)
+        self.server = RpcServer(name=name, bind=address_of(host, port), keys=keys, max_message=max_message)
         self.server.route_now("unit.create", CreateRows, self._now(self._create))
         self.server.route_now("unit.put", PutRows, self._now(self._put))
         self.server.route_now("unit.write", WriteRows, self._now(self._write))
         self.server.route_now("unit.fetch", FetchRows, self._now(self._fetch))
-        self.server.route_now("unit.lend", FetchRows, self._now(partial(self._fetch, whole=True)))
         self.server.route_now("unit.take", TakeRows, self._now(self._take))
 
     async def start(self) -> str:
@@ -131,7 +129,6 @@ class StorageUnit:
 
     async def close(self) -> None:
         """Stop serving and forget everything."""
-        self.holdings.shown.end()
         await self.server.close()
         await self._liaison.close()
         await self.departure.close()
@@ -224,18 +221,17 @@ class StorageUnit:
         entry = NewCells(lease=call.lease, rows=call.rows, cells=parcel.cells, tags=call.tags, reason=call.reason)
         return _reply(self._liaison.tell(entry, parcel), lambda verdict: Verdicts(verdict.ok))
 
-    async def _fetch(self, call: FetchRows, _: Frames, *, whole: bool = False) -> tuple[Fetched, list[Buffer]]:
+    async def _fetch(self, call: FetchRows, _: Frames) -> tuple[Fetched, list[Buffer]]:
         rows = expand(call.rows)
         await self._transit.readable(rows)
         try:
-            lent = await self.holdings.lend(rows, call.columns) if whole else None
-            columns, first = lent or (await self.holdings.fetch(rows, call.columns), -1)
+            columns = await self.holdings.fetch(rows, call.columns)
         except StaleHandle:
             await self._transit.readable(rows)
             raise
         header, out = encode_batch(columns)
         self.fetched_bytes += sum(memoryview(frame).nbytes for frame in out)
-        return Fetched(header, first), out
+        return Fetched(header), out
 
     async def _take(self, call: TakeRows, frames: Frames) -> Later[Reply]:
         await self._open(call.wait_s)
