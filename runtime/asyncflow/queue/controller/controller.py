@@ -37,8 +37,8 @@ from asyncflow.queue.protocol.calls import Claimed
 from asyncflow.queue.protocol.messages import QueueStats
 from asyncflow.queue.table.ahead import SentAhead
 from asyncflow.queue.table.claims import Claim
-from asyncflow.queue.table.compaction import dump
 from asyncflow.queue.table.report import Storage, stats
+from asyncflow.queue.table.snapshot import snapshot
 from asyncflow.queue.table.table import Table
 
 log = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class Controller:
     def _begin(self) -> None:
         """Have the ledger hold what the books do. Raises Refused where it cannot be written."""
         try:
-            self._ledger.begin(dump(self.table.books))
+            self._ledger.begin(self._dump())
         except OSError as error:
             raise self._broken(error) from error
 
@@ -284,7 +284,7 @@ class Controller:
 
     def _dump(self) -> Iterator[Event]:
         self.table.books.catch_up()
-        return dump(self.table.books)
+        return snapshot(self.table.books)
 
     def _broken(self, error: OSError) -> Refused:
         """Stop serving: what was answered is in the ledger, what comes now cannot be."""
