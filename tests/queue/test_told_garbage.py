@@ -116,7 +116,9 @@ def test_an_item_that_stands_for_too_much_is_called_corrupt(item):
 @pytest.mark.parametrize(
     ("record", "what"),
     [
+        (PARTITION, "the partition q is there"),
         (ev.SnapshotRows("p", groups=[run_of()]), "no purpose"),
+        (ev.SnapshotRows("p", finished=[(0, 1, 1, 0, 0, "t")]), "no purpose"),
         (ev.SnapshotRows("q", groups=[run_of(rows=3)]), "too many rows or too few"),
         (ev.SnapshotRows("q", groups=[run_of(), run_of()]), "are there"),
         (ev.SnapshotRows("q", groups=[run_of(state=9)]), "9 is not a valid State"),

@@ -248,7 +248,7 @@ class Peeked(Struct, frozen=True, array_like=True, tag="peek"):
     rows: int
 
 
-Count: TypeAlias = Annotated[int, Meta(gt=0)]
+_Count: TypeAlias = Annotated[int, Meta(gt=0)]
 
 OUTCOMES = {"t": "trained", "f": "filtered", "d": "dropped"}
 """The letters of a finished group's outcome, which has one for each sample."""
@@ -303,7 +303,7 @@ class RowRun(Struct, frozen=True, array_like=True):
     0 where they were put; works: (task, attempt, lease that completed them).
     """
 
-    count: Count
+    count: _Count
     row: int
     state: int
     lost: bool
@@ -315,8 +315,8 @@ class GroupRun(Struct, frozen=True, array_like=True):
     """Unfinished groups with consecutive serials, of one size, step and window; rows: of all of them, in order."""
 
     serial: int
-    count: Count
-    size: Count
+    count: _Count
+    size: _Count
     step: int
     oldest: int
     newest: int
@@ -332,7 +332,7 @@ class SnapshotRows(Struct, frozen=True, array_like=True, tag="snapshot_rows"):
 
     partition: str
     groups: list[GroupRun] = []
-    finished: list[tuple[int, Count, int, int, int, str]] = []
+    finished: list[tuple[int, _Count, int, int, int, str]] = []
     clients: list[tuple[bytes, int, list[tuple[int, int]]]] = []
 
 

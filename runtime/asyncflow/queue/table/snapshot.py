@@ -15,6 +15,7 @@ from typing import TypeVar
 from asyncflow.flow.schedule import Window
 from asyncflow.net.batches import batches, weighed_batches
 from asyncflow.queue.ledger import events as ev
+from asyncflow.queue.protocol.messages import Purpose
 from asyncflow.queue.table.books import Books, Fold
 from asyncflow.queue.table.gang import Step
 from asyncflow.queue.table.partition import Partition
@@ -138,7 +139,10 @@ def _restore_head(books: Books, head: ev.SnapshotHead) -> None:
 
 
 def _restore_partition(books: Books, record: ev.SnapshotPartition) -> None:
-    partition, gang = books.partition(record.name), books.partition(record.name).gang
+    if record.name in books.partitions:
+        raise ValueError(f"the partition {record.name} is there")
+    partition = books.partition(record.name)
+    gang = partition.gang
     for task in record.tasks:
         books.apply(task)
     partition.purpose, partition.schema = record.purpose, dict(record.schema)
@@ -154,6 +158,8 @@ def _restore_partition(books: Books, record: ev.SnapshotPartition) -> None:
 
 def _restore_rows(books: Books, record: ev.SnapshotRows) -> None:
     partition = books.partition(record.partition)
+    if partition.purpose is None:
+        raise ValueError(f"the partition {record.partition} has no purpose")
     for first, count, step, oldest, newest, outcome in record.finished:
         finished = Finished(step, Window(oldest, newest), outcome)
         if not STATES.keys() >= set(outcome):
@@ -162,16 +168,16 @@ def _restore_rows(books: Books, record: ev.SnapshotRows) -> None:
             partition.finished[serial] = finished
         partition.number(first + count - 1)
     for run in record.groups:
-        _restore_groups(books, partition, run)
+        _restore_groups(books, partition, partition.purpose, run)
     for name, number, spans in record.clients:
         partition.used.restore(name, number, spans)
 
 
-def _restore_groups(books: Books, partition: Partition, run: ev.GroupRun) -> None:
-    name, purpose, window = partition.name, partition.purpose, Window(run.oldest, run.newest)
+def _restore_groups(books: Books, partition: Partition, purpose: Purpose, run: ev.GroupRun) -> None:
+    name, window = partition.name, Window(run.oldest, run.newest)
     serials = range(run.serial, run.serial + run.count)
-    if purpose is None or sum(rows.count for rows in run.rows) != run.count * run.size:
-        raise ValueError(f"{name} has no purpose, or its groups from {run.serial} on have too many rows or too few")
+    if sum(rows.count for rows in run.rows) != run.count * run.size:
+        raise ValueError(f"the groups from {run.serial} on have too many rows or too few")
     if not partition.groups.keys().isdisjoint(serials):
         raise ValueError(f"groups from {run.serial} on are there")
     groups = [Group(name, purpose, serial, run.size, run.step, window) for serial in serials]
