@@ -209,6 +209,8 @@ def seeds() -> dict[str, list[bytes]]:
         ev.Put("p", 1 << 32, 2, 1, 7),
         news.Gained([7, -1], cells, [{}, {"n": 1}], [], False),
         news.Recalled([held]),
+        ev.SnapshotPartition("q", "train", [], {"a": "<i8"}, 0, None, None, *[0] * 8, [0], 0, 0, 1, 0),
+        ev.SnapshotRows("q", groups=[ev.GroupRun(0, 1, 2, 1, 0, 1, [ev.RowRun(2, 9, 0, False, 0, [])])]),
         ev.RowsCleared("p", [7]),
     ]
     fed = msgspec.msgpack.encode([news.encode(item) for item in items])

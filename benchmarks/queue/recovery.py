@@ -30,11 +30,11 @@ from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.protocol.shard_calls import AskPart, Follow, Part
 from asyncflow.queue.protocol.unit_calls import Held
 from asyncflow.queue.table.books import Books
-from asyncflow.queue.table.compaction import dump
 from asyncflow.queue.table.feed import NewsFeed
 from asyncflow.queue.table.folding import empty_books
 from asyncflow.queue.table.news import Recalled, decode
 from asyncflow.queue.table.replica import draft_of, install, take
+from asyncflow.queue.table.snapshot import snapshot
 from asyncflow.roles.base import resting_collector
 
 P = "p"
@@ -76,7 +76,7 @@ def measure_recovery(rows: int) -> None:
             raw = sum(file.stat().st_size for file in folder.glob("*.wal"))
             seconds, books = recover(folder)
             began = time.perf_counter()
-            Ledger(folder).begin(dump(books))
+            Ledger(folder).begin(snapshot(books))
             compaction = time.perf_counter() - began
             live, small = len(books.rows), sum(file.stat().st_size for file in folder.glob("*.wal"))
             del books

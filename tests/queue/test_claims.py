@@ -4,11 +4,13 @@ import pytest
 
 from asyncflow.errors import PeerLost, Refused
 from asyncflow.identity import RowPlace, home
+from asyncflow.queue.ledger.audit import Auditor
+from asyncflow.queue.ledger.events import SnapshotRows
 from asyncflow.queue.protocol.messages import KEY_TAG, TaskSpec
 from asyncflow.queue.protocol.unit_calls import Cells
 from asyncflow.queue.table.claims import Claim
-from asyncflow.queue.table.compaction import dump
 from asyncflow.queue.table.folding import empty_books
+from asyncflow.queue.table.snapshot import snapshot
 from asyncflow.queue.table.state import State
 from asyncflow.queue.table.table import Table
 
@@ -98,9 +100,38 @@ def test_an_acknowledgement_is_known_after_a_restart(compacted):
     lot = rows.claim(max_rows=2)
     rows.table.claims.acknowledge([lot.lease])
     again = Table()
-    for event in dump(rows.table.books) if compacted else rows.table.books.outbox:
+    for event in snapshot(rows.table.books) if compacted else rows.table.books.outbox:
         again.books.apply(event)
     assert again.claims.acknowledge([lot.lease]) == [True]
+
+
+def test_a_lease_that_gave_rows_back_is_not_acknowledged_after_a_restart_either():
+    rows = Rows(("t", {}))
+    put = rows.put(3)
+    lot = rows.claim(max_rows=3)
+    rows.table.claims.give_back(lot.lease, put[:1], "test")
+    again = Table()
+    again.books.replay(snapshot(rows.table.books))
+    assert rows.table.claims.acknowledge([lot.lease]) == [False]
+    assert again.claims.acknowledge([lot.lease]) == [False]
+    assert list(snapshot(again.books)) == list(snapshot(rows.table.books))
+
+
+def test_rows_that_were_dropped_from_a_group_are_counted_once_by_the_audit_of_a_snapshot():
+    rows = Rows(("t", {}))
+    put = rows.put(6, size=3)
+    lot = rows.claim(max_rows=4)
+    rows.table.claims.drop(lot.lease, put[:1], "filtered:test")
+    rows.table.claims.drop(lot.lease, put[3:4], "test")
+    rows.table.clear_rows(P, put[4:])
+    reports = []
+    for events in (rows.table.books.outbox, snapshot(rows.table.books)):
+        auditor = Auditor()
+        for event in events:
+            auditor.see(event)
+        reports.append(auditor.report())
+    assert reports[0] == reports[1]
+    assert (reports[0].put, reports[0].cleared, reports[0].remaining, reports[0].ok) == (6, 4, 2, True)
 
 
 def test_a_task_that_clears_leaves_nothing_of_its_rows():
@@ -179,9 +210,11 @@ def test_what_is_alike_is_compacted_together():
     rows.put(1000)
     for _ in range(10):
         rows.table.claims.acknowledge([rows.claim(max_rows=16).lease])
-    events = list(dump(rows.table.books))
-    assert len(events) < 30
+    events = list(snapshot(rows.table.books))
+    kept = [group for event in events if isinstance(event, SnapshotRows) for group in event.groups]
+    assert len(events) == 4
+    assert [(group.count, len(group.rows)) for group in kept] == [(1000, 11)]
     again = empty_books()
     again.replay(events)
-    assert list(dump(again)) == events
+    assert list(snapshot(again)) == events
     assert again.partitions[P].queues["t"].busy == rows.partition.queues["t"].busy == 160

@@ -15,11 +15,13 @@ import msgspec
 import pytest
 
 from asyncflow.errors import LedgerCorrupt, Refused
+from asyncflow.queue.controller.controller import Controller
+from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.ledger.events import Committed, Completed, Declared, Event
 from asyncflow.queue.ledger.ledger import Ledger
 from asyncflow.queue.ledger.records import newest, pack, read_ledger
-from asyncflow.queue.table.compaction import dump
 from asyncflow.queue.table.folding import FOLDS, empty_books
+from asyncflow.queue.table.snapshot import snapshot
 
 P = "train"
 
@@ -69,7 +71,7 @@ def fold(events):
     books = empty_books()
     for event in events:
         books.apply(event)
-    return list(dump(books))
+    return list(snapshot(books))
 
 
 def test_a_crash_at_any_byte_leaves_a_prefix_of_what_happened(queue, tmp_path):
@@ -90,7 +92,7 @@ def test_what_is_read_back_is_the_state_that_was_left(queue):
     live = []
     for event in history(queue):
         books.apply(event)
-        live.append(list(dump(books)))
+        live.append(list(snapshot(books)))
     events = queue.events()
     for number in range(len(events)):
         assert (
@@ -128,6 +130,21 @@ def test_damage_with_a_sound_record_behind_it_is_refused(queue, tmp_path):
             list(read_ledger(tmp_path))
 
 
+@pytest.mark.parametrize("other", [b"AF1", b"AF3"])
+@pytest.mark.parametrize("torn", [0, 3])
+async def test_a_ledger_of_another_format_is_refused_and_not_changed(queue, tmp_path, other, torn):
+    path = tmp_path / "000000000001.wal"
+    data = b"".join(map(pack, history(queue))).replace(b"\xa5AF2", b"\xa5" + other)
+    path.write_bytes(data[: len(data) - torn])
+    refused = f"has the format {other.decode()}, but this version reads and writes AF2.*start with an empty folder"
+    with pytest.raises(LedgerCorrupt, match=refused):
+        await Controller(ledger_dir=tmp_path).start()
+    with pytest.raises(LedgerCorrupt, match=refused):
+        audit_ledger(tmp_path)
+    assert path.read_bytes() == data[: len(data) - torn]
+    assert {file.name for file in tmp_path.iterdir()} == {path.name, "lock"}
+
+
 def test_every_event_has_a_fold():
     assert set(get_args(Event)) == FOLDS.keys()
 
@@ -140,7 +157,7 @@ def test_records_that_do_not_follow_are_refused():
 async def test_compaction_keeps_the_state_and_one_file(queue, tmp_path):
     events = history(queue)
     books = empty_books()
-    ledger = Ledger(tmp_path, compact=lambda: dump(books), limit=100)
+    ledger = Ledger(tmp_path, compact=lambda: snapshot(books), limit=100)
     list(ledger.recover())
     ledger.begin([])
     for event in events:
@@ -203,6 +220,8 @@ async def test_a_ledger_has_one_writer(tmp_path):
 WRITER = """
 import asyncio, sys
 from pathlib import Path
+from asyncflow.queue.controller.controller import Controller
+from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.ledger.events import Committed
 from asyncflow.queue.ledger.ledger import Ledger
 

@@ -15,9 +15,9 @@ from asyncflow.queue.ledger.audit import Auditor
 from asyncflow.queue.protocol.moving_calls import NOWHERE
 from asyncflow.queue.protocol.unit_calls import MovedRows, NewCells, OpenRows, Verdict
 from asyncflow.queue.table import open_table
-from asyncflow.queue.table.compaction import dump
 from asyncflow.queue.table.folding import empty_books
 from asyncflow.queue.table.moves import Room, choose
+from asyncflow.queue.table.snapshot import snapshot
 from asyncflow.queue.table.table import Table
 from asyncflow.queue.table.taking import take_over
 from asyncflow.queue.unit.budget import Budget
@@ -270,9 +270,9 @@ class Movement(RuleBasedStateMachine):
     @precondition(lambda self: all(unit.synced for unit in self.units.values()))
     @rule(compacted=st.booleans())
     def restart(self, compacted):
-        assert list(dump(self.replayed())) == list(dump(self.table.books))
+        assert list(snapshot(self.replayed())) == list(snapshot(self.table.books))
         if compacted:
-            self.log = list(dump(self.table.books))
+            self.log = list(snapshot(self.table.books))
         self.table = Table()
         self.table.books.replay(self.log)
         self.table.start(0.0)
@@ -305,7 +305,7 @@ class Movement(RuleBasedStateMachine):
     def settle(self):
         self.runner.run(self.settled())
         books = self.table.books
-        assert list(dump(self.replayed())) == list(dump(books))
+        assert list(snapshot(self.replayed())) == list(snapshot(books))
         assert self.kills or not any(partition.wanted for partition in books.partitions.values())
         for unit in self.units.values():
             here = {number for number, row in books.rows.items() if row.home == unit.home}

@@ -6,8 +6,8 @@ import pytest
 from asyncflow.errors import Fenced, Refused
 from asyncflow.queue.protocol.calls import Begin
 from asyncflow.queue.protocol.messages import RowMeta, TaskSpec
-from asyncflow.queue.table.compaction import dump
 from asyncflow.queue.table.report import snapshot
+from asyncflow.queue.table.snapshot import snapshot as records_of
 from asyncflow.queue.table.state import State
 
 P = "train"
@@ -61,7 +61,7 @@ def test_a_take_over_lasts(queue, meanwhile):
         queue.table.clear(P, 2)
     if meanwhile == "compaction":
         queue.events()
-        queue.log[:] = dump(queue.table.books)
+        queue.log[:] = records_of(queue.table.books)
     queue.restart()
     queue.creator = 1
     with pytest.raises(Fenced):

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from msgspec import Struct
 
 from asyncflow.errors import LedgerCorrupt, ProtocolError
-from asyncflow.queue.ledger import compacted
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol import moving_calls, runs, shard_calls, unit_calls
 from asyncflow.queue.protocol.messages import TaskSpec
@@ -22,7 +21,8 @@ from asyncflow.queue.table.folding import empty_books
 WORDS = st.sampled_from(["p", "t", "a", "b", "key", "", "880000100000000"])
 NUMBERS = st.sampled_from([0, 1, 2, 7, 8, 9, -1, -2, 1 << 20, 1 << 32, (1 << 63) - 1])
 RAW = st.sampled_from([b"", b"a client", b"\3\0\0\0"])
-LEAVES = {int: NUMBERS, str: WORDS, bool: st.booleans(), bytes: RAW, float: st.floats(allow_nan=False)}
+FLOATS = st.floats(allow_nan=False)
+LEAVES = {int: NUMBERS, str: WORDS, bool: st.booleans(), bytes: RAW, float: FLOATS, type(None): st.none()}
 BEGINNING = [
     ev.Declared(TaskSpec(partition="p", name="t", needs=["a"]), 1),
     ev.Declared(TaskSpec(partition="p", name="b", needs=["a", "b"], groups=True), 1),
@@ -48,8 +48,21 @@ def anything(kind):
     return st.one_of(*map(anything, args))
 
 
+PARTITION = ev.SnapshotPartition("q", "train", [], {}, 0, None, None, *[0] * 8, [], 0, 0, 1, 0)
+
+
+def run_of(*, groups=1, size=2, rows=None, row=7, state=0):
+    """Give groups from serial 0 on, whose rows are alike."""
+    run = ev.RowRun(groups * size if rows is None else rows, row, state, False, 0, [])
+    return ev.GroupRun(0, groups, size, 1, 0, 1, [run])
+
+
 ITEMS = st.one_of(
     anything(news.Item),
+    st.just(PARTITION),
+    st.builds(run_of, groups=st.integers(1, 3), row=st.sampled_from([7, 20]), state=st.integers(0, 6)).map(
+        lambda run: ev.SnapshotRows("q", groups=[run])
+    ),
     st.builds(ev.Put, st.just("p"), st.just(1 << 32), st.integers(0, 3), st.integers(1, 2), st.sampled_from([7, 8])),
     st.builds(
         ev.Created,
@@ -89,14 +102,34 @@ def test_bytes_that_are_no_item_are_called_corrupt(said):
     "item",
     [
         ev.Put("p", 1 << 32, runs.MOST, 2, 7),
-        compacted.Alike("p", 1 << 32, 1 << 60, 1, 7, []),
-        compacted.Ended("p", "train", 1, 0, 0, [(0, 1 << 60, "t")]),
+        ev.SnapshotRows("p", groups=[run_of(groups=1 << 60)]),
+        ev.SnapshotRows("p", groups=[run_of(groups=runs.MOST)]),
+        ev.SnapshotRows("p", finished=[(0, 1 << 60, 1, 0, 0, "t")]),
         news.Gained([7, -(1 << 40)], unit_calls.Cells(dtypes={}, sizes={}), [], [], False),
     ],
 )
 def test_an_item_that_stands_for_too_much_is_called_corrupt(item):
     with pytest.raises(LedgerCorrupt):
         replica.take(empty_books(), item)
+
+
+@pytest.mark.parametrize(
+    ("record", "what"),
+    [
+        (PARTITION, "the partition q is there"),
+        (ev.SnapshotRows("p", groups=[run_of()]), "no purpose"),
+        (ev.SnapshotRows("p", finished=[(0, 1, 1, 0, 0, "t")]), "no purpose"),
+        (ev.SnapshotRows("q", groups=[run_of(rows=3)]), "too many rows or too few"),
+        (ev.SnapshotRows("q", groups=[run_of(), run_of()]), "are there"),
+        (ev.SnapshotRows("q", groups=[run_of(state=9)]), "9 is not a valid State"),
+        (ev.SnapshotRows("q", finished=[(0, 1, 1, 0, 0, "tx")]), "tx is no outcome"),
+    ],
+)
+def test_a_snapshot_that_cannot_be_one_is_called_corrupt(record, what):
+    books = empty_books()
+    replica.take(books, PARTITION)
+    with pytest.raises(LedgerCorrupt, match=what):
+        replica.take(books, record)
 
 
 @pytest.mark.parametrize("module", [shard_calls, moving_calls])

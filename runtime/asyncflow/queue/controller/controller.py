@@ -33,8 +33,8 @@ from asyncflow.queue.ledger.ledger import Ledger, Sync
 from asyncflow.queue.protocol.calls import Claimed
 from asyncflow.queue.protocol.messages import QueueStats
 from asyncflow.queue.table.claims import Claim
-from asyncflow.queue.table.compaction import dump
 from asyncflow.queue.table.report import Storage, stats
+from asyncflow.queue.table.snapshot import snapshot
 from asyncflow.queue.table.table import Table
 
 log = logging.getLogger(__name__)
@@ -246,7 +246,7 @@ class Controller:
             give(found, pending, broken=self._broken)
 
     def _dump(self) -> Iterator[Event]:
-        return dump(self.table.books)
+        return snapshot(self.table.books)
 
     def _broken(self, error: OSError) -> Refused:
         """Stop serving: what was answered is in the ledger, what comes now cannot be."""

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from asyncflow.identity import SampleKey
-from asyncflow.queue.ledger import compacted
 from asyncflow.queue.ledger import events as ev
-from asyncflow.queue.ledger.audit_open import OpenAudit
+from asyncflow.queue.ledger.audit_open import OpenAudit, rows_of
 from asyncflow.queue.ledger.homes import Homes
 from asyncflow.queue.ledger.records import read_ledger
 from asyncflow.queue.protocol.messages import FILTERED, AuditReport
@@ -95,9 +94,8 @@ class Auditor:
         self._counts = Counter(redeliveries=0, resets=0, peeked=0)
         self._seen: dict[type, Callable[[Any], None]] = {
             ev.Created: self._created,
-            compacted.Kept: self._kept,
-            compacted.Finals: self._finals,
-            compacted.Ended: self._ended,
+            ev.SnapshotPartition: self._snapshot_partition,
+            ev.SnapshotRows: self._snapshot_rows,
             ev.Returned: self._returned,
             ev.Dropped: self._dropped,
             ev.Opened: self._opened,
@@ -109,8 +107,6 @@ class Auditor:
             ev.Closed: self._closed,
             ev.Reset: self._reset,
             ev.Peeked: self._looked_at,
-            compacted.Counted: self._counted,
-            compacted.Again: self._again,
         }
 
     def see(self, event: ev.Event) -> None:
@@ -153,7 +149,10 @@ class Auditor:
         )
 
     def _created(self, event: ev.Created) -> None:
-        history = self._of(event)
+        if event.purpose != "train":
+            self._others.add(event.partition)
+        history = self._histories[event.partition]
+        history.sizes[event.serial], history.steps[event.serial] = event.size, event.step
         for sample, row in event.rows:
             key = (event.serial, sample)
             before = history.place.get(key)
@@ -164,26 +163,32 @@ class Auditor:
             history.place[key] = row
             history.keys[row] = key
 
-    def _kept(self, event: compacted.Kept) -> None:
-        history = self._of(event)
-        for sample, row, state, lost, _ in event.rows:
-            key = (event.serial, sample)
-            history.place[key] = 0 if lost or state == _WANTED else row
-            history.keys[row] = key
-            self._final(history, key, _FINAL.get(state, ""))
+    def _snapshot_partition(self, event: ev.SnapshotPartition) -> None:
+        self._counts.update(resets=event.resets, peeked=event.peeked, redeliveries=event.returned)
+        self._attempts.update(event.attempts)
+        if event.purpose == "eval":
+            self._others.add(event.name)
+        if event.attempt >= 0 or event.closed is not None:
+            history = self._histories[event.name]
+            history.committed, history.closed = event.committed, event.closed
 
-    def _finals(self, event: compacted.Finals) -> None:
-        for serial, step, _, _, outcome in event.groups:
-            history = self._of(event, serial=serial, step=step, size=len(outcome))
-            for sample, letter in enumerate(outcome):
-                history.place[serial, sample] = 0
-                self._final(history, (serial, sample), compacted.OUTCOMES[letter])
-
-    def _ended(self, event: compacted.Ended) -> None:
-        for first, count, outcome in event.runs:
-            alike = (event.step, event.oldest, event.newest, outcome)
-            groups = [(serial, *alike) for serial in range(first, first + count)]
-            self._finals(compacted.Finals(event.partition, event.purpose, groups))
+    def _snapshot_rows(self, event: ev.SnapshotRows) -> None:
+        if event.partition in self._open.names:
+            return
+        history = self._histories[event.partition]
+        for groups in event.groups:
+            for serial in range(groups.serial, groups.serial + groups.count):
+                history.sizes[serial], history.steps[serial] = groups.size, groups.step
+        for serial, sample, row, run in rows_of(event):
+            history.place[serial, sample] = 0 if run.lost or run.state == _WANTED else row
+            history.keys[row] = (serial, sample)
+            self._final(history, (serial, sample), _FINAL.get(run.state, ""))
+        for first, count, step, _, _, outcome in event.finished:
+            for serial in range(first, first + count):
+                history.sizes[serial], history.steps[serial] = len(outcome), step
+                for sample, letter in enumerate(outcome):
+                    history.place[serial, sample] = 0
+                    self._final(history, (serial, sample), ev.OUTCOMES[letter])
 
     def _final(self, history: _History, key: Key, outcome: str) -> None:
         if outcome == "trained":
@@ -196,13 +201,6 @@ class Auditor:
 
     def _looked_at(self, event: ev.Peeked) -> None:
         self._counts["peeked"] += event.rows
-
-    def _counted(self, event: compacted.Counted) -> None:
-        self._counts.update(resets=event.resets, peeked=event.peeked)
-
-    def _again(self, event: compacted.Again) -> None:
-        self._counts["redeliveries"] += event.returned
-        self._attempts.update(event.attempts)
 
     def _returned(self, event: ev.Returned) -> None:
         self._counts["redeliveries"] += len(event.rows)
@@ -245,17 +243,6 @@ class Auditor:
 
     def _closed(self, event: ev.Closed) -> None:
         self._histories[event.partition].closed = event.step
-
-    def _of(
-        self, event: ev.Created | compacted.Kept | compacted.Finals, *, serial: int = -1, step: int = 0, size: int = 0
-    ) -> _History:
-        if event.purpose != "train":
-            self._others.add(event.partition)
-        history = self._histories[event.partition]
-        if not isinstance(event, compacted.Finals):
-            serial, step, size = event.serial, event.step, event.size
-        history.sizes[serial], history.steps[serial] = size, step
-        return history
 
     def _gone(self, row: int) -> bool:
         return row in self._gone_rows or self._homes.lost(row)

@@ -9,11 +9,10 @@ Invariant: ``put == cleared + dropped + remaining`` unless ``problems`` says oth
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncflow.queue.ledger import compacted
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.homes import Homes
 
@@ -52,10 +51,8 @@ class OpenAudit:
         self._seen: dict[type, Callable[[Any], None]] = {
             ev.Declared: self._declared,
             ev.Put: self._put,
-            compacted.Alike: self._alike,
-            compacted.Kept: self._kept,
-            compacted.Used: self._used,
-            compacted.Clients: lambda event: self.names.add(event.partition),
+            ev.SnapshotPartition: self._snapshot_partition,
+            ev.SnapshotRows: self._snapshot_rows,
             ev.Numbered: lambda event: self.names.add(event.partition),
             ev.Leased: self._leased,
             ev.Completed: self._completed,
@@ -104,29 +101,25 @@ class OpenAudit:
         self.groups[key[:2]] += 1
         self.put += 1
 
-    def _alike(self, event: compacted.Alike) -> None:
-        self._put(ev.Put(event.partition, event.serial, event.groups, event.size, event.row))
-        numbers = range(event.row, event.row + event.groups * event.size)
-        for task in [task for task, _, done in event.works if done]:
-            self.done[event.partition, task].update(numbers)
+    def _snapshot_partition(self, event: ev.SnapshotPartition) -> None:
+        for task in event.tasks:
+            self._declared(task)
+        if event.purpose == "open":
+            self.names.add(event.name)
+            self.cleared += event.cleared
+            self.dropped += event.filtered + event.dropped
+            self.put += event.cleared + event.filtered + event.dropped
 
-    def _kept(self, event: compacted.Kept) -> None:
-        if event.purpose != "open":
+    def _snapshot_rows(self, event: ev.SnapshotRows) -> None:
+        if event.partition not in self.names:
             return
-        self.names.add(event.partition)
-        for sample, row, state, _, works in event.rows:
-            if state in (_LIVE, _WANTED):
-                self._enter(row, (event.partition, event.serial, sample))
-                for task in [task for task, _, done in works if done]:
+        for serial, sample, row, run in rows_of(event):
+            if run.state in (_LIVE, _WANTED):
+                self._enter(row, (event.partition, serial, sample))
+                for task in [task for task, _, done in run.works if done]:
                     self.done[event.partition, task].add(row)
-            if state == _WANTED:
+            if run.state == _WANTED:
                 self._lose([row])
-
-    def _used(self, event: compacted.Used) -> None:
-        self.names.add(event.partition)
-        self.cleared += event.cleared
-        self.dropped += event.filtered + event.dropped
-        self.put += event.cleared + event.filtered + event.dropped
 
     def _leased(self, event: ev.Leased) -> None:
         if event.partition not in self.names:
@@ -193,3 +186,12 @@ class OpenAudit:
                 held.pop(row, None)
             for done in self.done.values():
                 done.discard(row)
+
+
+def rows_of(event: ev.SnapshotRows) -> Iterator[tuple[int, int, int, ev.RowRun]]:
+    """Return the serial, sample and id of each row of unfinished groups, and the run that describes it."""
+    for groups in event.groups:
+        serials = range(groups.serial, groups.serial + groups.count)
+        keys = [(serial, sample) for serial in serials for sample in range(groups.size)]
+        rows = [(number, run) for run in groups.rows for number in range(run.row, run.row + run.count)]
+        yield from ((*key, *row) for key, row in zip(keys, rows, strict=True))

@@ -1,18 +1,19 @@
-"""What the ledger records: one class for each thing that can happen; ``compacted`` has the pieces of a state.
+"""The records of a ledger: one class for each thing that can happen, and the three of a snapshot.
 
-``Books.apply`` folds these into the durable state, the audit reads them on its own.
+``Books.apply`` folds these into the durable state, the audit reads them on its own. A snapshot stands at the beginning
+of a ledger: ``SnapshotHead``, for each partition ``SnapshotPartition`` and its ``SnapshotRows``, and then the events
+that made the slots and leases that are still in force.
 
-Invariant: records are only ever added here, and fields only at the end of one with a default, so that an old ledger
-can always be read.
+Invariant: a ledger is read by the version of the format that wrote it. Records are added, and fields at the end of one
+with a default; whatever else changes here needs another format (``records``).
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from asyncflow.queue.ledger import compacted
 from asyncflow.queue.protocol.messages import Purpose, TaskSpec
 
 Cell: TypeAlias = tuple[int, int]
@@ -90,7 +91,10 @@ class Created(Struct, frozen=True, array_like=True, tag="new"):
 
 
 class Leased(Struct, frozen=True, array_like=True, tag="lease"):
-    """Rows were handed out under one lease; ticket: the claimer's own name for its claim."""
+    """Rows were handed out under one lease; ticket: the claimer's own name for its claim.
+
+    whole: False in a snapshot, where other rows of the lease were given back or dropped.
+    """
 
     lease: int
     partition: str
@@ -98,6 +102,7 @@ class Leased(Struct, frozen=True, array_like=True, tag="lease"):
     worker: str
     ticket: str
     rows: list[int]
+    whole: bool = True
 
 
 class Completed(Struct, frozen=True, array_like=True, tag="done"):
@@ -243,6 +248,94 @@ class Peeked(Struct, frozen=True, array_like=True, tag="peek"):
     rows: int
 
 
+_Count: TypeAlias = Annotated[int, Meta(gt=0)]
+
+OUTCOMES = {"t": "trained", "f": "filtered", "d": "dropped"}
+"""The letters of a finished group's outcome, which has one for each sample."""
+
+
+class SnapshotHead(Struct, frozen=True, array_like=True, tag="snapshot"):
+    """The state of a queue apart from its partitions and leases.
+
+    leaving: epochs of units that shall leave; completed: the leases that were completed last.
+    """
+
+    epoch: int
+    units: list[UnitJoined]
+    leaving: list[int]
+    completed: list[int]
+
+
+class SnapshotPartition(Struct, frozen=True, array_like=True, tag="snapshot_partition"):
+    """The state of a partition apart from its rows.
+
+    resets, peeked, returned: rows that tasks were given again, that were looked at, and that leases gave back; cleared:
+    rows that are gone, of which ``forgotten`` went with the whole partition; trained, filtered, dropped: rows that
+    ended so, those in ``SnapshotRows`` included; attempts: all of the trainer; attempt, theta, world: as in ``Began``.
+    """
+
+    name: str
+    purpose: Purpose | None
+    tasks: list[Declared]
+    schema: dict[str, str]
+    creator: int
+    expected: int | None
+    closed: int | None
+    resets: int
+    peeked: int
+    returned: int
+    cleared: int
+    forgotten: int
+    trained: int
+    filtered: int
+    dropped: int
+    attempts: list[int]
+    attempt: int
+    theta: int
+    world: int
+    committed: int
+
+
+class RowRun(Struct, frozen=True, array_like=True):
+    """Rows with consecutive ids from ``row`` on, of which the same is known.
+
+    state: 0 live or bound, 2 wanted, above that final; lost: bound, but without bytes; moved: the home where they lie,
+    0 where they were put; works: (task, attempt, lease that completed them).
+    """
+
+    count: _Count
+    row: int
+    state: int
+    lost: bool
+    moved: int
+    works: list[tuple[str, int, int]]
+
+
+class GroupRun(Struct, frozen=True, array_like=True):
+    """Unfinished groups with consecutive serials, of one size, step and window; rows: of all of them, in order."""
+
+    serial: int
+    count: _Count
+    size: _Count
+    step: int
+    oldest: int
+    newest: int
+    rows: list[RowRun]
+
+
+class SnapshotRows(Struct, frozen=True, array_like=True, tag="snapshot_rows"):
+    """Some of what a partition has many of.
+
+    finished: groups as (first serial, number of groups, step, oldest, newest, outcome as in ``OUTCOMES``); clients:
+    (name, number, serials used as (first, end)).
+    """
+
+    partition: str
+    groups: list[GroupRun] = []
+    finished: list[tuple[int, _Count, int, int, int, str]] = []
+    clients: list[tuple[bytes, int, list[tuple[int, int]]]] = []
+
+
 Event: TypeAlias = (
     Started
     | UnitJoined
@@ -262,22 +355,16 @@ Event: TypeAlias = (
     | Committed
     | Cleared
     | Closed
-    | compacted.Kept
-    | compacted.Alike
-    | compacted.Finals
     | TakenOver
     | Put
     | RowsCleared
-    | compacted.Acknowledged
-    | compacted.Used
-    | compacted.Ended
     | Reset
     | Expected
     | Peeked
-    | compacted.Counted
-    | compacted.Again
     | UnitLeaving
     | Moved
     | Numbered
-    | compacted.Clients
+    | SnapshotHead
+    | SnapshotPartition
+    | SnapshotRows
 )

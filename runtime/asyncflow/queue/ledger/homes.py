@@ -22,6 +22,9 @@ class Homes:
             self._moved.update(dict.fromkeys(event.rows, event.home))
         elif isinstance(event, ev.UnitLost):
             self._lost.add(home(event.epoch, event.unit))
+        elif isinstance(event, ev.SnapshotRows):
+            for run in [run for groups in event.groups for run in groups.rows if run.moved]:
+                self._moved.update(dict.fromkeys(range(run.row, run.row + run.count), run.moved))
 
     def lost(self, row: int) -> bool:
         """Tell whether a row lies at a home that is lost."""

@@ -1,10 +1,11 @@
 """The records of a ledger as bytes, and how they are read back.
 
-A record is magic, length, CRC-32 of the payload seeded with the length, and the payload (msgpack). A ledger is a folder
-with one file, ``<generation>.wal``; while it is being replaced there are two.
+A record is magic, length, CRC-32 of the payload seeded with the length, and the payload (msgpack). The magic names the
+format; this version reads and writes one. A ledger is a folder with one file, ``<generation>.wal``; while it is being
+replaced there are two.
 
 Invariant: what is read is a prefix of what was written; it ends before the first record that is not whole, and
-damage with a sound record behind it is LedgerCorrupt.
+damage with a sound record behind it, or a ledger of another format, is LedgerCorrupt.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import msgspec
 from asyncflow.errors import LedgerCorrupt
 from asyncflow.queue.ledger.events import Event
 
-_MAGIC = b"\xa5AF1"
+_MAGIC = b"\xa5AF2"
+_ANY_FORMAT = _MAGIC[:3]
 _HEADER = struct.Struct("<4sII")
 SUFFIX = ".wal"
 _encode = msgspec.msgpack.Encoder().encode
@@ -81,10 +83,16 @@ def _sound(view: memoryview, start: int) -> int | None:
 
 
 def _check_torn(data: bytes, start: int, path: Path) -> None:
-    """Refuse damage at ``start`` unless nothing sound comes after it."""
+    """Refuse damage at ``start`` unless nothing sound comes after it, and a ledger of another format."""
     view, after = memoryview(data), data.find(_MAGIC, start + 1)
     while after >= 0:
         if _sound(view, after) is not None:
             hint = "Restore the file from a copy; nothing was changed"
             raise LedgerCorrupt(f"the record at byte {start} is damaged", where=str(path), hint=hint)
         after = data.find(_MAGIC, after + 1)
+    magic = data[: len(_MAGIC)]
+    if start == 0 and magic.startswith(_ANY_FORMAT) and magic not in (_ANY_FORMAT, _MAGIC):
+        theirs, ours = (name[1:].decode(errors="replace") for name in (magic, _MAGIC))
+        hint = "Go on with the version of AsyncFlow that wrote it, or start with an empty folder; nothing was changed"
+        what = f"the ledger has the format {theirs}, but this version reads and writes {ours}"
+        raise LedgerCorrupt(what, where=str(path), hint=hint)

@@ -18,13 +18,14 @@ from itertools import islice
 from msgspec import Raw
 
 from asyncflow.errors import Refused, StaleHandle
+from asyncflow.net.batches import weighed_batches
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.runs import expand
 from asyncflow.queue.protocol.shard_calls import AskPart, Feed, Follow, Part
 from asyncflow.queue.protocol.unit_calls import Entry, Held, MovedRows
 from asyncflow.queue.table.books import Books
-from asyncflow.queue.table.compaction import dump_rows
 from asyncflow.queue.table.news import Item, Recalled, encode, gained, told_of
+from asyncflow.queue.table.snapshot import snapshot_rows
 from asyncflow.queue.table.state import Row
 
 FEED = "\0feed"
@@ -32,21 +33,20 @@ FEED = "\0feed"
 
 _LIMIT = 64 << 20
 _MOST = 4 << 20
-_EVENTS = 5_000
 _ROWS = 5_000
 
 
 @dataclass
 class _Snapshot:
-    """What a shard is being given: events, which were taken at once, and rows, whose cells are read part by part."""
+    """What a shard is being given: records, which were taken at once, and rows, whose cells are read part by part."""
 
     position: int
-    events: list[bytes]
+    records: list[list[bytes]]
     rows: list[int]
 
     @property
     def parts(self) -> int:
-        return -(-len(self.events) // _EVENTS) + -(-len(self.rows) // _ROWS)
+        return len(self.records) + -(-len(self.rows) // _ROWS)
 
 
 class NewsFeed:
@@ -122,8 +122,8 @@ class NewsFeed:
         return Feed(self.home, follow.position + len(items), items)
 
     def _begin(self, shard: int) -> Feed:
-        events = [encode(event) for event in dump_rows(self._books)]
-        made = _Snapshot(self.position, events, list(self._books.rows))
+        records = list(weighed_batches(map(encode, snapshot_rows(self._books)), len, heaviest=_MOST))
+        made = _Snapshot(self.position, records, list(self._books.rows))
         self._snapshots[shard] = made
         self._note(shard, made.position)
         return Feed(self.home, made.position, [], parts=made.parts)
@@ -133,10 +133,9 @@ class NewsFeed:
         made = self._snapshots.get(ask.shard)
         if made is None or made.position != ask.position:
             raise StaleHandle("there is no such snapshot", where="controller", hint="Follow again")
-        start = ask.part * _EVENTS
-        if start < len(made.events):
-            return Part([Raw(item) for item in made.events[start : start + _EVENTS]])
-        start = (ask.part - -(-len(made.events) // _EVENTS)) * _ROWS
+        if ask.part < len(made.records):
+            return Part([Raw(record) for record in made.records[ask.part]])
+        start = (ask.part - len(made.records)) * _ROWS
         rows = (self._books.rows.get(number) for number in made.rows[start : start + _ROWS])
         held = [_held(row) for row in rows if row is not None and row.here]
         return Part([Raw(encode(Recalled(held)))])

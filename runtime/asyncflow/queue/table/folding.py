@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from asyncflow.queue.table import folds, folds_compacted, folds_gang, folds_open
+from asyncflow.queue.table import folds, folds_gang, folds_open, snapshot
 from asyncflow.queue.table.books import Books, Fold
 
-FOLDS: Final[dict[type, Fold]] = folds.FOLDS | folds_gang.FOLDS | folds_open.FOLDS | folds_compacted.FOLDS
+FOLDS: Final[dict[type, Fold]] = folds.FOLDS | folds_gang.FOLDS | folds_open.FOLDS | snapshot.FOLDS
 
 
 def empty_books() -> Books:

@@ -62,11 +62,16 @@ def _created(books: Books, event: ev.Created) -> None:
     partition = books.partition(event.partition)
     partition.purpose = event.purpose
     group = partition.groups.get(event.serial)
+    samples = [sample for sample, _ in event.rows]
     if group is None:
+        if event.size != len(samples) or samples != list(range(len(samples))):
+            raise ValueError("the new group is not whole")
         window = Window(event.oldest, event.newest)
         group = Group(event.partition, event.purpose, event.serial, event.size, event.step, window)
         partition.groups[event.serial] = group
         partition.number(event.serial)
+    elif not set(samples) <= set(range(group.size)):
+        raise ValueError("the group has no such samples")
     for sample, number in event.rows:
         books.enter(partition, group, sample, number)
 
@@ -74,7 +79,8 @@ def _created(books: Books, event: ev.Created) -> None:
 def _leased(books: Books, event: ev.Leased) -> None:
     queue = books.partition(event.partition).queues[event.task]
     held = dict.fromkeys(event.rows)
-    books.leases.add(Lease(event.lease, event.partition, event.task, event.worker, event.ticket, held))
+    lease = Lease(event.lease, event.partition, event.task, event.worker, event.ticket, held, whole=event.whole)
+    books.leases.add(lease)
     rows = list(map(books.rows.__getitem__, event.rows))
     books.advance(queue, rows, lambda work: Work(work.attempt, event.lease, work.done))
     queue.taken(rows)

@@ -5,44 +5,26 @@ Invariant: as for all folds, see ``Books``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.table.books import Books, Fold
-from asyncflow.queue.table.partition import Partition
 from asyncflow.queue.table.state import ANY_VERSION, IDLE, NO_SIZES, NO_TAGS, NO_WORK, Group, Row, State, Work
 
 
 def _put(books: Books, event: ev.Put) -> None:
+    """Make groups, or the wanted rows of those that are there."""
     partition = books.partition(event.partition)
     partition.purpose = "open"
     partition.used.add(event.serial, event.groups, living=partition.groups)
-    make_groups(books, partition, event.serial, event.groups, event.size, event.row, NO_WORK)
-
-
-def _numbered(books: Books, event: ev.Numbered) -> None:
-    partition = books.partition(event.partition)
-    partition.purpose = "open"
-    partition.used.name(event.client, event.number)
-
-
-def make_groups(
-    books: Books, partition: Partition, first: int, count: int, size: int, row_id: int, work: Mapping[str, Work]
-) -> None:
-    """Make ``count`` groups, or the wanted rows of those that are there.
-
-    first: serial of the first group; row_id: of its first row; the others follow; work: of new groups' rows.
-    """
     rows, groups, bare, live = books.rows, partition.groups, partition.bare, State.LIVE
-    name, since, number = partition.name, books.now, row_id
+    name, since, size, number = partition.name, books.now, event.size, event.row
     made = 0
-    for serial in range(first, first + count):
+    for serial in range(event.serial, event.serial + event.groups):
         group = groups.get(serial)
         if group is None:
             group = groups[serial] = Group(name, "open", serial, size, 0, ANY_VERSION)
             mine = group.rows
             for sample in range(size):
-                rows[number] = row = Row(group, sample, number, live, bare, since, work, NO_SIZES, NO_TAGS)
+                rows[number] = row = Row(group, sample, number, live, bare, since, NO_WORK, NO_SIZES, NO_TAGS)
                 mine.append(row)
                 number += 1
             made += size
@@ -52,8 +34,12 @@ def make_groups(
                 books.enter(partition, group, sample, number + sample)
         number += size
     partition.counts[live] += made
-    for task, did in work.items():
-        partition.queues[task].busy += made * bool(did.done)
+
+
+def _numbered(books: Books, event: ev.Numbered) -> None:
+    partition = books.partition(event.partition)
+    partition.purpose = "open"
+    partition.used.name(event.client, event.number)
 
 
 def _rows_cleared(books: Books, event: ev.RowsCleared) -> None:

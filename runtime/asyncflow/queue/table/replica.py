@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from asyncflow.errors import LedgerCorrupt, ProtocolError
-from asyncflow.queue.ledger import compacted
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.runs import MOST, expand
 from asyncflow.queue.table.books import Books
@@ -50,10 +49,11 @@ def take(books: Books, item: Item) -> None:
 
 def _stands_for(event: ev.Event) -> int:
     """Give how many rows, or outcomes, are made of an event that does not list them; 1 of any other."""
-    if isinstance(event, ev.Put | compacted.Alike):
+    if isinstance(event, ev.Put):
         return event.groups * event.size if event.size > 0 else 0
-    if isinstance(event, compacted.Ended):
-        return sum(count for _, count, _ in event.runs)
+    if isinstance(event, ev.SnapshotRows):
+        rows = sum(run.count * run.size for run in event.groups)
+        return rows + sum(count for _, count, *_ in event.finished) or 1
     return 1
 
 
@@ -105,6 +105,7 @@ def install(books: Books, draft: Books) -> None:
     for name, partition in draft.partitions.items():
         if (before := books.partitions.get(name)) is not None:
             partition.resets, partition.peeked = before.resets, before.peeked
+            partition.returned = before.returned
         _take_stock(partition)
     books.touched |= books.partitions.keys() | draft.partitions.keys()
     books.partitions, books.rows = draft.partitions, draft.rows

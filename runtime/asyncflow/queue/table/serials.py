@@ -84,16 +84,15 @@ class Serials:
 
     def clients(self) -> Iterator[tuple[bytes, int, list[Span]]]:
         """Return name, number and spans of each client, in the order in which they were last heard of."""
-        return ((client.name, number, client.spans) for number, client in self._clients.items() if client.name)
+        return ((client.name, number, client.spans) for number, client in self._clients.items())
 
-    def spans(self) -> Iterator[Span]:
-        """Return the spans whose client is known by its number alone."""
-        return (span for client in self._clients.values() if not client.name for span in client.spans)
-
-    def update(self, spans: Iterable[Span]) -> None:
-        """Add spans that ``clients`` or ``spans`` gave."""
+    def restore(self, name: bytes, number: int, spans: Iterable[Span]) -> None:
+        """Add a client that ``clients`` returned."""
+        if name:
+            self.name(name, number)
+        client = self._clients.setdefault(number, _Client())
         for first, end in spans:
-            _join(self._clients.setdefault(first >> SERIAL_BITS, _Client()), first, end)
+            _join(client, first, end)
 
     def _forget(self, living: Iterable[int]) -> None:
         """Forget clients without living rows, but for those that were heard of last."""
