@@ -17,7 +17,7 @@ from aiohttp import web
 from asyncflow.api.status import DriverStatus
 
 Answer = Callable[[int], DriverStatus]
-"""Gives the answer to a question, of which so many came before."""
+"""Returns the answer to a question, of which so many came before."""
 
 
 def steady(_: int) -> DriverStatus:

@@ -187,7 +187,7 @@ class Arenas:
 
 
 def _arenas(process: int | str) -> list[int]:
-    """Give the inode of each mapping and descriptor of an arena."""
+    """Return the inode of each mapping and descriptor of an arena."""
     folder = Path(f"/proc/{process}")
     found = [int(line.split()[4]) for line in (folder / "maps").read_text().splitlines() if _MEMFD in line]
     for file in (folder / "fd").iterdir():

@@ -38,7 +38,7 @@ def small(pages: int) -> tuple[Outgoing, Incoming]:
 
 
 def kept(outgoing: Outgoing) -> int:
-    """Give the pages of the file that exist."""
+    """Return the pages of the file that exist."""
     return os.fstat(outgoing._file).st_blocks * 512 // PAGE
 
 

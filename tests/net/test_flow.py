@@ -180,7 +180,7 @@ async def test_a_peer_that_does_not_shake_hands_is_cut_off(monkeypatch: Any) -> 
 
 
 def half_way(server: RpcServer) -> list[weakref.ref[Any]]:
-    """Give the boxes of the only peer of a server, once there is something in them."""
+    """Return the boxes of the only peer of a server, once there is something in them."""
     assert server._streams is not None
     for peer in server._streams._peers.values():
         if peer._inbox is not None and peer.outbox is not None and (peer._inbox._filled or not peer.outbox.idle):
@@ -314,7 +314,7 @@ class Asks:
             self._outbox.sent(self.socket.sendmsg(views))
 
     async def read(self, count: int) -> list[tuple[int, int]]:
-        """Give call and bytes of each of the next answers."""
+        """Return call and bytes of each of the next answers."""
         came: list[list[memoryview]] = []
         async with asyncio.timeout(30):
             while len(came) < count:
@@ -326,7 +326,7 @@ class Asks:
 
 
 def lies_unsent(server: RpcServer) -> int:
-    """Give the bytes that lie for the first peer of a server."""
+    """Return the bytes that lie for the first peer of a server."""
     assert server._streams is not None
     outbox = next(iter(server._streams._peers.values())).outbox
     return 0 if outbox is None else outbox.unsent

@@ -97,12 +97,12 @@ class Queue:
                 return
 
     def work(self, task, row):
-        """Give how far ``task`` has come with a leased row."""
+        """Return how far ``task`` has come with a leased row."""
         held = self.table.books.rows.get(row.row)
         return held.work.get(task, Work()) if held else Work()
 
     def ready_by_hand(self, queue):
-        """Give the rows or groups that are ready for a task, found by looking at every row."""
+        """Return the rows or groups that are ready for a task, found by looking at every row."""
         ready = set()
         for group in self.table.books.partitions[P].groups.values():
             is_open, blocked = [], False
@@ -124,7 +124,7 @@ class Queue:
         return {state: n for state, n in self.table.books.partitions[P].counts.items() if n}
 
     def events(self):
-        """Give everything that was recorded so far; free what is to be freed."""
+        """Return everything that was recorded so far; free what is to be freed."""
         books = self.table.books
         self.log += books.outbox
         books.outbox.clear()
@@ -189,7 +189,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], MemoryWorld]]:
-    """Give a world by the name of its back end: one for all tests, so nobody may kill anything in it."""
+    """Yield a world by the name of its back end: one for all tests, so nobody may kill anything in it."""
     worlds: dict[str, MemoryWorld] = {}
 
     def world(name: str) -> MemoryWorld:

@@ -27,7 +27,7 @@ P = "train"
 
 
 def history(queue):
-    """Give the events of a small life with everything in it."""
+    """Return the events of a small life with everything in it."""
     training = queue.table.training
     for step in (1, 2):
         training.open_step(P, step, 2, 2)

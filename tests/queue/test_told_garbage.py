@@ -30,7 +30,7 @@ BEGINNING = [
 
 
 def anything(kind):
-    """Give a strategy for values of an annotation."""
+    """Return a strategy for values of an annotation."""
     if kind in LEAVES:
         return LEAVES[kind]
     if isinstance(kind, type) and issubclass(kind, Struct):
@@ -52,7 +52,7 @@ PARTITION = ev.SnapshotPartition("q", "train", [], {}, 0, None, None, *[0] * 8, 
 
 
 def run_of(*, groups=1, size=2, rows=None, row=7, state=0):
-    """Give groups from serial 0 on, whose rows are alike."""
+    """Return groups from serial 0 on, whose rows are alike."""
     run = ev.RowRun(groups * size if rows is None else rows, row, state, False, 0, [])
     return ev.GroupRun(0, groups, size, 1, 0, 1, [run])
 
@@ -153,7 +153,7 @@ def test_no_bytes_make_anything_but_a_message_or_an_error(module):
 
 
 def anything_plain(kind):
-    """Give a strategy for what looks like a message of ``kind`` to its decoder, whose bounds it does not keep."""
+    """Return a strategy for what looks like a message of ``kind`` to its decoder, whose bounds it does not keep."""
     return st.fixed_dictionaries(
         {name: st.one_of(NUMBERS, WORDS, st.lists(NUMBERS, max_size=3)) for name in kind.__struct_fields__}
     )

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def batches(things: Iterable[T], most: int) -> Iterator[list[T]]:
-    """Give ``most`` things at a time, at the end those that are left."""
+    """Yield ``most`` things at a time, at the end those that are left."""
     left = iter(things)
     while batch := list(islice(left, most)):
         yield batch
@@ -22,7 +22,7 @@ def batches(things: Iterable[T], most: int) -> Iterator[list[T]]:
 def weighed_batches(
     things: Iterable[T], weigh: Callable[[T], int], *, heaviest: int, most: int | None = None
 ) -> Iterator[list[T]]:
-    """Give batches that weigh at most ``heaviest``, of at most ``most`` things; what is heavier alone stands alone."""
+    """Yield batches that weigh at most ``heaviest``, of at most ``most`` things; what is heavier alone stands alone."""
     batch: list[T] = []
     total = 0
     for thing in things:

@@ -79,21 +79,21 @@ class Directory:
         self._sweeper: asyncio.Task[None] | None = None
 
     def members(self, role: str | None = None) -> list[Member]:
-        """Give the members (of ``role``), ordered by role and index."""
+        """Return the members (of ``role``), ordered by role and index."""
         return [self._entries[place].member for place in sorted(self._entries) if role in (None, place[0])]
 
     def member(self, incarnation: str) -> Member | None:
-        """Give the member that ``incarnation`` is now, if it is one."""
+        """Return the member that ``incarnation`` is now, if it is one."""
         place = self._places.get(incarnation)
         return None if place is None else self._entries[place].member
 
     def status(self, incarnation: str) -> Status:
-        """Give what the member said of itself last; empty if nothing, or if it is no member."""
+        """Return what the member said of itself last; empty if nothing, or if it is no member."""
         place = self._places.get(incarnation)
         return {} if place is None else self._entries[place].status
 
     def silent_s(self, incarnation: str) -> float | None:
-        """Give the seconds since the member was heard last; None if it is no member."""
+        """Return the seconds since the member was heard last; None if it is no member."""
         place = self._places.get(incarnation)
         return None if place is None else self._clock() - self._entries[place].seen
 

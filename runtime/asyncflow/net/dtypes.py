@@ -31,12 +31,12 @@ _unpack = msgspec.msgpack.Decoder().decode
 
 
 def name_of(dtype: np.dtype[Any]) -> str:
-    """Give ``dtype.name``, which numpy makes of pieces each time."""
+    """Return ``dtype.name``, which numpy makes of pieces each time."""
     return _NAMES.get(dtype) or dtype.name
 
 
 def to_bytes(row: Any, dtype: str) -> bytes:
-    """Give the bytes of a Python value. Raises ValueError where it is none of ``dtype``."""
+    """Return the bytes of a Python value. Raises ValueError where it is none of ``dtype``."""
     if dtype == OBJECT:
         try:
             return _pack(row)
@@ -51,7 +51,7 @@ def to_bytes(row: Any, dtype: str) -> bytes:
 
 
 def from_bytes(data: bytes, dtype: str) -> Any:
-    """Give the Python value. Raises ProtocolError where the bytes are none of ``dtype``."""
+    """Return the Python value. Raises ProtocolError where the bytes are none of ``dtype``."""
     if dtype == BYTES:
         return data
     try:

@@ -62,7 +62,7 @@ class BatchHeader(Struct, frozen=True, kw_only=True):
 
 
 def encode_batch(columns: Mapping[str, Jagged]) -> tuple[BatchHeader, list[Buffer]]:
-    """Give header and frames of ``columns``, which must all have the same number of rows (ValueError otherwise).
+    """Return header and frames of ``columns``, which must all have the same number of rows (ValueError otherwise).
 
     Frames of large columns are the columns' own memory: it must not change until they were sent.
     """
@@ -121,7 +121,7 @@ def _unknown(column: ColumnHeader) -> NoReturn:
 
 
 def _check_frames(header: BatchHeader, sizes: Sequence[int], came: Sequence[int], max_bytes: int) -> int:
-    """Give how many bytes of the first frame are lengths; a ProtocolError where the frames cannot hold the rows."""
+    """Return how many bytes of the first frame are lengths; a ProtocolError where the frames cannot hold the rows."""
     if sum(came) > max_bytes:
         raise ProtocolError(f"a batch of {sum(came)} bytes came where {max_bytes} are allowed", where="batch")
     if not sizes and header.rows:
@@ -135,7 +135,7 @@ def _check_frames(header: BatchHeader, sizes: Sequence[int], came: Sequence[int]
 
 
 def _decode_lengths(header: BatchHeader, frame: memoryview) -> Sequence[Offsets | None]:
-    """Give for each column the lengths of its rows, which are known to be right; None for one row."""
+    """Return for each column the lengths of its rows, which are known to be right; None for one row."""
     sizes = [column.values for column in header.columns]
     short = len(frame) == len(sizes) * header.rows * _SHORT.itemsize
     if header.rows == 1:

@@ -33,7 +33,7 @@ _under_way: dict[tuple[int, str, int], Future[list[Place]]] = {}
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Give where ``address`` is, ``tcp://HOST:PORT[/SERVER]``: an IPv6 host in brackets; ``*`` is any host, or any port
+    """Return where ``address`` is, ``tcp://HOST:PORT[/SERVER]``: IPv6 hosts in brackets; ``*`` is any host, or any port
     (0).
 
     Raises ManifestError where it is none.
@@ -49,7 +49,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def server_of(address: str) -> bytes:
-    """Give which server ``address``, which is one, names; ``ANYBODY`` where it does not say."""
+    """Return which server ``address``, which is one, names; ``ANYBODY`` where it does not say."""
     return bytes.fromhex(address.removeprefix(SCHEME).partition("/")[2]) or ANYBODY
 
 
@@ -60,7 +60,7 @@ def address_of(host: str, port: int, *, server: bytes = ANYBODY) -> str:
 
 
 async def dialled(bound: str, advertise: str = "") -> str:
-    """Give ``advertise`` if it is set, else ``bound``, or this machine's own address if that is all interfaces.
+    """Return ``advertise`` if it is set, else ``bound``, or this machine's own address if that is all interfaces.
 
     Raises Refused where this machine's own name has no address.
     """

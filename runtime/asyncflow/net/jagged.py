@@ -144,7 +144,7 @@ class Jagged:
         return cls.trusted(np.concatenate(values), np.concatenate(lengths), first.dtype, first.inner)
 
     def cut(self, start: int, stop: int) -> Jagged:
-        """Give the rows from ``start`` to ``stop``, which share this column's memory."""
+        """Return the rows from ``start`` to ``stop``, which share this column's memory."""
         if start == 0 and stop == len(self):
             return self
         return self.trusted(_values(self, start, stop), self.lengths[start:stop], self.dtype, self.inner)
@@ -170,13 +170,13 @@ class Jagged:
         return self._lengths
 
     def row(self, index: int) -> Array:
-        """Give row ``index`` (from 0) as a view of its values, in its shape."""
+        """Return row ``index`` (from 0) as a view of its values, in its shape."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of a column of {len(self)} rows")
         return self._shaped(_values(self, index, index + 1))
 
     def rows(self) -> list[Any]:
-        """Give all rows as ``from_rows`` takes them: views of arrays, or Python values.
+        """Return all rows as ``from_rows`` takes them: views of arrays, or Python values.
 
         Raises ProtocolError for bytes that are no such value.
         """
@@ -188,7 +188,7 @@ class Jagged:
         return views if self.inner == () else [self._shaped(view) for view in views]
 
     def take(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Jagged:
-        """Give a new column of the rows ``indices``, in that order; a row may be taken more than once."""
+        """Return a new column of the rows ``indices``, in that order; a row may be taken more than once."""
         chosen = np.asarray(indices, np.int64)
         if chosen.size and (chosen.min() < 0 or chosen.max() >= len(self)):
             raise IndexError(f"rows {chosen.min()} to {chosen.max()} of a column of {len(self)} rows")

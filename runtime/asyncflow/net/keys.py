@@ -36,7 +36,7 @@ class Keys:
         return self.derived("name")[:8].hex()
 
     def derived(self, purpose: str) -> bytes:
-        """Give 32 bytes for ``purpose`` that only holders of this key can make, and that tell nothing about it."""
+        """Return 32 bytes for ``purpose`` that only holders of this key can make, and that tell nothing about it."""
         return hashlib.blake2b(purpose.encode(), key=self._secret, digest_size=32).digest()
 
     @classmethod

@@ -45,19 +45,19 @@ class Later(Generic[T]):
         return True
 
     def set_result(self, result: T) -> None:
-        """Give it."""
+        """Set the result."""
         self._check_open()
         self._result = result
         self._tell()
 
     def set_exception(self, error: BaseException) -> None:
-        """Give an error instead."""
+        """Set an error instead."""
         self._check_open()
         self._error = error
         self._tell()
 
     def result(self) -> T:
-        """Give what was given; raises the error."""
+        """Return what was given; raises the error."""
         if not self._done:
             raise asyncio.InvalidStateError("it was not given yet")
         if self._error is not None:

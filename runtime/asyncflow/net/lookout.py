@@ -42,7 +42,7 @@ class Lookout:
         self._asked = self._looks > 0
 
     def wait(self, look: Callable[[], T], sleep: Callable[[], T]) -> T:
-        """Give what ``look`` finds, or what ``sleep`` waits for; both give something false where there is nothing."""
+        """Return what ``look`` finds, or what ``sleep`` waits for; both give something false where there is nothing."""
         if found := look():
             return found
         for _ in self._turns():
@@ -55,7 +55,7 @@ class Lookout:
         return found
 
     def _turns(self) -> Iterable[object]:
-        """Give something for each look that comes before the sleep."""
+        """Return something for each look that comes before the sleep."""
         if not self._asked:
             return range(self._looks if self._soon else 0)
         self._asked = False

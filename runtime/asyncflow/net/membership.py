@@ -98,18 +98,18 @@ class Membership:
         await self.driver.close()
 
     def peers(self, role: str) -> tuple[Member, ...]:
-        """Give the members of ``role`` that are known now, this process included, in order of their index.
+        """Return the members of ``role`` that are known now, this process included, in order of their index.
 
         It is the same object until the members change.
         """
         return self._by_role.get(role, ())
 
     def peer(self, role: str, index: int = 0) -> Member | None:
-        """Give one member, or None while there is none."""
+        """Return one member, or None while there is none."""
         return self._members.get((role, index))
 
     def address(self, role: str, index: int = 0) -> str | None:
-        """Give where a member answers calls, or None while there is none: a resolver for ``RpcClient``."""
+        """Return where a member answers calls, or None while there is none: a resolver for ``RpcClient``."""
         member = self._members.get((role, index))
         return (member.address or None) if member is not None else None
 

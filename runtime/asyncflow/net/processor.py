@@ -32,7 +32,7 @@ def has_quota(*, mine: Path = _MINE, cgroups: Path = _CGROUPS) -> bool:
 
 
 def _quota_files(mine: Path, cgroups: Path) -> Iterator[Path]:
-    """Give the files that would say so: of each cgroup up to the root, which is a container's own."""
+    """Yield the files that would say so: of each cgroup up to the root, which is a container's own."""
     for line in _lines(mine):
         _, _, said = line.partition(":")
         controllers, _, path = said.partition(":")

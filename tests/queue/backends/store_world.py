@@ -65,7 +65,7 @@ class MemoryWorld:
         return None
 
     async def backend(self, *, unit: int = 0, **options: Any) -> Backend:
-        """Give a back end that is open, of a unit that begins. options: of its ``Site``."""
+        """Return a back end that is open, of a unit that begins. options: of its ``Site``."""
         site = Site(unit=unit, incarnation=uuid.uuid4().hex, host="127.0.0.1", find=self.address, **options)
         made = open_backend(self.name, site)
         await made.open()
@@ -142,7 +142,7 @@ WORLDS = ("memory", "mooncake", "redis")
 
 
 def make_world(name: str, folder: Path) -> MemoryWorld:
-    """Give a world of its own."""
+    """Return a world of its own."""
     if name == "mooncake":
         return MooncakeWorld(folder)
     return RedisWorld() if name == "redis" else MemoryWorld()

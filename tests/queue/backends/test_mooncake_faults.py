@@ -38,7 +38,7 @@ def places(parcel, count):
 
 
 async def read(backend, parcel, count):
-    """Give the rows that are there, after telling which are lost."""
+    """Return the rows that are there, after telling which are lost."""
     left = places(parcel, count)
     try:
         await backend.get(left, ["x"])

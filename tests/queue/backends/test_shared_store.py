@@ -49,7 +49,7 @@ async def test_a_unit_that_ends_leaves_nothing_in_a_store_that_stays(stores):
 
 
 def keys_of(world):
-    """Give the owners of the keys that are there."""
+    """Return the owners of the keys that are there."""
     host, port = world.server.address.removeprefix("tcp://").split(":")
     with redis.Redis(host=host, port=int(port)) as client:
         return {key.decode().split(".")[0] for key in client.scan_iter()}

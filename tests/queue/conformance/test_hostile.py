@@ -379,7 +379,7 @@ def requests():
 
 
 def spoilt(rng, data):
-    """Give ``data`` with a few bytes changed, doubled or gone."""
+    """Return ``data`` with a few bytes changed, doubled or gone."""
     out = bytearray(data)
     for _ in range(rng.randint(1, 3)):
         place = rng.randrange(len(out)) if out else 0

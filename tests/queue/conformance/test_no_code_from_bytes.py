@@ -41,7 +41,7 @@ def calls(tree):
 
 
 def offences(source):
-    """Give what in a source makes code or objects of bytes, or could."""
+    """Return what in a source makes code or objects of bytes, or could."""
     tree = ast.parse(source)
     for name in imported(tree):
         if name.partition(".")[0] in LOADERS or name in HIDDEN:

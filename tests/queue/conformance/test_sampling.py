@@ -39,7 +39,7 @@ async def slot(client, number, rank, *, tokens=20_000, attempt=0):
 
 
 async def all_slots(client, **how):
-    """Give the rows of every slot by rank."""
+    """Return the rows of every slot by rank."""
     slots = []
     while not slots or not slots[-1][0].last:
         slots.append([await slot(client, len(slots), rank, **how) for rank in range(WORLD)])

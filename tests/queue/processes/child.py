@@ -19,7 +19,7 @@ P = "train"
 
 
 def address_in(path: Path):
-    """Give a resolver: what stands in ``path`` now."""
+    """Return a resolver: what stands in ``path`` now."""
     return lambda: (path.read_text() or None) if path.exists() else None
 
 

@@ -37,7 +37,7 @@ async def put_for_ever(cluster, rows):
 
 
 async def numbers(cluster, rows):
-    """Give what rows hold, each claimed once."""
+    """Return what rows hold, each claimed once."""
     leased = await cluster.client.claim(partition=P, task=TASK.name, max_rows=len(rows) + 10, timeout=10)
     assert {row.row for row in leased} >= set(rows)
     columns = await cluster.client.fetch(rows, ["x"], timeout=10)

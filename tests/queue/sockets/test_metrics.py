@@ -10,7 +10,7 @@ GROUP = 96
 
 
 def shown(unit, *, leaving=False):
-    """Give what a unit shows now, by name."""
+    """Return what a unit shows now, by name."""
     metrics = StorageMetrics()
     _show(unit, metrics, leaving=leaving)
     names = {"held_bytes", "rows", "put_bytes_total", "fetched_bytes_total", "waiting_puts", "budget_waits_total"}

@@ -119,7 +119,7 @@ class Served:
         self.run(self.client.close_partition(partition=P, step=step, timeout=10))
 
     def visitors(self):
-        """Give how many clients are there."""
+        """Return how many clients are there."""
 
         async def count():
             return len(self.directory.members("client"))
@@ -130,7 +130,7 @@ class Served:
         return self.run(self.client.stats(timeout=10))
 
     def explicit(self):
-        """Give the addresses of all, by name."""
+        """Return the addresses of all, by name."""
         return {
             "controller": self.address,
             "units": {index: unit.server.address for index, unit in self.units.items()},

@@ -21,7 +21,7 @@ class Heap:
         return place in self._places
 
     def take(self, pages: int) -> int | None:
-        """Give a place of so many pages, at least one; None where no run is long enough."""
+        """Return a place of so many pages, at least one; None where no run is long enough."""
         for index, begin in enumerate(self._begins):
             left = self._ends[index] - begin - pages
             if left >= 0:

@@ -40,7 +40,7 @@ class _Mapping(mmap.mmap):
         self.process = os.getpid()
 
     def discard(self, begin: int, end: int) -> None:
-        """Give pages back to the kernel."""
+        """Return pages to the kernel."""
         if begin < end and self.process == os.getpid():
             with contextlib.suppress(OSError):
                 self.madvise(mmap.MADV_REMOVE, begin * PAGE, (end - begin) * PAGE)
@@ -56,7 +56,7 @@ class _Loan(weakref.ref[npt.NDArray[np.uint8]]):
 
 
 def _ended(loan: weakref.ref[npt.NDArray[np.uint8]]) -> None:
-    """Give the pages of a loan back. This may run between any two steps of any thread: it takes no lock."""
+    """Return the pages of a loan. This may run between any two steps of any thread: it takes no lock."""
     assert isinstance(loan, _Loan)
     mapping = loan.mapping
     if mapping.process != os.getpid():
@@ -81,7 +81,7 @@ class Incoming:
         self._lent = 0
 
     def take(self, page: int, size: int) -> memoryview:
-        """Give a part that the sender has put there."""
+        """Return a part that the sender has put there."""
         mapping = self._mapping or self._mapped()
         ended = mapping.ended
         while ended:

@@ -81,7 +81,7 @@ def check(file: int) -> None:
 
 
 def pages_of(size: int) -> int:
-    """Give how many pages so many bytes need."""
+    """Return how many pages so many bytes need."""
     return -(-size // PAGE)
 
 
@@ -128,7 +128,7 @@ class Outgoing:
             page += 1
 
     def _filled_to(self, end: int) -> mmap.mmap | None:
-        """Give the memory, of which the pages up to ``end`` are there; None where they cannot be."""
+        """Return the memory, of which the pages up to ``end`` are there; None where they cannot be."""
         if end > self._filled:
             more = (end - self._filled) * PAGE
             if not _ALLOWANCE.take(more):

@@ -93,7 +93,7 @@ def shaking(peer: socket.socket, keys: Keys | None, *, server: bytes) -> Handsha
 
 
 def boxes(peer: socket.socket, handshake: Handshake, *, most: int, staging: memoryview) -> tuple[Inbox, Outbox]:
-    """Give what messages come through and go through, now that hands were shaken. most, staging: see ``Inbox``.
+    """Return what messages come through and go through, now that hands were shaken. most, staging: see ``Inbox``.
 
     Between peers of one host nothing is sealed: who could read it there could read the memory of both.
     """
@@ -158,7 +158,7 @@ def _is_ours(peer: socket.socket) -> bool:
 
 @functools.cache
 def _nobody() -> int:
-    """Give the number by which users are seen that have none in this namespace."""
+    """Return the number by which users are seen that have none in this namespace."""
     try:
         return int(Path("/proc/sys/kernel/overflowuid").read_text())
     except (OSError, ValueError):

@@ -111,7 +111,7 @@ class BlockingLink:
         self._send_now(self._socket)
 
     def receive(self, seconds: float) -> list[memoryview]:
-        """Give the next message, waiting up to ``seconds``; nothing if none came. Raises PeerLost, ProtocolError."""
+        """Return the next message, waiting up to ``seconds``; nothing if none came. Raises PeerLost, ProtocolError."""
         if self.gone is not None:
             raise self.gone
         if self._ready:

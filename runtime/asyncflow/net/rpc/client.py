@@ -163,7 +163,7 @@ class RpcClient:
             self._link = None
 
     def _current(self) -> Link | None:
-        """Give the connection to the address that holds now; None while the peer has no address."""
+        """Return the connection to the address that holds now; None while the peer has no address."""
         if self._closed:
             raise PeerLost("this client was closed", where=self.name)
         address = self._resolve()

@@ -78,7 +78,7 @@ def encode_request(method: str, request: Struct) -> bytes:
 
 @functools.cache
 def decoder_of(kind: type[Struct]) -> msgspec.msgpack.Decoder[Any]:
-    """Give the decoder of ``kind``, in any thread: where two first need a struct at once, msgspec itself crashes.
+    """Return the decoder of ``kind``, in any thread: where two first need a struct at once, msgspec itself crashes.
 
     A fork waits until none is half built.
     """
@@ -95,7 +95,7 @@ def check_call(header: Call, parts: int) -> None:
 
 
 def check_size(what: str, method: str, body: bytes, frames: Sequence[Buffer], *, limit: int) -> int:
-    """Give the bytes of a message; ProtocolError where it holds more than ``limit`` of them, or too many frames."""
+    """Return the bytes of a message; ProtocolError where it holds more than ``limit`` of them, or too many frames."""
     size = len(body) + (sum([memoryview(frame).nbytes for frame in frames]) if frames else 0)
     if size + _HEADER_ROOM > limit or len(frames) > MAX_FRAMES:
         hint = f"Split it: at most {limit} bytes and {MAX_FRAMES} frames go in one message"
@@ -104,7 +104,7 @@ def check_size(what: str, method: str, body: bytes, frames: Sequence[Buffer], *,
 
 
 def read_answer(parts: Sequence[memoryview], *, where: str) -> tuple[int, AsyncFlowError | None]:
-    """Give the call that a message answers, -1 where it answers none, and the error if the answer is one."""
+    """Return the call that a message answers, -1 where it answers none, and the error if the answer is one."""
     try:
         header = to_client(parts[0])
     except (IndexError, *MALFORMED):

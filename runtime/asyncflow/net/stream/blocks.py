@@ -18,5 +18,5 @@ COUNT = struct.Struct("<I")
 
 @functools.lru_cache(64)
 def table_of(count: int) -> struct.Struct:
-    """Give the beginning of the block of ``count`` parts: their number, and the size of each."""
+    """Return the beginning of the block of ``count`` parts: their number, and the size of each."""
     return struct.Struct(f"<I{count}Q")

@@ -114,7 +114,7 @@ class Handshake:
         return mine
 
     def _greeting(self) -> bytes:
-        """Give magic, nonce and a new share."""
+        """Return magic, nonce and a new share."""
         if self._secret is None:
             return self._magic.ljust(_GREETING, b"\0")
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -137,7 +137,7 @@ class Handshake:
             raise ProtocolError("the peer does not hold the key", hint=_HINT)
 
     def _agreed(self, hello: bytes, welcome: bytes, *, theirs: bytes) -> tuple[bytes, bytes, Seal | None, Seal | None]:
-        """Give the proofs of answerer and caller, and the seals of what caller and answerer send."""
+        """Return the proofs of answerer and caller, and the seals of what caller and answerer send."""
         share, self._share = self._share, None
         if self._secret is None:
             return _NOTHING, _NOTHING, None, None

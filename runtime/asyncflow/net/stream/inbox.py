@@ -42,7 +42,7 @@ class Inbox:
         self._target = next(self._reader)
 
     def room(self) -> memoryview:
-        """Give the memory for the next bytes."""
+        """Return the memory for the next bytes."""
         self._direct = len(self._target) - self._filled >= _DIRECT
         return self._target[self._filled :] if self._direct else self._staging
 
@@ -134,7 +134,7 @@ class Inbox:
             self._seal.open(chunk, piece)
 
     def _cut_up(self, block: memoryview) -> _CutUp:
-        """Give the parts of which ``block`` tells: the small ones, and for each large one its place and size."""
+        """Return the parts of which ``block`` tells: the small ones, and for each large one its place and size."""
         (count,) = COUNT.unpack_from(block)
         at = COUNT.size + 8 * count
         if count > MAX_PARTS or at > len(block):

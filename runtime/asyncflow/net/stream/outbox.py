@@ -31,7 +31,7 @@ class Outbox:
         return len(self._messages)
 
     def in_one(self, parts: Sequence[Buffer]) -> Buffer | None:
-        """Give the bytes of a message of small parts that nothing waits before; None where it must be ``push``ed.
+        """Return the bytes of a message of small parts that nothing waits before; None where it must be ``push``ed.
 
         They go now, and what does not go of them is to be ``keep``t.
         """
@@ -62,7 +62,7 @@ class Outbox:
         return True
 
     def views(self) -> list[Buffer]:
-        """Give some of the next bytes; nothing when all went."""
+        """Return some of the next bytes; nothing when all went."""
         while len(self._views) < _AHEAD and (piece := self._piece()):
             self._views.append(piece)
         return list(self._views)
@@ -95,7 +95,7 @@ class Outbox:
         return self._waiting + self._under_way + sum(map(len, self._views))
 
     def _piece(self) -> Buffer | None:
-        """Give what goes next; nothing where that is nothing now."""
+        """Return what goes next; nothing where that is nothing now."""
         piece = None
         if self._pieces is not None and (piece := next(self._pieces, None)) is None:
             self._pieces = None
@@ -106,7 +106,7 @@ class Outbox:
         return piece
 
     def _cut(self, parts: Sequence[Buffer], sizes: Sequence[int]) -> tuple[Buffer, Iterator[Buffer] | None]:
-        """Give the first piece of a message, and those that come after it, if any do."""
+        """Return the first piece of a message, and those that come after it, if any do."""
         words: list[int] = []
         small: list[Buffer] = []
         large: list[memoryview] = []
@@ -127,7 +127,7 @@ class Outbox:
         return self._block(words, small, length=length), rest
 
     def _block(self, sizes: Sequence[int], small: Sequence[Buffer], *, length: int) -> Buffer:
-        """Give a block, behind its length. length: bytes of the small parts."""
+        """Return a block, behind its length. length: bytes of the small parts."""
         table = table_of(len(sizes)).pack(len(sizes), *sizes)
         if self._seal is None:
             return b"".join([LENGTH.pack(len(table) + length), table, *small])
@@ -144,7 +144,7 @@ class Outbox:
         return None
 
     def _large(self, view: memoryview) -> Iterator[Buffer]:
-        """Give the pieces in which a large part goes."""
+        """Yield the pieces in which a large part goes."""
         if self._seal is None:
             self._under_way -= len(view)
             yield view

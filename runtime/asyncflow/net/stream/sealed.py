@@ -25,7 +25,7 @@ class Seal:
         self._number = 0
 
     def seal(self, data: bytes | memoryview, *, behind: int = 0) -> bytearray:
-        """Give ``data`` sealed, which makes it longer by ``TAG``, behind so many bytes that are zero."""
+        """Return ``data`` sealed, which makes it longer by ``TAG``, behind so many bytes that are zero."""
         sealed = bytearray(behind + len(data) + TAG)
         self._gcm.encrypt_into(self._next(), data, None, memoryview(sealed)[behind:])
         return sealed

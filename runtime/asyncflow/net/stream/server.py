@@ -10,5 +10,5 @@ ANYBODY = bytes(SERVER_SIZE)
 
 
 def new_server() -> bytes:
-    """Give what no other server is called."""
+    """Return what no other server is called."""
     return os.urandom(SERVER_SIZE)

@@ -91,7 +91,7 @@ class Backend(ABC):
 
     @abstractmethod
     async def get(self, places: Sequence[Place], columns: Sequence[str]) -> dict[str, Jagged]:
-        """Give cells of rows (at least one) that all have these columns, in the order asked; nobody writes to them.
+        """Return cells of rows (at least one) that all have these columns, in the order asked; nobody writes to them.
 
         Raises BytesLost when some of them are gone.
         """
@@ -106,5 +106,5 @@ class Backend(ABC):
 
 
 def each(places: Sequence[Place]) -> list[Place]:
-    """Give a place for each row."""
+    """Return a place for each row."""
     return [Place(parcel, row) for parcel, first, rows in places for row in range(first, first + rows)]

@@ -38,12 +38,12 @@ class Layout:
         self.sizes: Sizes = self._ends[-1]
 
     def cell(self, column: str, row: int) -> tuple[int, int]:
-        """Give where a cell begins and ends in the value of its row."""
+        """Return where a cell begins and ends in the value of its row."""
         place = self._places[column]
         return int(self._ends[place - 1, row]) if place else 0, int(self._ends[place, row])
 
     def form(self, column: str) -> _Form:
-        """Give dtype and inner shape of a column."""
+        """Return dtype and inner shape of a column."""
         return self._forms[self._places[column]]
 
 
@@ -75,7 +75,7 @@ class Sample:
 
 
 def pieces(columns: Mapping[str, Jagged], rows: Sequence[int]) -> list[Array]:
-    """Give the bytes of all cells of ``rows`` in the order of their values."""
+    """Return the bytes of all cells of ``rows`` in the order of their values."""
     flat = [np.ascontiguousarray(column.values).view(np.uint8) for column in columns.values()]
     bounds = [(column.offsets * column.values.itemsize).tolist() for column in columns.values()]
     return [data[at[row] : at[row + 1]] for row in rows for data, at in zip(flat, bounds, strict=True)]
@@ -106,7 +106,7 @@ class Unpacking:
             self._data[name].data[at : at + stop - start] = value[start:stop]
 
     def columns(self) -> dict[str, Jagged]:
-        """Give the columns, when all rows that are needed were taken."""
+        """Return the columns, when all rows that are needed were taken."""
         return {name: self._column(name, form) for name, form in self._forms.items()}
 
     def _column(self, name: str, form: _Form) -> Jagged:

@@ -30,7 +30,7 @@ class _Gaps:
         self._bytes = column.values.nbytes
 
     def at(self, index: int) -> int:
-        """Give where in the column the row lies that had this index in the parcel."""
+        """Return where in the column the row lies that had this index in the parcel."""
         return index if self._kept is None else int(np.searchsorted(self._kept, index))
 
     def free(self, column: Jagged, first: int, rows: int) -> Jagged | None:
@@ -61,7 +61,7 @@ class _Parcel:
         self.gaps: dict[str, _Gaps] = {}
 
     def run(self, name: str, first: int, rows: int) -> tuple[Jagged, int, int]:
-        """Give a column, and where in it the rows from index ``first`` of the parcel lie."""
+        """Return a column, and where in it the rows from index ``first`` of the parcel lie."""
         gaps = self.gaps.get(name)
         start = first if gaps is None else gaps.at(first)
         return self.columns[name], start, start + rows
@@ -91,7 +91,7 @@ class MemoryBackend(Backend):
         self._parcels[parcel] = _Parcel(columns)
 
     async def get(self, places: Sequence[Place], columns: Sequence[str]) -> dict[str, Jagged]:
-        """Give rows that lie one after another as they lie, others as a copy."""
+        """Return rows that lie one after another as they lie, others as a copy."""
         places = _joined(places)
         number, first, rows = places[0]
         whole = self._parcels[number]
@@ -119,7 +119,7 @@ class MemoryBackend(Backend):
 
 
 def _joined(places: Sequence[Place]) -> Sequence[Place]:
-    """Give the same rows, those that lie one after another as one place."""
+    """Return the same rows, those that lie one after another as one place."""
     if len(places) < 2:
         return places
     joined = []

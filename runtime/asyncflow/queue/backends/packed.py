@@ -212,7 +212,7 @@ class PackedBackend(Backend):
         return lost
 
     async def _gone_with(self, unmoved: set[str]) -> list[Place]:
-        """Give the places of all samples that were lost together with some that are."""
+        """Return the places of all samples that were lost together with some that are."""
         async with self._looking:
             place_of = {sample.key: place for place, sample in self._samples.items() if sample.key}
             others = [key for key in place_of if key not in unmoved]

@@ -138,7 +138,7 @@ class RedisStore(Store):
         return len(left)
 
     async def _ask(self, call: Callable[[Any], Awaitable[T]]) -> T | None:
-        """Give what the server answers; None where it does not. Raises ManifestError where it refuses us."""
+        """Return what the server answers; None where it does not. Raises ManifestError where it refuses us."""
         errors = self._redis.exceptions
         try:
             client = await self._connected()

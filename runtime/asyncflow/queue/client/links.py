@@ -31,7 +31,7 @@ class Links:
         self._links: dict[Peer, BlockingLink] = {}
 
     def to(self, peer: Peer) -> BlockingLink | None:
-        """Give the link to where a peer is now, None while that is nowhere."""
+        """Return the link to where a peer is now, None while that is nowhere."""
         address, link = self._resolve(peer), self._links.get(peer)
         if link is not None and link.address != address:
             self.give_up(peer, PeerLost(f"the peer moved to {address}", where=link.address))
@@ -59,7 +59,7 @@ class Links:
             link.send(next(self.numbers), ask.method, ask.request, ask.frames, deadline=deadline)
 
     def receive(self, link: BlockingLink, peer: Peer, seconds: float) -> list[memoryview]:
-        """Give the next message on a link; nothing if none came. Raises PeerLost or DeadlineExceeded
+        """Return the next message on a link; nothing if none came. Raises PeerLost or DeadlineExceeded
         where nothing will.
         """
         try:
@@ -77,7 +77,7 @@ class Links:
             link.close()
 
     def late(self, ask: Ask, link: BlockingLink | None) -> DeadlineExceeded:
-        """Give the error for an answer that did not come in time; its link, where it has one, is given up."""
+        """Return the error for an answer that did not come in time; its link, where it has one, is given up."""
         if link is None:
             what = f"{ask.method} was not begun within {ask.timeout:g} s: the peer has no address yet"
             hint = "See whether that role runs and has registered"
@@ -103,7 +103,7 @@ class Links:
 
 
 def answer_to(ask: Ask, parts: Sequence[memoryview], *, where: str) -> tuple[Any, Sequence[memoryview]]:
-    """Give the reply in a message that answers ``ask``, and its frames. Raises ProtocolError."""
+    """Return the reply in a message that answers ``ask``, and its frames. Raises ProtocolError."""
     try:
         return wire.decoder_of(ask.reply).decode(parts[1]), parts[2:]
     except wire.MALFORMED as wrong:

@@ -142,12 +142,12 @@ class PartitionVerbs:
         return self._verbs.complete(rows, encode_columns(columns or {}), tags=tags, timeout=timeout)
 
     def keys(self, *, timeout: float = TIMEOUT_S) -> Verb[dict[str, dict[str, Tag]]]:
-        """Give the tags of every row that has a key, by key."""
+        """Return the tags of every row that has a key, by key."""
         listing = yield from self.rows(timeout=timeout)
         return {key: tags for key, tags in zip(listing.keys, listing.tags, strict=True) if key}
 
     def rows(self, *, timeout: float = TIMEOUT_S) -> Verb[Listing]:
-        """Give all rows with their keys and tags."""
+        """Return all rows with their keys and tags."""
         return self._verbs.list_rows(self.name, timeout=timeout)
 
     def peek(
@@ -172,11 +172,11 @@ class PartitionVerbs:
         return self._verbs.close_partition(partition=self.name, step=0, timeout=timeout)
 
     def produced(self, columns: Sequence[str], *, timeout: float = TIMEOUT_S) -> Verb[Progress]:
-        """Give how many rows have all of ``columns``."""
+        """Return how many rows have all of ``columns``."""
         return self._verbs.produced(self.name, columns, timeout=timeout)
 
     def consumed(self, task: str, *, timeout: float = TIMEOUT_S) -> Verb[Progress]:
-        """Give how many rows a task has completed."""
+        """Return how many rows a task has completed."""
         return self._verbs.consumed(self.name, task, timeout=timeout)
 
     def clear(self, rows: Sequence[int] | Sequence[str] | None = None, *, timeout: float = TIMEOUT_S) -> Verb[None]:
@@ -191,7 +191,7 @@ class PartitionVerbs:
         yield from self._verbs.clear_rows(self.name, ids, timeout=left_of(deadline, self._verbs.clock))
 
     def _ids(self, rows: Sequence[int | str], timeout: float) -> Verb[list[int]]:
-        """Give the ids of rows that may be named by their keys. Raises StaleHandle where a key is unknown."""
+        """Return the ids of rows that may be named by their keys. Raises StaleHandle where a key is unknown."""
         names, ids = self._named(rows)
         if not names:
             return ids

@@ -32,7 +32,7 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 def encode_columns(columns: Mapping[str, Any]) -> dict[str, Jagged]:
-    """Give every column as a ``Jagged``; Refused where one cannot be, or they differ in rows."""
+    """Return every column as a ``Jagged``; Refused where one cannot be, or they differ in rows."""
     made = {name: encode(values, where=f"column {name}") for name, values in columns.items()}
     if len({len(column) for column in made.values()}) > 1:
         rows = ", ".join(f"{name} {len(column)}" for name, column in made.items())
@@ -41,7 +41,7 @@ def encode_columns(columns: Mapping[str, Any]) -> dict[str, Jagged]:
 
 
 def encode(values: Any, *, where: str = "column") -> Jagged:
-    """Give the column of ``values``: an array or tensor whose first dimension is the rows, or one value a row."""
+    """Return the column of ``values``: an array or tensor whose first dimension is the rows, or one value a row."""
     if isinstance(values, Jagged):
         return values
     if is_array(values) and not _nested(values):
@@ -52,7 +52,7 @@ def encode(values: Any, *, where: str = "column") -> Jagged:
 
 
 def decode(column: Jagged) -> Values:
-    """Give the rows of ``column``. bfloat16, which numpy lacks, comes as the equal float32 (see ``decode_torch``)."""
+    """Return the rows of ``column``. bfloat16, which numpy lacks, comes as the equal float32 (see ``decode_torch``)."""
     if column.dtype == OBJECT:
         data, bounds = column.values.tobytes(), column.offsets.tolist()
         return [unpack_object(data[a:b]) for a, b in itertools.pairwise(bounds)]
@@ -112,7 +112,7 @@ def _of_rows(rows: list[Any], where: str) -> Jagged:
 
 
 def _regular(array: Array, dtype: str, *, where: str) -> Jagged:
-    """Give a column whose rows are ``array[0]``, ``array[1]``, ..."""
+    """Return a column whose rows are ``array[0]``, ``array[1]``, ..."""
     if array.ndim == 0:
         raise Refused("a single number has no rows", where=where, hint="Give one value for each row")
     inner = array.shape[2:] if array.ndim > 1 else None
@@ -144,7 +144,7 @@ def _check_inner(inner: tuple[int, ...] | None, where: str) -> None:
 
 
 def _plain_array(values: Any, where: str) -> tuple[Array, str]:
-    """Give ``values`` in numpy's terms, and the name of their dtype."""
+    """Return ``values`` in numpy's terms, and the name of their dtype."""
     if not isinstance(values, np.ndarray | np.generic):
         import torch
 
@@ -177,7 +177,7 @@ def _widened(bits: Array) -> Array:
 
 
 def pack_object(value: Any, *, where: str = "object") -> bytes:
-    """Give a plain object as msgpack; Refused for anything else."""
+    """Return a plain object as msgpack; Refused for anything else."""
     try:
         return _pack(_plain(value, where))
     except RecursionError:
@@ -185,7 +185,7 @@ def pack_object(value: Any, *, where: str = "object") -> bytes:
 
 
 def unpack_object(data: bytes) -> Any:
-    """Give the object that ``pack_object`` was given; ProtocolError for bytes that it cannot have made."""
+    """Return the object that ``pack_object`` was given; ProtocolError for bytes that it cannot have made."""
     try:
         return _unpack(data)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError) as wrong:

@@ -126,11 +126,11 @@ class OpenVerbs(RowVerbs):
         return [index for index in indices if not rows[index]]
 
     def list_rows(self, partition: str, *, timeout: float) -> Verb[Listing]:
-        """Give the rows of a partition with their keys and tags, in the order in which they were put."""
+        """Return the rows of a partition with their keys and tags, in the order in which they were put."""
         return self.ask("open.list", open_calls.ListRows(partition), Listing, timeout=timeout)
 
     def list_all(self, *, timeout: float) -> Verb[dict[str, Listing]]:
-        """Give those of every partition, by its name, each as it is when its turn comes."""
+        """Return those of every partition, by its name, each as it is when its turn comes."""
         deadline = self.clock() + timeout
         names = yield from self.partitions(timeout=timeout)
         left_s = left_of(deadline, self.clock)
@@ -138,11 +138,11 @@ class OpenVerbs(RowVerbs):
         return dict(zip(names, listings, strict=True))
 
     def find(self, partition: str, keys: Sequence[str], *, timeout: float) -> Verb[list[int]]:
-        """Give the rows with these keys, 0 where there is none."""
+        """Return the rows with these keys, 0 where there is none."""
         return (yield from self._find(partition, keys, timeout=timeout)).rows
 
     def rows_of(self, partition: str, keys: Sequence[str], *, timeout: float) -> Verb[list[int]]:
-        """Give the rows with these keys. Raises StaleHandle where one has none, or has lost it with a unit."""
+        """Return the rows with these keys. Raises StaleHandle where one has none, or has lost it with a unit."""
         found = yield from self._find(partition, keys, timeout=timeout)
         if lost := found.lost:
             words = f"the row of {_listed('key', lost)} was lost with its storage unit"
@@ -173,18 +173,18 @@ class OpenVerbs(RowVerbs):
         yield from self.ask("open.expect", open_calls.Expect(partition, total), calls.Done, timeout=timeout)
 
     def produced(self, partition: str, columns: Sequence[str], *, timeout: float) -> Verb[Progress]:
-        """Give how many rows have all of ``columns``."""
+        """Return how many rows have all of ``columns``."""
         return self.ask(
             "open.progress", open_calls.AskProgress(partition, list(columns), ""), Progress, timeout=timeout
         )
 
     def consumed(self, partition: str, task: str, *, timeout: float) -> Verb[Progress]:
-        """Give how many rows a task has completed."""
+        """Return how many rows a task has completed."""
         request = open_calls.AskProgress(partition, [], task)
         return self.ask("open.progress", request, Progress, timeout=timeout)
 
     def show(self, partition: str, *, timeout: float) -> Verb[PartitionView]:
-        """Give how far the tasks of a partition are, and what they wait for."""
+        """Return how far the tasks of a partition are, and what they wait for."""
         return self.ask("queue.show", calls.InPartition(partition), PartitionView, timeout=timeout)
 
     def clear_rows(self, partition: str, rows: Sequence[int], *, timeout: float) -> Verb[int]:
@@ -193,7 +193,7 @@ class OpenVerbs(RowVerbs):
         return (yield from self.ask("open.clear", request, open_calls.Counted, timeout=timeout)).rows
 
     def partitions(self, *, timeout: float) -> Verb[dict[str, int]]:
-        """Give the partitions and how many rows each has."""
+        """Return the partitions and how many rows each has."""
         told = yield from self.ask(
             "open.partitions", open_calls.ListPartitions(), open_calls.Partitions, timeout=timeout
         )

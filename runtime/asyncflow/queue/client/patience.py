@@ -26,7 +26,7 @@ class Patience(NamedTuple):
 
 
 def patience(left_s: float, *, nbytes: int, others: bool) -> Patience:
-    """Give it for ``nbytes``, which are to be done in ``left_s`` seconds. others: whether there are other units."""
+    """Return it for ``nbytes``, which are to be done in ``left_s`` seconds. others: whether there are other units."""
     longest = min(_LONGEST_S + nbytes / _SLOW, left_s)
     if not others:
         return Patience(0.9 * longest, longest)

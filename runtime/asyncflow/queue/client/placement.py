@@ -29,7 +29,7 @@ _AVOID_S = 10.0
 
 
 class Taking:
-    """Gives the indices of the units that take new rows, as the directory knows them."""
+    """Returns the indices of the units that take new rows, as the directory knows them."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
@@ -37,7 +37,7 @@ class Taking:
         self._units: list[int] = []
 
     def __call__(self) -> Sequence[int]:
-        """Give them, in order."""
+        """Return them, in order."""
         members = self._membership.peers("storage")
         if members is not self._members:
             self._units = [member.index for member in members if not member.info.get(LEAVING)]
@@ -74,7 +74,7 @@ class Placement:
             self._given = {unit: given - least for unit, given in shares.given.items()}
 
     def choose(self, rows: int, *, there: Sequence[int] = (), but: Collection[int] = ()) -> int:
-        """Give the unit for ``rows`` more rows, which count as given to it; not one of ``but`` if there is another.
+        """Return the unit for ``rows`` more rows, which count as given to it; not one of ``but`` if there is another.
 
         there: the units that take rows, where the caller knows. Raises PeerLost where there is none.
         """
@@ -97,7 +97,7 @@ class Placement:
         self._avoided[unit] = self._clock() + _AVOID_S
 
     def there(self) -> list[int]:
-        """Give the units that take rows."""
+        """Return the units that take rows."""
         units = sorted(self._units())
         if not self._avoided:
             return units

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def parts_by(keys: Iterable[K]) -> Mapping[K, Sequence[int]]:
-    """Give the indices of equal ``keys``, by key."""
+    """Return the indices of equal ``keys``, by key."""
     every = list(keys)
     if every and every.count(every[0]) == len(every):
         return {every[0]: range(len(every))}
@@ -29,7 +29,7 @@ def parts_by(keys: Iterable[K]) -> Mapping[K, Sequence[int]]:
 
 
 def part_of(columns: Mapping[str, Jagged], indices: Sequence[int], rows: int) -> dict[str, Jagged]:
-    """Give the rows ``indices`` of ``columns``, which must have ``rows`` rows each (Refused otherwise)."""
+    """Return the rows ``indices`` of ``columns``, which must have ``rows`` rows each (Refused otherwise)."""
     for name, column in columns.items():
         if len(column) != rows:
             raise Refused(f"column {name} has {len(column)} rows, not {rows}", where="queue client")
@@ -48,7 +48,7 @@ def join(parts: Sequence[dict[str, Jagged]], indices: Sequence[Sequence[int]]) -
 
 
 def repeated(columns: Mapping[str, Jagged], names: Sequence[K], asked: Sequence[K]) -> dict[str, Jagged]:
-    """Give the rows that have ``names`` in the order in which they are ``asked`` for, some of them more than once."""
+    """Return the rows that have ``names`` in the order in which they are ``asked`` for, some of them more than once."""
     places = {name: place for place, name in enumerate(names)}
     indices = [places[name] for name in asked]
     return {name: column.take(indices) for name, column in columns.items()}
@@ -65,7 +65,7 @@ def _interleaved(columns: Sequence[Jagged], runs: Sequence[tuple[int, int, int]]
 
 
 def spread_out(parts: Iterable[tuple[Sequence[int], Sequence[T] | None]], count: int, otherwise: T) -> list[T]:
-    """Give what came of each of ``count`` rows, by index; ``otherwise`` for those of which nothing came."""
+    """Return what came of each of ``count`` rows, by index; ``otherwise`` for those of which nothing came."""
     made = [otherwise] * count
     for indices, answers in parts:
         if answers is not None:
@@ -75,7 +75,7 @@ def spread_out(parts: Iterable[tuple[Sequence[int], Sequence[T] | None]], count:
 
 
 def _runs(indices: Iterable[Sequence[int]]) -> list[tuple[int, int, int]]:
-    """Give where rows 0, 1, ... are: (part, start, stop) for as many as lie one after another in one part."""
+    """Return where rows 0, 1, ... are: (part, start, stop) for as many as lie one after another in one part."""
     places = {index: (part, place) for part, mine in enumerate(indices) for place, index in enumerate(mine)}
     runs: list[tuple[int, int, int]] = []
     for index in range(len(places)):

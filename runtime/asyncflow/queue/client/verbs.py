@@ -37,12 +37,12 @@ Peer: TypeAlias = int | None
 
 
 def shard(controller: int) -> Peer:
-    """Give the peer that is the controller with this number."""
+    """Return the peer that is the controller with this number."""
     return -controller or None
 
 
 def name_of(peer: Peer) -> str:
-    """Give the words for a peer."""
+    """Return the words for a peer."""
     if peer is None:
         return "the controller"
     return f"storage unit {peer}" if peer >= 0 else f"controller {-peer}"
@@ -91,7 +91,7 @@ def once(
 
 
 def left_of(deadline: float, clock: Clock) -> float:
-    """Give the seconds until ``deadline``, a moment at least."""
+    """Return the seconds until ``deadline``, a moment at least."""
     return max(_SHORTEST_S, deadline - clock())
 
 

@@ -80,7 +80,7 @@ class ControlVerbs:
     def slot(
         self, *, partition: str, attempt: int, step: int, slot: int, rank: int, tokens: int, timeout: float
     ) -> Verb[Slot | None]:
-        """Give what ``rank`` trains in a slot, the same whenever it is asked; None if nothing was ready in time,
+        """Return what ``rank`` trains in a slot, the same whenever it is asked; None if nothing was ready in time,
         or at once where the partition was closed below ``step``.
 
         tokens: most tokens of one rank in the slot (a longer sample goes alone). Slots are asked for in order.
@@ -112,7 +112,7 @@ class ControlVerbs:
         yield from self.ask("queue.sync", calls.Nothing(), calls.Done, timeout=timeout)
 
     def wanted(self, *, partition: str, known: int, timeout: float) -> Verb[Wanted]:
-        """Give the samples to be created again, as soon as their revision is not ``known``, or after ``timeout``."""
+        """Return the samples to be created again, as soon as their revision is not ``known``, or after ``timeout``."""
         deadline = self.clock() + timeout
         while True:
             wanted = yield from self.park(
@@ -130,11 +130,11 @@ class ControlVerbs:
         yield from self.ask("queue.expire", calls.Expire(worker), calls.Done, timeout=timeout)
 
     def stats(self, *, timeout: float) -> Verb[QueueStats]:
-        """Give the counts of now."""
+        """Return the counts of now."""
         return (yield from self.ask("queue.stats", calls.Nothing(), QueueStats, timeout=timeout))
 
     def units_there(self, *, timeout: float) -> Verb[list[UnitView]]:
-        """Give the storage units as the controller knows them, by index."""
+        """Return the storage units as the controller knows them, by index."""
         return (yield from self.ask("queue.units", calls.Nothing(), Units, timeout=timeout)).units
 
     def drain_unit(self, unit: int, *, timeout: float) -> Verb[None]:

@@ -212,13 +212,13 @@ class RowVerbs(ControlVerbs):
         columns: Mapping[str, Jagged] | None = None,
         timeout: float,
     ) -> Verb[list[bool]]:
-        """Give leased rows back, ready with attempt + 1. columns: what there is so far, kept for the next holder."""
+        """Return leased rows back, ready with attempt + 1. columns: what there is so far, kept for the next holder."""
         if columns:
             return self._write(rows, columns, tags=None, reason=reason or "given back", timeout=timeout)
         return self._end(rows, reason=reason or "given back", drop=False, timeout=timeout)
 
     def drop(self, rows: Sequence[LeasedRow], *, reason: str, timeout: float) -> Verb[list[bool]]:
-        """Give leased rows up for ever; they count as filtered if ``reason`` begins so, else as dropped."""
+        """Return leased rows up for ever; they count as filtered if ``reason`` begins so, else as dropped."""
         return self._end(rows, reason=reason, drop=True, timeout=timeout)
 
     def _write(
@@ -262,7 +262,7 @@ class RowVerbs(ControlVerbs):
 
 
 def located(rows: Rows) -> tuple[list[int], list[int]]:
-    """Give the ids of rows, and the unit of each as their holder was told it, or as its id says."""
+    """Return the ids of rows, and the unit of each as their holder was told it, or as its id says."""
     if isinstance(rows, Lot):
         return rows.rows, rows.homes
     numbers = [row if isinstance(row, int) else row.row for row in rows]

@@ -32,7 +32,7 @@ class Alone:
         return True, "ready"
 
     def silences(self) -> dict[int, float]:
-        """Give the seconds for which each controller that follows this one has not asked what happened."""
+        """Return the seconds for which each controller that follows this one has not asked what happened."""
         return {}
 
     def expire(self, worker: str) -> None:

@@ -119,7 +119,7 @@ class Controller:
             await self._ledger.close()
 
     def stats(self) -> QueueStats:
-        """Give the counts of now."""
+        """Return the counts of now."""
         sessions = self.sessions
         return stats(self.table, Storage(sessions.used, sessions.limit, len(sessions), self._ledger.bytes))
 
@@ -208,7 +208,7 @@ class Controller:
     def until(
         self, partition: str, attempt: Callable[[], T | None], wait_s: float, otherwise: Callable[[], T]
     ) -> Soon[T]:
-        """Give what ``attempt`` gives, tried again whenever the partition changes; ``otherwise`` after ``wait_s``."""
+        """Return what ``attempt`` gives, tried again whenever the partition changes; ``otherwise`` after ``wait_s``."""
         found = attempt()
         if found is None and wait_s <= 0:
             found = otherwise()
@@ -219,7 +219,7 @@ class Controller:
         return later
 
     def claim(self, claim: Claim, wait_s: float, late: list[str]) -> Soon[Claimed]:
-        """Give what ``claim`` is granted; nothing after ``wait_s``, or once nothing can come. late: ended leases."""
+        """Return what ``claim`` is granted; nothing after ``wait_s``, or once nothing can come. late: ended leases."""
 
         def ended() -> Claimed | None:
             return Claimed(None, True, late) if self.table.claims.ended(claim) else None

@@ -25,7 +25,7 @@ class Freeing:
         self._deadlines = Deadlines()
 
     def give(self, answer: T, orders: dict[int, int], *, now: float) -> Later[T]:
-        """Give ``answer`` when each of these units has carried out its order of this number."""
+        """Return ``answer`` when each of these units has carried out its order of this number."""
         later: Later[T] = Later()
         deadline = self._deadlines.add(now + _WAIT_S, lambda: later.set_result(answer))
         self._waiting[later] = orders, answer

@@ -90,7 +90,7 @@ class Home(Alone):
             await shard.close()
 
     def silences(self) -> dict[int, float]:
-        """Give the seconds for which each shard has not asked what happened; one that lives asks every ten or so."""
+        """Return the seconds for which each shard has not asked what happened; one that lives asks every ten or so."""
         now = self._controller.now()
         return {index: now - asked for index, asked in self._asked.items()}
 
@@ -125,7 +125,7 @@ class Home(Alone):
         return done
 
     def _drop(self, call: shard_calls.DropRows) -> Soon[calls.Verdicts]:
-        """Give up rows for ever whose holder says so; a row that a step has taken stays."""
+        """Drop rows for ever whose holder says so; a row that a step has taken stays."""
         books = self._table.books
         rows = [books.rows.get(number) for number in call.rows]
         ok = [

@@ -52,7 +52,7 @@ class OpenHandlers:
         server.route("open.progress", open_calls.AskProgress, self._progress)
 
     def _asked(self, name: str) -> Partition:
-        """Give the partition for a question: one that nobody made stays unmade."""
+        """Return the partition for a question: one that nobody made stays unmade."""
         return self._books.partitions.get(name) or Partition(name)
 
     def _find(self, call: open_calls.FindRows) -> open_calls.Found:

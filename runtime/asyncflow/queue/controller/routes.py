@@ -13,7 +13,7 @@ from msgspec import Struct
 from asyncflow.net.rpc import Handler, NowHandler
 
 Wrap: TypeAlias = Callable[[Handler], Handler]
-"""Gives another handler, made of the usual one."""
+"""Returns another handler, made of the usual one."""
 
 
 class Routes(Protocol):

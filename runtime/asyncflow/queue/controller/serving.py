@@ -23,7 +23,7 @@ Soon: TypeAlias = "T | Later[T] | asyncio.Future[T]"
 
 
 Address: TypeAlias = Callable[[int], str | None]
-"""Gives the address of the controller with this number, None while it has none."""
+"""Returns the address of the controller with this number, None while it has none."""
 
 
 class Serving(Protocol):
@@ -37,7 +37,7 @@ class Serving(Protocol):
         """The clock of leases and sessions."""
 
     def stats(self) -> QueueStats:
-        """Give the counts of now."""
+        """Return the counts of now."""
 
     def settle(self) -> asyncio.Future[None] | None:
         """Take what the last commands left; give what is done when the ledger has it, None where it does."""
@@ -54,10 +54,10 @@ class Serving(Protocol):
     def until(
         self, partition: str, attempt: Callable[[], T | None], wait_s: float, otherwise: Callable[[], T]
     ) -> Soon[T]:
-        """Give what ``attempt`` gives, tried again whenever the partition changes; ``otherwise`` after ``wait_s``."""
+        """Return what ``attempt`` gives, tried again whenever the partition changes; ``otherwise`` after ``wait_s``."""
 
     def claim(self, claim: Claim, wait_s: float, late: list[str]) -> Soon[Claimed]:
-        """Give what ``claim`` is granted; nothing after ``wait_s``. late: leases that had ended."""
+        """Return what ``claim`` is granted; nothing after ``wait_s``. late: leases that had ended."""
 
     def withdraw(self, worker: str, ticket: str) -> None:
         """Answer a parked claim without rows; one that was met has its answer."""

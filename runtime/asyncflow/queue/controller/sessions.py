@@ -55,7 +55,7 @@ class _Unit:
     watching: tuple[asyncio.Future[Orders], asyncio.TimerHandle] | None = None
 
     def orders(self, *, leave: bool) -> Orders:
-        """Give the first of the rows that it must free."""
+        """Return the first of the rows that it must free."""
         rows = self.frees[:_ORDERS]
         return Orders(self.first + len(rows) - 1, rows, leave)
 
@@ -160,7 +160,7 @@ class Sessions:
                 self._tell(unit)
 
     def orders(self, watch: Watch) -> Orders | asyncio.Future[Orders]:
-        """Give what a unit must free, as soon as there is something or after ``wait_s``."""
+        """Return what a unit must free, as soon as there is something or after ``wait_s``."""
         unit = self._units[watch.session.unit]
         unit.used, unit.held = watch.used, watch.held
         carried_out = watch.done + 1 - unit.first
@@ -178,7 +178,7 @@ class Sessions:
         return future
 
     def when_freed(self, answer: T, now: float) -> T | Later[T]:
-        """Give ``answer`` when the units have freed what they were told to, as far as they are heard and do so soon."""
+        """Return ``answer`` when the units have freed what they were told to, as far as they answer soon."""
         orders = {
             unit.epoch: unit.first + len(unit.frees) - 1
             for unit in self._units.values()
@@ -205,7 +205,7 @@ class Sessions:
         self._units[session.unit].given += rows
 
     def shares(self) -> Shares:
-        """Give how many rows the units that take some were given."""
+        """Return how many rows the units that take some were given."""
         self._turn += 1
         return Shares({index: unit.given for index, unit in self._taking()}, self._turn - 1)
 
@@ -260,11 +260,11 @@ class Sessions:
         return msgspec.structs.replace(leg, rows=shrink(leg.rows), gone=shrink(leg.gone))
 
     def _taking(self) -> list[tuple[int, _Unit]]:
-        """Give the units to which rows may go."""
+        """Return the units to which rows may go."""
         return [(index, unit) for index, unit in self._units.items() if unit.synced and not self._leaving(unit)]
 
     def lose_silent(self, now: float) -> None:
-        """Give up the units that have been silent for too long."""
+        """End the sessions of the units that have been silent for too long."""
         for index, unit in list(self._units.items()):
             if now - unit.seen >= self._lost_s:
                 log.warning("storage unit %d was silent for %g s: its rows are given up", index, self._lost_s)

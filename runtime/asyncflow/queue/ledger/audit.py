@@ -36,7 +36,7 @@ def audit_ledger(directory: Path) -> AuditReport:
 
 
 def trained_samples(directory: Path, partition: str) -> Counter[SampleKey]:
-    """Give how often each sample counts in the weights that survive, as the ledger in ``directory`` has it."""
+    """Return how often each sample counts in the weights that survive, as the ledger in ``directory`` has it."""
     trained = _read(directory).trained(partition)
     return Counter({SampleKey(*key): times for key, times in trained.items() if times})
 
@@ -117,7 +117,7 @@ class Auditor:
             see(event)
 
     def trained(self, partition: str) -> Counter[Key]:
-        """Give how often each sample of ``partition`` counts in the weights that survive."""
+        """Return how often each sample of ``partition`` counts in the weights that survive."""
         return self._histories[partition].trained
 
     def report(self) -> AuditReport:

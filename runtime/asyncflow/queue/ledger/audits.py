@@ -19,7 +19,7 @@ _PROBLEMS = 20
 
 
 def shard_ledger(home: Path, index: int) -> Path:
-    """Give the folder of a controller's ledger, where ``home`` is that of the home's."""
+    """Return the folder of a controller's ledger, where ``home`` is that of the home's."""
     return home / str(index) if index else home
 
 
@@ -30,7 +30,7 @@ def audit_ledgers(home: Path) -> AuditReport:
 
 
 def merge_audits(home: AuditReport, shards: dict[int, AuditReport]) -> AuditReport:
-    """Give one report: rows as the home has them, and whatever a task did with one that it should not."""
+    """Return one report: rows as the home has them, and whatever a task did with one that it should not."""
     all_of = (home, *shards.values())
     found = [
         f"controller {index}: {problem}"

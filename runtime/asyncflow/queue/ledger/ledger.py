@@ -161,7 +161,7 @@ class Ledger:
             raise
 
     def lag(self) -> float:
-        """Give for how many seconds the oldest record has not been as safe as ``sync`` says; 0 if there is none."""
+        """Return for how many seconds the oldest record has not been as safe as ``sync`` says; 0 if there is none."""
         return 0.0 if self._unsafe_since is None else asyncio.get_running_loop().time() - self._unsafe_since
 
     async def close(self) -> None:
@@ -252,7 +252,7 @@ class Ledger:
 
 
 def _pieces(events: Iterable[Event]) -> Iterator[bytes]:
-    """Give the records of ``events`` in pieces that are worth a write."""
+    """Yield the records of ``events`` in pieces that are worth a write."""
     records: list[bytes] = []
     size = 0
     for event in events:

@@ -29,14 +29,14 @@ _decode = msgspec.msgpack.Decoder(Event).decode
 
 
 def pack(event: Event) -> bytes:
-    """Give ``event`` as one record."""
+    """Return ``event`` as one record."""
     payload = _encode(event)
     size = len(payload)
     return _HEADER.pack(_MAGIC, size, zlib.crc32(payload, size)) + payload
 
 
 def read_ledger(directory: Path) -> Iterator[Event]:
-    """Give the events of a ledger in order; nothing where there is none. Changes no file. Raises LedgerCorrupt."""
+    """Yield the events of a ledger in order; nothing where there is none. Changes no file. Raises LedgerCorrupt."""
     while (path := newest(directory)) is not None:
         try:
             data = path.read_bytes()
@@ -47,7 +47,7 @@ def read_ledger(directory: Path) -> Iterator[Event]:
 
 
 def newest(directory: Path) -> Path | None:
-    """Give the file of the highest generation."""
+    """Return the file of the highest generation."""
     return max(directory.glob(f"*{SUFFIX}"), default=None)
 
 
@@ -56,7 +56,7 @@ def _checksum(payload: bytes | memoryview) -> int:
 
 
 def records(data: bytes, path: Path) -> Iterator[tuple[Event, int]]:
-    """Give each event and where its record ends; stop at a torn end."""
+    """Yield each event and where its record ends; stop at a torn end."""
     view, start = memoryview(data), 0
     while start < len(data):
         end = _sound(view, start)
@@ -71,7 +71,7 @@ def records(data: bytes, path: Path) -> Iterator[tuple[Event, int]]:
 
 
 def _sound(view: memoryview, start: int) -> int | None:
-    """Give the end of the record at ``start``; None if none is whole there."""
+    """Return the end of the record at ``start``; None if none is whole there."""
     body = start + _HEADER.size
     if body > len(view):
         return None

@@ -111,7 +111,7 @@ class Renewed(Struct, frozen=True):
 
 
 class EndRows(Struct, frozen=True):
-    """Give rows back, or drop them for ever."""
+    """Return rows, or drop them for ever."""
 
     lease: str
     rows: list[int]

@@ -54,7 +54,7 @@ class Lot(Struct, frozen=True, array_like=True, kw_only=True):
         return self.units or units_of(self.rows)
 
     def shrunk(self) -> Lot:
-        """Give the same in few bytes, where there are many."""
+        """Return the same in few bytes, where there are many."""
         if len(self.rows) < _MANY:
             return self
         return msgspec.structs.replace(
@@ -69,7 +69,7 @@ class Lot(Struct, frozen=True, array_like=True, kw_only=True):
         )
 
     def expanded(self) -> Lot:
-        """Give what was ``shrunk``."""
+        """Return what was ``shrunk``."""
         if not self.short:
             return self
         rows = list(expand(self.rows))
@@ -85,7 +85,7 @@ class Lot(Struct, frozen=True, array_like=True, kw_only=True):
         )
 
     def leased(self) -> list[LeasedRow]:
-        """Give the rows of a lease, in the order in which they were granted."""
+        """Return the rows of a lease, in the order in which they were granted."""
         attempts = self.attempts or [0] * len(self.rows)
         return [
             LeasedRow(row=row, meta=meta, attempt=attempt, lease=self.lease, until=self.until, unit=unit, bytes=held)
@@ -93,11 +93,11 @@ class Lot(Struct, frozen=True, array_like=True, kw_only=True):
         ]
 
     def staged(self) -> list[StagedRow]:
-        """Give the rows of a slot, by key."""
+        """Return the rows of a slot, by key."""
         return [StagedRow(row=row, meta=meta, unit=unit, bytes=held) for row, meta, unit, held in self._described()]
 
     def _described(self) -> Iterator[tuple[int, RowMeta, int, dict[str, int]]]:
-        """Give of each row its id, its description, its unit and the bytes of its columns."""
+        """Yield of each row its id, its description, its unit and the bytes of its columns."""
         count = len(self.rows)
         zeros = [0] * count
         samples, steps = self.samples or zeros, self.steps or zeros
@@ -136,11 +136,11 @@ class Slot(Struct, frozen=True, kw_only=True):
         return self.lot.staged() if self.lot is not None else []
 
     def shrunk(self) -> Slot:
-        """Give the same in few bytes, where there are many rows."""
+        """Return the same in few bytes, where there are many rows."""
         lot = self.lot.shrunk() if self.lot is not None else None
         return self if lot is self.lot else msgspec.structs.replace(self, lot=lot)
 
     def expanded(self) -> Slot:
-        """Give what was ``shrunk``."""
+        """Return what was ``shrunk``."""
         lot = self.lot.expanded() if self.lot is not None else None
         return self if lot is self.lot else msgspec.structs.replace(self, lot=lot)

@@ -19,7 +19,7 @@ MOST = 1 << 20
 
 
 def shrink(ids: Sequence[int]) -> list[int]:
-    """Give ``ids`` with each run of consecutive ones as its first and minus the number of the others."""
+    """Return ``ids`` with each run of consecutive ones as its first and minus the number of the others."""
     count = len(ids)
     if isinstance(ids, range) and count > 1:
         return [ids[0], 1 - count]
@@ -39,7 +39,7 @@ def shrink(ids: Sequence[int]) -> list[int]:
 
 
 def expand(ids: Sequence[int]) -> Sequence[int]:
-    """Give the ids that ``shrink`` was given. ProtocolError for what it never makes, or more than ``MOST`` ids."""
+    """Return the ids that ``shrink`` was given. ProtocolError for what it never makes, or more than ``MOST`` ids."""
     if len(ids) == 2 and ids[0] >= 0 and -MOST < ids[1] < 0:
         return range(ids[0], ids[0] + 1 - ids[1])
     if not ids or min(ids) >= 0:
@@ -56,10 +56,10 @@ def expand(ids: Sequence[int]) -> Sequence[int]:
 
 
 def shrink_equal(values: list[T]) -> list[T]:
-    """Give one value where all are that one."""
+    """Return one value where all are that one."""
     return values[:1] if len(values) > 1 and values.count(values[0]) == len(values) else values
 
 
 def expand_equal(values: list[T], count: int) -> list[T]:
-    """Give the ``count`` values that ``shrink_equal`` was given."""
+    """Return the ``count`` values that ``shrink_equal`` was given."""
     return values * count if len(values) == 1 else values

@@ -24,7 +24,7 @@ _Count = Annotated[int, Meta(ge=0)]
 
 
 def controller_of(lease: str) -> int:
-    """Give the controller that gave ``lease``; the home for anything that is no lease."""
+    """Return the controller that gave ``lease``; the home for anything that is no lease."""
     if not LEASE_BITS // 4 < len(lease) <= _LONGEST:
         return 0
     try:
@@ -34,7 +34,7 @@ def controller_of(lease: str) -> int:
 
 
 def chosen(cells: Cells, count: int, indices: list[int]) -> Cells:
-    """Give the cells of some of ``count`` rows."""
+    """Return the cells of some of ``count`` rows."""
     if len(indices) == count:
         return cells
     return Cells(dtypes=cells.dtypes, sizes={name: sizes.chosen(of, indices) for name, of in cells.sizes.items()})
@@ -65,7 +65,7 @@ class Feed(Struct, frozen=True):
 
 
 class AskPart(Struct, frozen=True):
-    """Give part ``part`` of the snapshot that was made for this shard at ``position``."""
+    """Request for part ``part`` of the snapshot that was made for this shard at ``position``."""
 
     shard: _Count
     position: _Count

@@ -21,14 +21,14 @@ _SIZE = 4
 
 
 def pack(sizes: Sequence[int]) -> bytes:
-    """Give the bytes of each row's cell in few bytes."""
+    """Return the bytes of each row's cell in few bytes."""
     if len(sizes) == 1:
         return sizes[0].to_bytes(_SIZE, "little")
     return _short(struct.pack(f"<{len(sizes)}I", *sizes))
 
 
 def packed(column: Jagged) -> bytes:
-    """Give those of the values of a column."""
+    """Return those of the values of a column."""
     if len(column) == 1:
         return column.values.nbytes.to_bytes(_SIZE, "little")
     return _short((column.lengths * column.values.itemsize).astype("<u4").tobytes())
@@ -39,14 +39,14 @@ def _short(sizes: bytes) -> bytes:
 
 
 def part(sizes: bytes, first: int, rows: int) -> Sequence[int]:
-    """Give those of so many rows from ``first`` on."""
+    """Return those of so many rows from ``first`` on."""
     if len(sizes) == _SIZE:
         return (int.from_bytes(sizes, "little"),) * rows
     return struct.unpack_from(f"<{rows}I", sizes, _SIZE * first)
 
 
 def chosen(sizes: bytes, rows: Sequence[int]) -> bytes:
-    """Give those of the rows with these indices, as they lie."""
+    """Return those of the rows with these indices, as they lie."""
     if alike(sizes):
         return sizes
     if isinstance(rows, range) and rows.step == 1:
@@ -60,7 +60,7 @@ def alike(sizes: bytes) -> bool:
 
 
 def one(sizes: bytes) -> int:
-    """Give what all rows have, where they are alike."""
+    """Return what all rows have, where they are alike."""
     return int.from_bytes(sizes, "little")
 
 

@@ -234,11 +234,11 @@ class Verdict(Struct, frozen=True):
     rows: list[int] = []
 
     def short(self) -> Verdict:
-        """Give the same in few bytes."""
+        """Return the same in few bytes."""
         return Verdict(shrink_equal(self.ok), self.error, self.rows) if len(self.ok) > 1 else self
 
     def each(self, count: int) -> list[bool]:
-        """Give what became of each of ``count`` rows."""
+        """Return what became of each of ``count`` rows."""
         return expand_equal(self.ok, count) or [False] * count
 
 

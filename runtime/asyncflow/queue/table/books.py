@@ -78,7 +78,7 @@ class Books:
                 gc.enable()
 
     def partition(self, name: str) -> Partition:
-        """Give the partition, which exists from now on."""
+        """Return the partition, which exists from now on."""
         if name not in self.partitions:
             self.partitions[name] = Partition(name)
         self.touched.add(name)
@@ -97,7 +97,7 @@ class Books:
             self.record(ev.Typed(partition.name, name, dtypes[name]))
 
     def lose(self, rows: Iterable[Row]) -> None:
-        """Give up rows whose bytes are gone, and all leases on them: they are wanted, once they are not bound."""
+        """Lose rows whose bytes are gone, and all leases on them: they are wanted, once they are not bound."""
         groups: dict[Group, None] = {}
         for row in rows:
             del self.rows[row.row]

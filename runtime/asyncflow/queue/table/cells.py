@@ -21,11 +21,11 @@ class Told:
         self._first = first
 
     def of(self, row: int) -> tuple[int, ...]:
-        """Give the bytes of each column of a row."""
+        """Return the bytes of each column of a row."""
         return tuple([part(sizes, row - self._first, 1)[0] for sizes in self._sizes])
 
     def columns(self, rows: Sequence[int]) -> list[bytes]:
-        """Give the bytes of ``rows``, column by column."""
+        """Return the bytes of ``rows``, column by column."""
         start, count = rows[0] - self._first, len(rows)
         follow = list(rows) == list(range(rows[0], rows[0] + count))
         indices = range(start, start + count) if follow else [row - self._first for row in rows]
@@ -33,7 +33,7 @@ class Told:
 
 
 def told_of(cells: Cells, rows: Sequence[int]) -> Told | tuple[int, ...]:
-    """Give what each of ``rows``, which were put together, keeps of what was told of them."""
+    """Return what each of ``rows``, which were put together, keeps of what was told of them."""
     return Told(cells, first=rows[0]) if len(rows) > 1 else tuple(map(one, cells.sizes.values()))
 
 
@@ -44,7 +44,7 @@ def check(cells: Cells, count: int) -> None:
 
 
 def by_row(cells: Cells, count: int) -> tuple[tuple[str, ...], list[tuple[int, ...]]]:
-    """Give the columns' names, and the bytes of each of ``count`` rows. ValueError where there are not so many."""
+    """Return the columns' names, and the bytes of each of ``count`` rows. ValueError where there are not so many."""
     check(cells, count)
     names, sizes = tuple(cells.sizes), cells.sizes.values()
     if all(map(alike, sizes)):

@@ -78,7 +78,7 @@ class Claims:
             self._extend(lease, now)
 
     def parked(self) -> dict[tuple[str, str], int]:
-        """Give the number of parked claims by partition and task."""
+        """Return the number of parked claims by partition and task."""
         return {(name, task): len(claims) for name, tasks in self._parked.items() for task, claims in tasks.items()}
 
     def park(self, claim: Claim) -> None:
@@ -147,7 +147,7 @@ class Claims:
         return lot
 
     def _take(self, queue: TaskQueue, claim: Claim, *, exact: bool) -> list[Row]:
-        """Give the rows that the claim gets, taken out of the index."""
+        """Return the rows that the claim gets, taken out of the index."""
         fits = claim.appetite.suits if exact else claim.appetite.accepts
         if queue.by_group or claim.max_groups is not None or claim.max_tokens:
             return self._choose(queue, claim, fits)
@@ -156,7 +156,7 @@ class Claims:
         return cast("list[Row]", queue.index.take(fits, claim.max_rows))
 
     def _choose(self, queue: TaskQueue, claim: Claim, fits: Callable[[Window], bool]) -> list[Row]:
-        """Give rows or groups in order, up to the first that would be too much."""
+        """Return rows or groups in order, up to the first that would be too much."""
         rows: list[Row] = []
         items: list[Row | Group] = []
         groups: set[int] = set()
@@ -184,7 +184,7 @@ class Claims:
         return rows
 
     def holder(self, lease: str) -> Lease | None:
-        """Give the lease of that name if it is in force."""
+        """Return the lease of that name if it is in force."""
         return self._books.leases.get(parse_lease(lease))
 
     def complete(self, lease: str, rows: Sequence[int]) -> list[bool]:
@@ -222,7 +222,7 @@ class Claims:
         return [row in held for row in rows]
 
     def drop(self, lease: str, rows: Sequence[int], reason: str) -> list[bool]:
-        """Give up for ever those of ``rows`` that the lease holds; False for the others."""
+        """Drop for ever those of ``rows`` that the lease holds; False for the others."""
         number = parse_lease(lease)
         mine = self._held(number, rows)
         if mine:

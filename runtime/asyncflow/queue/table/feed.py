@@ -103,7 +103,7 @@ class NewsFeed:
             self._bytes -= len(self._items.popleft())
 
     def answer(self, follow: Follow) -> Feed | None:
-        """Give what comes after a place, or how to take a snapshot; None where nothing came yet.
+        """Return what comes after a place, or how to take a snapshot; None where nothing came yet.
 
         Raises Refused for a shard that is none.
         """
@@ -129,7 +129,7 @@ class NewsFeed:
         return Feed(self.home, made.position, [], parts=made.parts)
 
     def part(self, ask: AskPart) -> Part:
-        """Give a part of a snapshot. StaleHandle where it is not there any more."""
+        """Return a part of a snapshot. StaleHandle where it is not there any more."""
         made = self._snapshots.get(ask.shard)
         if made is None or made.position != ask.position:
             raise StaleHandle("there is no such snapshot", where="controller", hint="Follow again")
@@ -142,7 +142,7 @@ class NewsFeed:
 
 
 def _within(most: int, items: Iterable[bytes]) -> Iterator[Raw]:
-    """Give the first items, of at most so many bytes in all, but one at least."""
+    """Yield the first items, of at most so many bytes in all, but one at least."""
     size = 0
     for item in items:
         size += len(item)

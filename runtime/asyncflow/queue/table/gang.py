@@ -117,7 +117,7 @@ class Gang:
         self.steps: dict[int, Step] = {}
 
     def step(self, number: int) -> Step:
-        """Give D_number, which is known from now on."""
+        """Return D_number, which is known from now on."""
         if number not in self.steps:
             self.steps[number] = Step(number)
         return self.steps[number]
@@ -151,7 +151,7 @@ class Gang:
                 )
 
     def check_slot(self, step: int, slot: int, rank: int, *, where: str) -> Decision | None:
-        """Give the slot if it was decided; refuse one that cannot be the next to decide."""
+        """Return the slot if it was decided; refuse one that cannot be the next to decide."""
         self.check_rank(rank, where=where)
         known = self.steps.get(step)
         slots = known.slots if known else []

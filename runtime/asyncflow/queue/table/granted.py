@@ -53,7 +53,7 @@ def _lot_of(rows: Sequence[Row], *, lease: str, until: float, attempts: list[int
 
 
 def _unless(values: list[int], default: int) -> list[int]:
-    """Give ``values``, or nothing where all are ``default``."""
+    """Return ``values``, or nothing where all are ``default``."""
     return [] if values.count(default) == len(values) else values
 
 

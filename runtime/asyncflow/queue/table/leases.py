@@ -40,12 +40,12 @@ class Lease(Struct, eq=False):
 
 
 def lease_id(*, epoch: int, counter: int, controller: int = 0) -> int:
-    """Give the id of the ``counter``-th lease of the controller with this epoch: never used again."""
+    """Return the id of the ``counter``-th lease of the controller with this epoch: never used again."""
     return controller << LEASE_BITS | epoch << _COUNTER_BITS | counter
 
 
 def parse_lease(name: str) -> int:
-    """Give the id that ``Lease.name`` wrote; 0, which no lease has, for anything else."""
+    """Return the id that ``Lease.name`` wrote; 0, which no lease has, for anything else."""
     try:
         return int(name, 16)
     except ValueError:
@@ -68,15 +68,15 @@ class Leases:
         return iter(self._open.values())
 
     def get(self, lease: int) -> Lease | None:
-        """Give the lease if it is in force."""
+        """Return the lease if it is in force."""
         return self._open.get(lease)
 
     def of_ticket(self, worker: str, ticket: str) -> Lease | None:
-        """Give the lease that the claim ``ticket`` of ``worker`` was given, if it is in force."""
+        """Return the lease that the claim ``ticket`` of ``worker`` was given, if it is in force."""
         return self._tickets.get((worker, ticket))
 
     def of_worker(self, worker: str) -> list[Lease]:
-        """Give the leases that ``worker`` holds."""
+        """Return the leases that ``worker`` holds."""
         return [lease for lease in self._open.values() if lease.worker == worker]
 
     def add(self, lease: Lease) -> None:
@@ -121,7 +121,7 @@ class Leases:
             del self._completed[next(iter(self._completed))]
 
     def completed(self) -> list[int]:
-        """Give the leases that ended so last."""
+        """Return the leases that ended so last."""
         return list(self._completed)
 
     def was_completed(self, lease_id: int) -> bool:
@@ -129,7 +129,7 @@ class Leases:
         return lease_id in self._completed
 
     def due(self, now: float) -> list[Lease]:
-        """Give the leases whose deadline has passed. They stay in force until their rows are released."""
+        """Return the leases whose deadline has passed. They stay in force until their rows are released."""
         ended: list[Lease] = []
         while self._heap and self._heap[0][0] <= now:
             _, number = heapq.heappop(self._heap)

@@ -16,7 +16,7 @@ from asyncflow.queue.protocol.views import PartitionView
 
 
 def merge_stats(home: QueueStats, shards: Sequence[QueueStats], silent: Sequence[int] = ()) -> QueueStats:
-    """Give the counts of the whole queue, but for what ``silent`` controllers would have said."""
+    """Return the counts of the whole queue, but for what ``silent`` controllers would have said."""
     summed = {
         field: sum(getattr(each, field) for each in (home, *shards))
         for field in ("lease_expiries", "redeliveries", "fenced", "ledger_bytes")
@@ -29,7 +29,7 @@ def merge_stats(home: QueueStats, shards: Sequence[QueueStats], silent: Sequence
 
 
 def merge_snapshots(home: PartitionSnapshot, shards: Sequence[PartitionSnapshot]) -> PartitionSnapshot:
-    """Give how far a partition has come, with what the tasks of all controllers have done."""
+    """Return how far a partition has come, with what the tasks of all controllers have done."""
     return replace(home, steps={number: _step(number, state, shards) for number, state in home.steps.items()})
 
 

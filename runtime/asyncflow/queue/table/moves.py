@@ -54,7 +54,7 @@ class Moves:
         return True
 
     def where(self, numbers: Sequence[int]) -> list[int]:
-        """Give the unit of each row, NOWHERE for one that is not there."""
+        """Return the unit of each row, NOWHERE for one that is not there."""
         rows = self._books.rows
         return [row.unit if (row := rows.get(number)) is not None else NOWHERE for number in numbers]
 
@@ -89,7 +89,7 @@ class Moves:
         return Leg(self._given, unit, list(self._together(mine[:most])), gone, alone=alone)
 
     def _together(self, rows: Sequence[Row]) -> dict[int, Row]:
-        """Give ``rows`` by id with what there is of their groups."""
+        """Return ``rows`` by id with what there is of their groups."""
         there = self._books.rows
         whole = (each for row in rows for each in row.group.rows)
         return {each.row: each for each in whole if there.get(each.row) is each}
@@ -105,7 +105,7 @@ class Moves:
 
 
 def choose(rooms: Mapping[int, Room], *, nbytes: int, but: int = NOWHERE) -> int:
-    """Give the unit with the fewest rows, of those with room for ``nbytes`` if there are such; NOWHERE for none."""
+    """Return the unit with the fewest rows, of those with room for ``nbytes`` if there are such; NOWHERE for none."""
     others = {unit: room for unit, room in rooms.items() if unit != but} or rooms
     fitting = {unit: room for unit, room in others.items() if room.free >= nbytes} or others
     return min(fitting, key=lambda unit: (fitting[unit].rows, unit), default=NOWHERE)

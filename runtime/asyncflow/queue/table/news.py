@@ -51,7 +51,7 @@ _decode: Callable[[Buffer], Item] = msgspec.msgpack.Decoder(Item).decode
 
 
 def decode(encoded: Buffer) -> Item:
-    """Give the item that ``encode`` was given. LedgerCorrupt for anything else."""
+    """Return the item that ``encode`` was given. LedgerCorrupt for anything else."""
     try:
         return _decode(encoded)
     except MALFORMED as wrong:
@@ -59,7 +59,7 @@ def decode(encoded: Buffer) -> Item:
 
 
 def told_of(books: Books, event: ev.Event) -> ev.Event | None:
-    """Give what shards are told of ``event``, which is about to happen; None for nothing."""
+    """Return what shards are told of ``event``, which is about to happen; None for nothing."""
     if isinstance(event, ev.Completed):
         lease = books.leases.get(event.lease)
         if lease is None:
@@ -71,7 +71,7 @@ def told_of(books: Books, event: ev.Event) -> ev.Event | None:
 
 
 def gained(entry: Entry, ok: list[bool]) -> Gained:
-    """Give what is told of the cells of an entry of which those rows that are ``ok`` were admitted."""
+    """Return what is told of the cells of an entry of which those rows that are ``ok`` were admitted."""
     rows = expand(entry.rows)
     mine = [index for index, admitted in enumerate(ok) if admitted]
     if isinstance(entry, NewRows):

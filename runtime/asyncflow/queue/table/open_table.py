@@ -48,7 +48,7 @@ def write(books: Books, numbers: Sequence[int], cells: Cells, tags: Sequence[dic
 
 
 def _written(books: Books, rows: Sequence[Row], tags: Sequence[dict[str, Tag]]) -> Partition:
-    """Give the partition of rows that may be written without a lease."""
+    """Return the partition of rows that may be written without a lease."""
     names = {row.group.partition for row in rows}
     if len(names) > 1:
         raise Refused(f"one write goes to one partition, not to {sorted(names)}", where="write")
@@ -63,7 +63,7 @@ def _written(books: Books, rows: Sequence[Row], tags: Sequence[dict[str, Tag]]) 
 
 
 def live_rows(books: Books, numbers: Iterable[int], *, of: str = "") -> list[Row]:
-    """Give the rows with these ids; StaleHandle for one that is not there, or not in the partition ``of``."""
+    """Return the rows with these ids; StaleHandle for one that is not there, or not in the partition ``of``."""
     rows = []
     for number in numbers:
         row = books.rows.get(number)
@@ -75,7 +75,7 @@ def live_rows(books: Books, numbers: Iterable[int], *, of: str = "") -> list[Row
 
 
 def list_rows(partition: Partition) -> Iterator[Row]:
-    """Give the rows that have bytes, in the order in which they were put, whatever changes meanwhile."""
+    """Yield the rows that have bytes, in the order in which they were put, whatever changes meanwhile."""
     live = State.LIVE
     for group in list(partition.groups.values()):
         for row in group.rows:
@@ -94,7 +94,7 @@ def listing(rows: Iterable[Row]) -> Listing:
 
 
 def find(partition: Partition, keys: Sequence[str]) -> Found:
-    """Give the living rows with these keys, and those of the keys whose rows were lost with their unit."""
+    """Return the living rows with these keys, and those of the keys whose rows were lost with their unit."""
     rows = [partition.keys.get(key) for key in keys]
     return Found(
         rows=[row.row if row is not None and row.state is State.LIVE else 0 for row in rows],
@@ -149,7 +149,7 @@ def expect(books: Books, partition: Partition, total: int) -> None:
 
 
 def has_columns(columns: Sequence[str]) -> Callable[[Row], bool]:
-    """Give the test whether a row has all of ``columns``."""
+    """Return the test whether a row has all of ``columns``."""
     needed = frozenset(columns)
     has: dict[Shape, bool] = {}
 
@@ -163,7 +163,7 @@ def has_columns(columns: Sequence[str]) -> Callable[[Row], bool]:
 
 
 def produced(partition: Partition, *, done: int) -> Progress:
-    """Give how far a partition is when ``done`` of its rows have what was asked for."""
+    """Return how far a partition is when ``done`` of its rows have what was asked for."""
     return Progress(
         rows=partition.counts.total(),
         done=done,
@@ -173,19 +173,19 @@ def produced(partition: Partition, *, done: int) -> Progress:
 
 
 def consumed(partition: Partition, task: str) -> Progress:
-    """Give how far ``task`` is."""
+    """Return how far ``task`` is."""
     queue = _queue(partition, task)
     told = produced(partition, done=queue.busy - queue.leased)
     return structs.replace(told, leased=queue.leased)
 
 
 def key_of(row: Row) -> str:
-    """Give the row's key, empty where it has none."""
+    """Return the row's key, empty where it has none."""
     return str(row.tags.get(KEY_TAG, ""))
 
 
 def other_tags(row: Row) -> dict[str, Tag]:
-    """Give the row's tags without its key."""
+    """Return the row's tags without its key."""
     return {name: value for name, value in row.tags.items() if name != KEY_TAG}
 
 

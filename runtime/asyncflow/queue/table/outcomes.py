@@ -54,7 +54,7 @@ class Outcomes:
         return (serial for serial, _ in self.items())
 
     def items(self) -> Iterator[tuple[int, Finished]]:
-        """Give serials and outcomes, by serial."""
+        """Yield serials and outcomes, by serial."""
         for number in sorted(self._pages):
             for place, kind in enumerate(self._pages[number]):
                 finished = self._kinds[kind]

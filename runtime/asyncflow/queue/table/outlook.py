@@ -49,7 +49,7 @@ def view(table: Table, name: str, now: float) -> PartitionView:
 
 
 def waits(table: Table, now: float) -> Iterator[tuple[str, str, Unready]]:
-    """Give partition, task and its oldest row that is not ready, where there is one."""
+    """Yield partition, task and its oldest row that is not ready, where there is one."""
     for name, partition in table.books.partitions.items():
         for task, row in oldest_unready(partition).items():
             yield name, task, _unready(partition, task, row, now)

@@ -63,7 +63,7 @@ class Partition:
         return next((queue for queue in self.queues.values() if queue.spec.kind == "gang"), None)
 
     def task(self, name: str) -> TaskQueue | None:
-        """Give the queue of a task, None if it is not known. Raises Misdirected for one of another controller."""
+        """Return the queue of a task, None if it is not known. Raises Misdirected for one of another controller."""
         queue = self.queues.get(name)
         if queue is None and (there := self.elsewhere.get(name)) is not None:
             raise Misdirected.at(there.controller, f"the task {self.name}/{name} is not decided about here")
@@ -96,7 +96,7 @@ class Partition:
         return self.counts[State.LIVE] == (queue.busy if queue is not None else 0)
 
     def emptied(self) -> Partition:
-        """Give the partition without any row: its tasks, its creator, the serials used and what was counted stay."""
+        """Return the partition without any row: its tasks, its creator, the serials used and what was counted stay."""
         fresh = Partition(self.name)
         fresh.revision, fresh.creator = self.revision + 1, self.creator
         fresh.resets, fresh.peeked = self.resets, self.peeked
@@ -140,7 +140,7 @@ class Partition:
             queue.freed(rows)
 
     def gains(self, before: Shape, after: Shape) -> list[TaskQueue]:
-        """Give the tasks that ``after`` suits and ``before`` did not."""
+        """Return the tasks that ``after`` suits and ``before`` did not."""
         gains = self._gains.get((before, after))
         if gains is None:
             gains = [q for q in self.queues.values() if q.suits(after) and not q.suits(before)]

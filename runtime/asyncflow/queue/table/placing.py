@@ -17,7 +17,7 @@ def ends_rows(spec: TaskSpec) -> bool:
 
 
 def place(books: Books, spec: TaskSpec, controllers: int) -> int:
-    """Give the controller for a new task; the home only where it has fewer tasks than all shards."""
+    """Return the controller for a new task; the home only where it has fewer tasks than all shards."""
     if controllers == 1 or ends_rows(spec):
         return 0
     tasks: Counter[int] = Counter()

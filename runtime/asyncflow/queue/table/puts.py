@@ -108,7 +108,7 @@ class Puts:
         cells: Cells,
         tags: _Tags,
     ) -> None:
-        """Give those of ``rows`` that were just made what their unit told of them, and take them into the indexes.
+        """Set what their unit told of those of ``rows`` that were just made, and take them into the indexes.
 
         Those of which no row was made are of groups that had lost other rows only.
         """
@@ -149,7 +149,7 @@ def _check_sizes(partition: Partition, serial: int, count: int, size: int) -> No
 
 
 def _home(partition: Partition, serial: int, keys: Sequence[Tag | None], taken: set[Tag | None]) -> int | None:
-    """Give the serial under which a group is made: its own, that of a wanted row with its key, or None for none."""
+    """Return the serial under which a group is made: its own, that of a wanted row with its key, or None for none."""
     if len(keys) == 1 and isinstance(keys[0], str):
         lost = partition.keys.get(keys[0])
         if lost is not None and lost.state is State.WANTED and lost.group.size == 1:
@@ -161,7 +161,7 @@ def _home(partition: Partition, serial: int, keys: Sequence[Tag | None], taken: 
 
 
 def _runs(made: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Give ascending (number, serial) as (first number, first serial, length) where both are consecutive."""
+    """Return ascending (number, serial) as (first number, first serial, length) where both are consecutive."""
     runs: list[tuple[int, int, int]] = []
     for number, serial in made:
         if runs and (number, serial) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):

@@ -56,7 +56,7 @@ class TaskQueue:
         return self._stand(row) == _READY
 
     def open_rows(self, group: Group) -> list[Row]:
-        """Give the rows of ``group`` that are ready on their own, by sample."""
+        """Return the rows of ``group`` that are ready on their own, by sample."""
         return [row for row, stand in self._stands(group.rows) if stand == _READY]
 
     def refresh(self, group: Group) -> None:
@@ -114,7 +114,7 @@ class TaskQueue:
         return row.group.window, self._order(row.group, row.sample)
 
     def _stands(self, rows: Sequence[Row]) -> Iterator[tuple[Row, int]]:
-        """Give how each row stands on its own; those alike, as most of a group are, are looked at once."""
+        """Yield how each row stands on its own; those alike, as most of a group are, are looked at once."""
         known, stand = None, _PASSED
         for row in rows:
             if known is None or not (row.work is known.work and row.shape is known.shape and row.state is known.state):

@@ -23,7 +23,7 @@ from asyncflow.queue.table.state import Row, Shape
 
 
 def draft_of(books: Books) -> Books:
-    """Give empty books of the same controller."""
+    """Return empty books of the same controller."""
     draft = empty_books()
     draft.index, draft.epoch = books.index, books.epoch
     return draft
@@ -48,7 +48,7 @@ def take(books: Books, item: Item) -> None:
 
 
 def _stands_for(event: ev.Event) -> int:
-    """Give how many rows, or outcomes, are made of an event that does not list them; 1 of any other."""
+    """Return how many rows, or outcomes, are made of an event that does not list them; 1 of any other."""
     if isinstance(event, ev.Put):
         return event.groups * event.size if event.size > 0 else 0
     if isinstance(event, ev.SnapshotRows):

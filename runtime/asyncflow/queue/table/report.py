@@ -76,7 +76,7 @@ def _unfinished(partition: Partition) -> list[int]:
 
 
 def _missing(partition: Partition) -> list[int]:
-    """Give the serials below the next one that were never created; where they say which prompt is next, in training."""
+    """Return the serials below the next one that were never created; in training they say which prompt is next."""
     missing: list[int] = []
     if partition.purpose == "train":
         before = -1

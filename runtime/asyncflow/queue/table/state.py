@@ -77,7 +77,7 @@ class Shape:
         self._next: dict[tuple[str, ...], Shape] = {}
 
     def plus(self, names: tuple[str, ...]) -> Shape:
-        """Give the shape of a row of this one that gets further columns."""
+        """Return the shape of a row of this one that gets further columns."""
         shape = self._next.get(names)
         if shape is None:
             fresh = tuple(name for name in names if name not in self.has)
@@ -204,7 +204,7 @@ class Group(Struct, eq=False):
 
 
 def new_row(group: Group, sample: int, row: int, state: State, shape: Shape, since: float) -> Row:
-    """Give a row with which nothing has happened, and of which its unit has not told yet."""
+    """Return a row with which nothing has happened, and of which its unit has not told yet."""
     return Row(group, sample, row, state, shape, since, NO_WORK, NO_SIZES, NO_TAGS)
 
 

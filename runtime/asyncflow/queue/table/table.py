@@ -82,7 +82,7 @@ class Table:
                 self.books.record(ev.Declared(spec, there.controller if there is not None else 0))
 
     def join_unit(self, unit: int, incarnation: str) -> int:
-        """Give the epoch of a unit's rows: the one it has, or a new one for a new incarnation (the old is lost)."""
+        """Return the epoch of a unit's rows: the one it has, or a new one for a new incarnation (the old is lost)."""
         known = self.books.units.get(unit)
         if known is not None and known.incarnation == incarnation:
             return known.epoch
@@ -91,7 +91,7 @@ class Table:
         return self.books.epoch
 
     def lose_unit(self, unit: int) -> None:
-        """Give up what a unit held: its rows are wanted again where they were not committed."""
+        """Record the loss of what a unit held: its rows are wanted again where they were not committed."""
         if (known := self.books.units.get(unit)) is not None:
             self.books.record(ev.UnitLost(known.epoch, unit))
             self.puts.heard(known.epoch)
@@ -116,13 +116,13 @@ class Table:
         return strangers
 
     def miss(self, home: int) -> int:
-        """Give up the rows of a unit that has now told all it has and did not name them; give their number."""
+        """Record the loss of rows that their unit, which has now told all it has, did not name; return their number."""
         unnamed = [number for number, row in self.books.rows.items() if not row.here and row.home == home]
         self.puts.heard(epoch_of(home))
         return self.lose_rows(unnamed)
 
     def lose_rows(self, numbers: Iterable[int]) -> int:
-        """Give up rows whose bytes are gone; give their number. Those that nobody needs any more are passed over.
+        """Record the loss of rows whose bytes are gone; return their number. Rows that nobody needs are passed over.
 
         Those of a step go with their whole group: it is judged as one, and made again as one.
         """
@@ -268,7 +268,7 @@ class Table:
         return returned
 
     def wanted(self, partition: str) -> Wanted:
-        """Give the samples to be created again. The revision changes with them and with the controller."""
+        """Return the samples to be created again. The revision changes with them and with the controller."""
         held = self.books.partition(partition)
         metas = [_bare(row) for row in sorted(held.wanted, key=lambda row: row.key)]
         return Wanted(revision=self.books.epoch << 32 | held.revision, keys=metas)

@@ -57,7 +57,7 @@ class Training:
         self._books.record(ev.Began(partition, attempt, step, world))
 
     def slot(self, partition: str, *, attempt: int, step: int, slot: int, rank: int, tokens: int) -> Slot | None:
-        """Give what ``rank`` trains in that slot; decide it if that can be done now; None while it cannot."""
+        """Return what ``rank`` trains in that slot; decide it if that can be done now; None while it cannot."""
         held, where = self._gang(partition), f"{partition} step {step} slot {slot}"
         held.gang.check_attempt(attempt, where=where)
         decision = held.gang.check_slot(step, slot, rank, where=where)

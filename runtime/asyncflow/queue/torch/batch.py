@@ -41,7 +41,7 @@ class Batch:
         return len(self.metas)
 
     def padded(self, fill: float | Mapping[str, float] = 0, *, side: Side = "right") -> dict[str, Any]:
-        """Give each column as [rows, longest, ...] and its lengths as ``NAME_lengths``; Python values as lists.
+        """Return each column as [rows, longest, ...] and its lengths as ``NAME_lengths``; Python values as lists.
 
         fill: what fills the rest, for all columns or by column (0 for one that is not named).
         """
@@ -55,7 +55,7 @@ class Batch:
         return forms
 
     def tensordict(self, *, padded: bool = False) -> TensorDict:
-        """Give the columns as a TensorDict of [rows], nested or ``padded``, with ``serial`` and ``sample`` of each row.
+        """Return the columns as a TensorDict of [rows], nested or ``padded``, with ``serial`` and ``sample`` of each.
 
         Raises ManifestError where the package ``tensordict`` is not installed.
         """
@@ -72,16 +72,16 @@ class Batch:
         return TensorDict(content, batch_size=[len(self)])
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
-        """Give the batch with its columns on another device."""
+        """Return the batch with its columns on another device."""
         return replace(self, columns={n: c.to(device, non_blocking=non_blocking) for n, c in self.columns.items()})
 
     def pin_memory(self) -> Batch:
-        """Give the batch in page-locked memory; a loader with ``pin_memory=True`` calls this."""
+        """Return the batch in page-locked memory; a loader with ``pin_memory=True`` calls this."""
         return replace(self, columns={name: column.pin_memory() for name, column in self.columns.items()})
 
 
 def columns_of(fetched: Mapping[str, Jagged], names: Sequence[str]) -> dict[str, Column]:
-    """Give what was fetched as tensors, in the order of ``names``."""
+    """Return what was fetched as tensors, in the order of ``names``."""
     return {name: Column.of(fetched[name]) for name in names}
 
 

@@ -53,7 +53,7 @@ class Column:
         return len(self.offsets) - 1
 
     def __getitem__(self, row: int) -> Any:
-        """Give one row: a view, or the Python value."""
+        """Return one row: a view, or the Python value."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of a column of {len(self)} rows")
         values = self.values[self.offsets[row] : self.offsets[row + 1]]
@@ -69,7 +69,7 @@ class Column:
         return self.offsets.diff()
 
     def padded(self, fill: float = 0, *, side: Side = "right") -> Tensor:
-        """Give the rows as [rows, longest, ...], filled up with ``fill``; a view where all are of one length.
+        """Return the rows as [rows, longest, ...], filled up with ``fill``; a view where all are of one length.
 
         Scalars are [rows]. Python values have no such form: TypeError.
         """
@@ -88,7 +88,7 @@ class Column:
         return out
 
     def nested(self) -> Tensor:
-        """Give the rows as a nested tensor (jagged layout) that shares their memory; scalars as [rows]."""
+        """Return the rows as a nested tensor (jagged layout) that shares their memory; scalars as [rows]."""
         self._check_tensor("nested")
         if self.kind == "scalar":
             return self.values
@@ -96,16 +96,16 @@ class Column:
         return nested
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Column:
-        """Give the column on another device."""
+        """Return the column on another device."""
         values, offsets = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.values, self.offsets))
         return Column(values, offsets, self.kind)
 
     def pin_memory(self) -> Column:
-        """Give the column in page-locked memory."""
+        """Return the column in page-locked memory."""
         return Column(self.values.pin_memory(), self.offsets.pin_memory(), self.kind)
 
     def jagged(self) -> Jagged:
-        """Give the column as the queue takes it."""
+        """Return the column as the queue takes it."""
         values, offsets = self.values.detach().cpu().contiguous(), self.offsets.cpu().numpy()
         if self.kind in _PYTHON:
             return Jagged(values.numpy(), offsets, self.kind)

@@ -59,7 +59,7 @@ class QueueDataset(IterableDataset[Batch]):  # type: ignore[misc] # torch is not
         self._here: Station | None = None
 
     def close(self) -> None:
-        """Give back what is kept here, and leave the queue; whatever is asked later joins it again."""
+        """Return to the queue what is kept here, and leave the queue; whatever is asked later joins it again."""
         if (here := self._here) is not None:
             self._here = None
             here.close()
@@ -166,7 +166,7 @@ class StreamingDataset(QueueDataset):
         self._station().keep(rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what ``load_state_dict`` checks: the queue itself remembers what was acknowledged."""
+        """Return what ``load_state_dict`` checks: the queue itself remembers what was acknowledged."""
         return {"partition": self.partition, "task": self.task}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

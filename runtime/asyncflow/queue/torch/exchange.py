@@ -74,7 +74,7 @@ _decoder: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 def shared(
     loader: Iterable[Batch] | None, *, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
 ) -> Iterator[Batch]:
-    """Give the batches of the first process's ``loader`` in every process of ``group`` (by default, of all).
+    """Yield the batches of the first process's ``loader`` in every process of ``group`` (by default, of all).
 
     device: where the batches go, one that the group's backend can send from. Only the first process's loader is used,
     and only there a batch can be completed. All processes must take the same number of batches.

@@ -53,7 +53,7 @@ class Station:
         self.leases = Leases(self.client)
 
     def run(self, job: Coroutine[Any, Any, T]) -> T:
-        """Give what ``job`` gives; a caller that is interrupted ends it. Refused once the station is closed."""
+        """Return what ``job`` gives; a caller that is interrupted ends it. Refused once the station is closed."""
         if not self._thread.is_alive():
             job.close()
             hint = "An iteration ends with its data set: keep it open as long as you iterate"
@@ -146,7 +146,7 @@ class Leases:
         return verdicts
 
     async def give_back(self, rows: list[LeasedRow], reason: str) -> None:
-        """Give ``rows`` back."""
+        """Return ``rows`` to the queue."""
         self._rows.pop(rows[0].lease, None)
         await self._client.give_back(rows, reason=reason, timeout=CALL_S)
 
@@ -180,7 +180,7 @@ class Ahead(Generic[T]):
         self._making = asyncio.create_task(self._make(source), name="fetching ahead")
 
     async def next(self) -> T | None:
-        """Give the next item, or None after the last; raises what ``source`` raised."""
+        """Return the next item, or None after the last; raises what ``source`` raised."""
         self._room.release()
         item = await self._made.get()
         if item is None or isinstance(item, BaseException):

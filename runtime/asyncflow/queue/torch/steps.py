@@ -117,7 +117,7 @@ class StepDataset(QueueDataset):
         station.run(commit)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what belongs into the checkpoint with the weights: the last step that is in them."""
+        """Return what belongs into the checkpoint with the weights: the last step that is in them."""
         return {"partition": self.partition, "step": self._done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -128,7 +128,7 @@ class StepDataset(QueueDataset):
         self._course[0] = -1
 
     def __iter__(self) -> Iterator[Batch]:
-        """Give the batches of one step after another; ``Batch.last`` ends a step."""
+        """Yield the batches of one step after another; ``Batch.last`` ends a step."""
         attempt, first, last = self._begun(), int(self._course[1]), int(self._course[2])
         station, loader = self._station(), get_worker_info()
         part, parts = (loader.id, loader.num_workers) if loader is not None else (0, 1)
@@ -151,7 +151,7 @@ class StepDataset(QueueDataset):
                     break
 
     async def _slot(self, client: QueueClient, attempt: int, step: int, number: int) -> Slot | None:
-        """Give a slot as soon as it is decided; None where the partition was closed before its step."""
+        """Return a slot as soon as it is decided; None where the partition was closed before its step."""
         slot = await client.slot(
             partition=self.partition,
             attempt=attempt,

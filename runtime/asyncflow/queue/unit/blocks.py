@@ -74,7 +74,7 @@ class Block:
         return False
 
     def written(self, piece: Piece, rows: range, tags: Sequence[Tags]) -> tuple[Block, list[Part]]:
-        """Give what ``rows`` become by a write, and what is not needed then: what it replaces, or some of itself."""
+        """Return what ``rows`` become by a write, and what is not needed then: what it replaces, or some of itself."""
         cells = dict(self.cells)
         replaced: dict[str, Piece] = {}
         new = piece.parcel.columns
@@ -94,7 +94,7 @@ class Block:
         return Block(self._entry, self._shift, self.outputs, cells, layers, own), dropped
 
     def parts(self, first: int, rows: int) -> list[Part]:
-        """Give all that so many rows from ``first`` on consist of."""
+        """Return all that so many rows from ``first`` on consist of."""
         return [(piece, columns, first, rows) for piece, columns in self.layers.items()]
 
     def sizes(self, row: int, *, partial: bool) -> dict[str, int]:
@@ -128,7 +128,7 @@ class Block:
 
 
 def promised(outputs: Mapping[str, int], cells: Mapping[str, Piece]) -> int:
-    """Give the bytes of the ``outputs`` of one row that are not there yet."""
+    """Return the bytes of the ``outputs`` of one row that are not there yet."""
     return sum(size for name, size in outputs.items() if (piece := cells.get(name)) is None or piece.partial)
 
 
@@ -148,7 +148,7 @@ class Run(NamedTuple):
 
 
 def stretches(rows: Sequence[int], alike: Sequence[object]) -> list[tuple[int, int]]:
-    """Give start and stop of each part of ``rows`` that follow one another and of which ``alike`` holds one object."""
+    """Return start and stop of each part of ``rows`` that follow one another and share one object in ``alike``."""
     count = len(rows)
     if count < 2:
         return [(0, count)] if count else []
@@ -160,7 +160,7 @@ def stretches(rows: Sequence[int], alike: Sequence[object]) -> list[tuple[int, i
 
 
 def together(runs: Sequence[Run], columns: Sequence[str]) -> list[tuple[list[Place], list[str]]]:
-    """Give where the cells of ``runs`` lie, columns that lie at the same places together. KeyError: not there."""
+    """Return where the cells of ``runs`` lie, columns that lie at the same places together. KeyError: not there."""
     if len(runs) == 1:
         ((block, first, rows),) = runs
         of: dict[Piece, list[str]] = {}

@@ -78,7 +78,7 @@ class Budget:
         await self._wait(place, timeout)
 
     def release(self, size: int, *, promise: int = 0) -> None:
-        """Give back bytes, and promises that are kept or void; those who wait get them in turn."""
+        """Release bytes, and promises that are kept or void; those who wait get them in turn."""
         self.used -= size
         self.promised -= promise
         self._advance()

@@ -30,7 +30,7 @@ class Finder(NamedTuple):
             raise ProtocolError(what, where=self.where, hint="Name each row once")
 
     def find(self, held: Mapping[int, Block], rows: Sequence[int], columns: Sequence[str], *, used: int) -> Found:
-        """Give where ``columns`` of ``rows`` lie. held: the rows that are here; used: bytes of all their cells.
+        """Return where ``columns`` of ``rows`` lie. held: the rows that are here; used: bytes of all their cells.
 
         Raises StaleHandle for what is not there, Refused for what is too much at once.
         """

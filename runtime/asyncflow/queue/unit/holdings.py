@@ -189,7 +189,7 @@ class Holdings:
         return refused, kept
 
     async def fetch(self, rows: Sequence[int], columns: Sequence[str]) -> dict[str, Jagged]:
-        """Give ``columns`` of ``rows``, in that order. Raises what ``Finder`` does."""
+        """Return ``columns`` of ``rows``, in that order. Raises what ``Finder`` does."""
         self._finder.check(rows)
         columns = list(dict.fromkeys(columns))
         if self.puts:
@@ -209,7 +209,7 @@ class Holdings:
                 await pending[-1]
 
     def _lose(self, gone: BytesLost) -> StaleHandle:
-        """Give up the rows whose cells the store has lost, whoever asked for them; give the error for who did."""
+        """Report the loss of rows whose cells the store has lost; return the error for the caller that asked."""
         there = frozenset(gone.places)
         lost = [
             number
@@ -251,7 +251,7 @@ class Holdings:
             self.decide(put, Verdict([], None if isinstance(put.entry, NewCells) else again.to_wire()))
 
     def _free(self, parts: Sequence[Part], *, promise: int = 0) -> None:
-        """Give back promises now, and bytes when the store has let go of them."""
+        """Release promises now, and bytes when the store has let go of them."""
         if promise:
             self.budget.release(0, promise=promise)
         by_columns: dict[tuple[str, ...], list[Place]] = {}

@@ -112,7 +112,7 @@ class Liaison:
         return controller_of(lease) < self._controllers
 
     def new_rows(self, count: int) -> range:
-        """Give row ids that were never used before."""
+        """Return row ids that were never used before."""
         first = RowPlace(self.epoch, self._unit, self._rows).row
         self._rows += count
         return range(first, first + count)

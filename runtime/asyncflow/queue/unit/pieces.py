@@ -55,7 +55,7 @@ class Piece:
         self.partial = partial
 
     def place(self, first: int, rows: int) -> Place:
-        """Give where so many rows from ``first`` on lie."""
+        """Return where so many rows from ``first`` on lie."""
         return Place(self.parcel.number, first - self.shift, rows)
 
     def size(self, columns: Sequence[str], first: int, rows: int) -> int:

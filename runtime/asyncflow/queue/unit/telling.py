@@ -100,7 +100,7 @@ class Telling:
             self._ask("units.admit", admit, Admitted, lambda admitted: self._decide(admit, puts, admitted))
 
     def _untold(self, session: Session) -> tuple[Admit, list[Put]] | None:
-        """Give what is to be told next: what shards have admitted, then puts; None where there is nothing."""
+        """Return what is to be told next: what shards have admitted, then puts; None where there is nothing."""
         if not self._holdings.puts and not self._news:
             return None
         puts = list(islice((put for put in self._holdings.puts if not put.shard), _PUTS))

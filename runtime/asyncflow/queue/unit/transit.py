@@ -81,7 +81,7 @@ class Transit:
             await _settled(coming[-1])
 
     def _away(self, rows: Sequence[int]) -> set[int]:
-        """Give those that are not here and may be elsewhere: what was put here and never moved is gone for good."""
+        """Return those that are not here and may be elsewhere: what was put here and never moved is gone for good."""
         here = self._holdings.rows
         if all(map(here.__contains__, rows)):
             return set()
@@ -97,7 +97,7 @@ class Transit:
             await _settled(pending[-1])
 
     def first(self, *, most: int, most_bytes: int) -> tuple[list[int], int]:
-        """Give the first rows that are here, no more than said unless that is none, and their bytes."""
+        """Return the first rows that are here, no more than said unless that is none, and their bytes."""
         rows: list[int] = []
         total = 0
         for number, block in self._holdings.rows.items():
@@ -109,7 +109,7 @@ class Transit:
         return rows, total
 
     def packs(self, rows: Iterable[int], *, most_bytes: int) -> Iterator[Pack]:
-        """Give those of ``rows`` that are here, in packs of no more bytes unless that is one row."""
+        """Yield those of ``rows`` that are here, in packs of no more bytes unless that is one row."""
         open_: dict[tuple[object, ...], Pack] = {}
         for number in rows:
             block = self._holdings.rows.get(number)

@@ -270,7 +270,7 @@ class StorageUnit:
 
 
 def _reply(put: Put, make: Callable[[Verdict], Reply]) -> Later[Reply]:
-    """Give the reply that ``make`` makes of the verdict on ``put``, which is decided whether anybody waits or not."""
+    """Return the reply that ``make`` makes of the verdict on ``put``, which is decided whether anybody waits or not."""
     reply: Later[Reply] = Later()
 
     def decided(verdict: Later[Verdict]) -> None:
