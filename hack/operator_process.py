@@ -25,7 +25,7 @@ from kube.process import PlaneError, Restarted, wait_until
 from kube.servers import LOOPBACK, free_ports
 
 NAMESPACE: Final = "asyncflow-system"
-_END_S: Final = 30.0
+_END_S: Final = 60.0
 _NAMESPACES: Final = "/api/v1/namespaces"
 
 

@@ -150,6 +150,7 @@ def test_what_others_have_made_is_not_touched(
     assert {path: identity(kwok_plane, path) for path in foreign} == foreign
 
 
+@pytest.mark.timeout(400)
 def test_each_runs_once_it_is_mended(
     jobs: dict[str, OneJob], kwok_plane: ControlPlane, foreign: dict[str, str]
 ) -> None:

@@ -84,7 +84,7 @@ class World:
         self.plane.api.patch(path, {"metadata": {"annotations": named}})
 
     def until(self, condition: Callable[[], object], what: str) -> None:
-        self.plane.wait_until(condition, what, timeout_s=60)
+        self.plane.wait_until(condition, what, timeout_s=120)
 
     def until_whole(self, **others: int) -> None:
         wanted = Counter(WHOLE | others)

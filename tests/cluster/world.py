@@ -106,7 +106,7 @@ class World:
         named = {f"kwok.test/{key.replace('_', '-')}": value for key, value in annotations.items()}
         self.plane.api.patch(path, {"metadata": {"annotations": named}})
 
-    def until(self, condition: Callable[[], object], what: str, *, timeout_s: float = 60) -> None:
+    def until(self, condition: Callable[[], object], what: str, *, timeout_s: float = 120) -> None:
         def holds() -> object:
             try:
                 return condition()

@@ -33,7 +33,7 @@ def run(folder: Path, *settings: str, manifest: str = COUNTING.name) -> subproce
         str(folder),
         *words,
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,7 @@ def test_what_only_a_role_can_tell_is_refused_by_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("visible", "accelerator", "lacks"),
     [

@@ -45,7 +45,7 @@ def until_ready(folder: Path, *, other_than: psutil.Process) -> tuple[psutil.Pro
             process, http = replica(folder)
             if process != other_than and ask(f"{http}/readyz") == "ready\n":
                 return process, http
-        except (psutil.NoSuchProcess, urllib.error.URLError):
+        except (psutil.NoSuchProcess, urllib.error.URLError, TimeoutError):
             time.sleep(0.1)
     raise AssertionError("no other replica became ready")
 
